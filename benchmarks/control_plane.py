@@ -125,7 +125,7 @@ def guard_waiting(worker: Worker) -> int:
 def _guard(worker: Worker, waits: bool) -> int:
     progress = Progress()
     looking = Guard(worker.here, progress, exit=lambda code: None)
-    looking._shutdown._num_meetings = 21  # the others of the host have been met
+    looking._neighbours._num_meetings = 21  # the others of the host have been met
     # The kernel's list of connections would be that of all workers of this process.
     looking._links.look = lambda step, elapsed: worker.here.by_worker("guard/links") and None
     progress.enter("train", b"train")

@@ -7,10 +7,11 @@ from typing import Any
 
 
 class FakeClient:
-    """Keep keys and values as the service does, with its errors; count the calls of each method."""
+    """Keep keys and values as the service does, with its errors; count the calls of each method, which fail for a `reason`."""
 
     def __init__(self) -> None:
         self.counted: collections.Counter[str] = collections.Counter()
+        self.reason = ""
         self.values: dict[str, str] = {}
         self._changed = threading.Condition()
 
@@ -54,4 +55,6 @@ class FakeClient:
     def __getattribute__(self, name: str) -> Any:
         if "key_value" in name:
             self.counted[name] += 1
+            if self.reason:
+                raise RuntimeError(self.reason)
         return super().__getattribute__(name)

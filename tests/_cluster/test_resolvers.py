@@ -185,48 +185,42 @@ def test_chief_workers_and_evaluator_know_their_places() -> None:
     assert "evaluator, beside 3 workers" in str(it)
 
 
-def test_a_cluster_is_a_value() -> None:
-    cluster = SimpleClusterResolver({"worker": [A, B]}, "worker", 1).cluster()
-    same = SimpleClusterResolver({"worker": (A, B)}, "worker", 1).cluster()
-    assert cluster == same == pickle.loads(pickle.dumps(cluster)) == copy.deepcopy(cluster)  # noqa: S301
-    assert hash(cluster) == hash(same)
+def test_a_cluster_is_a_value_with_a_digest_that_is_the_same_on_all_workers() -> None:
+    def cluster(spec: Any, task: str = "worker", index: int = 0) -> Cluster:
+        return SimpleClusterResolver(spec, task, index).cluster()
+
+    one, same = cluster({"worker": [A, B]}, index=1), cluster({"worker": (A, B)}, index=1)
+    assert one == same == pickle.loads(pickle.dumps(one)) == copy.deepcopy(one) and hash(one) == hash(same)  # noqa: S301
     with pytest.raises(dataclasses.FrozenInstanceError):
-        cluster.task_id = 0
-    assert ClusterSpec.of(cluster.spec) is cluster.spec
-
-
-def test_the_digest_tells_clusters_apart_and_is_the_same_on_all_workers() -> None:
-    def digest(spec: dict[str, list[str]], task: str = "worker", index: int = 0) -> str:
-        return SimpleClusterResolver(spec, task, index).cluster().digest()
-
-    assert digest({"worker": [A, B]}) == digest({"worker": [A, B]}, index=1)
-    assert digest({"chief": [A], "worker": [B]}) == digest({"worker": [B], "chief": [A]}, "chief")
-    assert len({digest(s) for s in ({"worker": [A, B]}, {"worker": [B, A]}, {"worker": [A]}, {"chief": [A], "worker": [B]})}) == 4
-    of_torchrun = [
-        discover(environment=TORCHRUN | {"MASTER_ADDR": a, "MASTER_PORT": p})[0].digest()
-        for a, p in [("a", "1"), ("b", "1"), ("a", "2")]
-    ]
-    assert of_torchrun[0] == of_torchrun[1] != of_torchrun[2]
+        one.task_id = 0
+    assert ClusterSpec.of(one.spec) is one.spec
+    assert one.digest() == cluster({"worker": [A, B]}).digest()
+    with_chief = {"chief": [A], "worker": [B]}
+    assert cluster(with_chief).digest() == cluster({"worker": [B], "chief": [A]}, "chief").digest()
+    assert len({cluster(s).digest() for s in ({"worker": [A, B]}, {"worker": [B, A]}, {"worker": [A]}, with_chief)}) == 4
+    first, renamed, moved = (
+        discover(environment=TORCHRUN | {"MASTER_ADDR": host, "MASTER_PORT": port})[0].digest()
+        for host, port in [("a", "1"), ("b", "1"), ("a", "2")]
+    )
+    assert first == renamed != moved
 
 
 def test_resolvers_answer_as_in_tensorflow() -> None:
-    for resolver, expected in [
-        (TFConfigClusterResolver(environment=TFJOB), ("worker", 1)),
-        (TFConfigClusterResolver(environment={}), (None, None)),
-        (SlurmClusterResolver(environment=SRUN), ("worker", 4)),
-        (KubernetesClusterResolver(environment=TRAINJOB), ("worker", 1)),
-        (SimpleClusterResolver({"chief": [A]}, "chief", 0), ("chief", 0)),
-    ]:
-        assert (resolver.task_type, resolver.task_id) == expected
-        assert bool(resolver.cluster_spec()) == (expected[0] is not None)
-        assert list(resolver.cluster_spec().as_dict()) == resolver.cluster_spec().jobs
-
-
-def test_the_spec_is_a_dict_of_lists_and_of_indices_where_addresses_are_not_known() -> None:
-    assert TFConfigClusterResolver(environment=TFJOB).cluster_spec().as_dict() == json.loads(TFJOB["TF_CONFIG"])["cluster"]
-    assert discover(environment=TORCHRUN)[0].spec.as_dict() == {"worker": {0: "node0:29501"}}
     hosts = [f"sh04-10n{n}:{port}" for n, port in [("02", 8888), ("02", 8889), ("03", 8888), ("03", 8889), ("05", 8888)]]
-    assert SlurmClusterResolver(environment=SRUN).cluster_spec().as_dict() == {"worker": hosts}
+    for resolver, place, jobs in [
+        (TFConfigClusterResolver(environment=TFJOB), ("worker", 1), json.loads(TFJOB["TF_CONFIG"])["cluster"]),
+        (TFConfigClusterResolver(environment={}), (None, None), {}),
+        (SlurmClusterResolver(environment=SRUN), ("worker", 4), {"worker": hosts}),
+        (KubernetesClusterResolver(environment=TRAINJOB), ("worker", 1), {"worker": {0: "digits-node-0-0.digits:6666"}}),
+        (SimpleClusterResolver({"chief": [A]}, "chief", 0), ("chief", 0), {"chief": [A]}),
+    ]:
+        spec = resolver.cluster_spec()
+        assert (resolver.task_type, resolver.task_id, spec.as_dict(), spec.jobs, bool(spec)) == (
+            *place,
+            jobs,
+            [*jobs],
+            bool(jobs),
+        )
     assert SlurmClusterResolver(7000, environment=SRUN).cluster().coordinator_address == "sh04-10n02:7000"
 
 
@@ -239,14 +233,11 @@ def test_tf_config_is_read_at_every_access(monkeypatch: pytest.MonkeyPatch) -> N
     assert resolver.task_id is None
 
 
-def test_in_kubernetes_names_may_come_late_whoever_describes_the_cluster() -> None:
+def test_in_kubernetes_names_may_come_late_and_an_indexed_job_needs_the_number_of_its_pods() -> None:
     for pod in (TFJOB, TRAINJOB, JAXJOB, TORCHRUN):
         environment = {name: value for name, value in pod.items() if name != "KUBERNETES_SERVICE_HOST"}
         assert KubernetesClusterResolver(environment=environment).cluster().names_come_late
         assert not discover(environment=environment)[0].names_come_late
-
-
-def test_an_indexed_job_needs_the_number_of_its_pods() -> None:
     pod = {"JOB_COMPLETION_INDEX": "11", "HOSTNAME": "digits-11", "KUBERNETES_SERVICE_HOST": "10.96.0.1"}
     cluster = KubernetesClusterResolver(12, "pods", 9999, environment=pod).cluster()
     assert cluster.address == "digits-11.pods:9999" and cluster.coordinator_address == "digits-0.pods:9999"
@@ -319,12 +310,9 @@ def test_a_cluster_that_contradicts_itself_says_where() -> None:
     assert not_refused([(lambda: ClusterSpec.of([A]), "cluster is a list of 1; it names the workers")]) == []
 
 
-def test_addresses_that_are_right_are_kept() -> None:
+def test_addresses_that_are_right_are_kept_and_others_refused() -> None:
     for address in ("h:1", "h-1.x_y.svc:65535", "10.0.0.1:2222", "[::1]:1", "[fe80::1%eth0]:80", "_a:1", "1a:1"):
         assert check_address("here", address) == address == join_address(*split_address(address))
-
-
-def test_addresses_that_are_wrong_are_refused() -> None:
     cases: dict[Any, str] = {
         '': "is ''", None: 'is null', 2222: 'is 2222', 'h': 'has no port', 'h:': "whose port is ''",
         'h:0': "whose port is '0'", 'h:65536': "whose port is '65536'; a port is a number from 1 to 65535",
@@ -344,21 +332,13 @@ def test_addresses_that_are_wrong_are_refused() -> None:
     assert not_refused(refused, "cluster.worker[3] is ") == []
 
 
-def test_lists_of_slurm_hosts_are_expanded_in_their_order() -> None:
+def test_lists_of_slurm_hosts_are_expanded_in_their_order_or_refused_at_once() -> None:
     for nodes, hosts in {
-        "n1": "n1",
-        "n2,n10": "n2 n10",
-        "n[2,10]": "n2 n10",
-        "gpu[01-03,7],login1": "gpu01 gpu02 gpu03 gpu7 login1",
-        "n[8-11]": "n8 n9 n10 n11",
-        "n[098-101]-ib": "n098-ib n099-ib n100-ib n101-ib",
-        "r[1-2]n[1,3]": "r1n1 r1n3 r2n1 r2n3",
-        "a.b_c-d[5]": "a.b_c-d5",
-    }.items():
+        "n1": "n1", "n2,n10": "n2 n10", "n[2,10]": "n2 n10", "gpu[01-03,7],login1": "gpu01 gpu02 gpu03 gpu7 login1",
+        "n[8-11]": "n8 n9 n10 n11", "n[098-101]-ib": "n098-ib n099-ib n100-ib n101-ib",
+        "r[1-2]n[1,3]": "r1n1 r1n3 r2n1 r2n3", "a.b_c-d[5]": "a.b_c-d5",
+    }.items():  # fmt: skip
         assert expand_nodes(nodes) == hosts.split()
-
-
-def test_lists_of_slurm_hosts_that_are_wrong_or_huge_are_refused_at_once() -> None:
     wrong = [
         "", ",", "a,", "a,,b", "n[1-", "n]", "n[]", "n[a]", "n[3-1]", "n[1-2-3]", "n[1,]", "n[[1]]", "a b", "n[1-99999999]",
         "n[1-65537]", "n[1-300]m[1-300]", "[1-65536]" * 5000, "n[1-40000],m[1-40000]", "n[1-2]" + "\n", "é", "n[1-65536]," * 3,

@@ -141,15 +141,6 @@ def test_the_last_keys_of_another_threads_channel_stay() -> None:
     assert here.peek("exchange/input:0/0/are")
 
 
-@pytest.mark.timeout(10)
-def test_garbage_collection_may_close_a_channel_while_keys_are_removed() -> None:
-    here = Coordination(FakeClient(), 0, 2)
-    channel = here.channel("input")
-    with here._lock:  # as in the middle of `clean_up`
-        channel.close()
-    assert len(here._left_over) == 1
-
-
 def test_barriers_of_different_names_are_found() -> None:
     def work(this: Coordination) -> None:
         this.barrier("start")

@@ -1,5 +1,6 @@
 """The guard of one worker, whose fellow workers are entries in a store: what it says, what it does, and what it leaves alone."""
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -23,46 +24,20 @@ from mirrored._errors import WorkerLostError
 from mirrored._text import escape, escape_lines
 from mirrored._workers.coordination import Coordination
 from mirrored._workers.guard import Guard
-from mirrored._workers.neighbours import Neighbours, Process
+from mirrored._workers.neighbours import Process
 from mirrored._workers.progress import NEXT_BATCH, UNKNOWN, Progress
 from mirrored._workers.stall import Position, decode
 from mirrored._workers.verdict import MAX_TEXT, Verdict
 
 Log, Patch = pytest.LogCaptureFixture, pytest.MonkeyPatch
-HOST = Neighbours(0, 2).host
+HOST = Process.own().host.replace(" ", "-")
 OWN_CODE = Position(1, 12, "train", "", "", False, False, False, 400.0, -1, 0, [], [])
-
-
-def test_log_injection() -> None:
-    evil = "done\x1b[2J\r\nCRITICAL all is well\x00\u202e\udc80" + "x" * 100_000
-    assert "\n" not in escape(evil, 50) and escape(evil, 50).isprintable() and len(escape(evil, 50)) < 600
-    shown = str(Verdict.decode(Verdict(evil, evil + "\nfake", lost=(1,)).encode()))
-    title, *lines = shown.split("\n")
-    assert title.startswith("done\\x1b[2J\\r\\nCRITICAL") and title.isprintable() and len(shown) < 3 * MAX_TEXT
-    assert lines and all(line.startswith("  | ") and line.isprintable() for line in lines)
-    assert escape_lines("a\n\n  b\tc\n", 100) == "  | a\n  |   b\\tc"
-    assert escape_lines("the first\nthe last", 9) == "  | the last", "the end says why"
-
-
-class Service(FakeClient):
-    """One that counts its calls, and may go down."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls, self.reason = 0, ""
-
-    def __getattribute__(self, name: str) -> object:
-        if name in ("key_value_set", "blocking_key_value_get", "key_value_try_get", "key_value_dir_get"):
-            self.calls += 1
-            if self.reason:
-                raise RuntimeError(self.reason)
-        return super().__getattribute__(name)
 
 
 @dataclasses.dataclass
 class Guarded:
     guard: Guard
-    service: Service
+    service: FakeClient
     progress: Progress
     codes: "queue.Queue[int]"
     printed: list[BaseException]
@@ -81,7 +56,7 @@ class Guarded:
     def says(self, name: str, text: object = "1") -> None:
         """Let another worker write something."""
         text = text.encode() if isinstance(text, Verdict | Position) else str(text)
-        FakeClient.key_value_set(self.service, f"mirrored/guard/{name}", text, allow_overwrite=True)
+        self.service.key_value_set(f"mirrored/guard/{name}", text, allow_overwrite=True)
 
     def verdict(self) -> Verdict:
         return Verdict.decode(self.of_key("verdict") or "")
@@ -91,6 +66,21 @@ class Guarded:
         if why is not None:
             self.says("verdict", why)
         self.says("call", "leave")
+
+    def enter(self, *names: str) -> None:
+        for name in names:
+            self.progress.enter(name, name.encode())
+
+    def other_ends(self, worker: int, history: list[str] | None = None) -> None:
+        """Let another worker come to its end, and wait there for the others."""
+        self.says(f"ended/{worker}")
+        there = Coordination(self.service, worker, self.guard._num_workers, timeout_seconds=10)
+
+        def wait() -> None:
+            with contextlib.suppress(WorkerLostError):
+                there.exchange("end", history or ["0", "00000000"])
+
+        threading.Thread(target=wait, daemon=True).start()
 
 
 Make = Callable[..., Guarded]
@@ -103,7 +93,7 @@ def make(monkeypatch: Patch) -> Iterator[Make]:
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: printed.append(error))
 
     def make(worker: int = 0, num_workers: int = 2, stall_seconds: float | None = None, is_started: bool = True) -> Guarded:
-        service, progress, codes = Service(), Progress(), queue.Queue()
+        service, progress, codes = FakeClient(), Progress(), queue.Queue()
         guard = Guard(Coordination(service, worker, num_workers), progress, stall_seconds=stall_seconds, exit=codes.put)
         guarded = Guarded(guard, service, progress, codes, printed)
         if is_started:
@@ -130,6 +120,24 @@ def _quick(monkeypatch: Patch) -> None:
 
 
 # ---- an error of its own
+
+
+def test_what_others_read_is_escaped_and_cut() -> None:
+    evil = "done\x1b[2J\r\nCRITICAL all is well\x00\u202e\udc80" + "x" * 100_000
+    assert "\n" not in escape(evil, 50) and escape(evil, 50).isprintable() and len(escape(evil, 50)) < 600
+    title, *lines = str(Verdict.decode(Verdict(evil, evil + "\nfake", lost=(1,)).encode())).split("\n")
+    assert title.startswith("done\\x1b[2J\\r\\nCRITICAL") and title.isprintable() and len(title) + len(lines[0]) < 3 * MAX_TEXT
+    assert all(line.startswith("  | ") and line.isprintable() for line in lines)
+    assert escape_lines("a\n\n  b\tc\n", 100) == "  | a\n  |   b\\tc"
+    assert escape_lines("the first\nthe last", 9) == "  | the last", "the end says why"
+    ours = Verdict.decode(Verdict("why" + " so" * 10**5, "x" * 10**6 + "the end").encode())
+    assert ours.title.startswith("why") and ours.detail.endswith("the end"), "one of ours is cut before it is sent"
+    assert len(ours.title) == len(ours.detail) == MAX_TEXT
+    text = json.dumps({"title": "x" * 10**6, "detail": "", "lost": [], "wants_stacks": False})
+    assert "another process has written" in Verdict.decode(text).title
+    assert Verdict.decode(Verdict("x", code=1).encode()).code == 1
+    for code in (0, 130, None, "1"):
+        assert Verdict.decode(json.dumps({**dataclasses.asdict(Verdict("x")), "code": code})).code == 75, code
 
 
 def test_an_exception_is_printed_published_and_ends_with_one(make: Make, caplog: Log) -> None:
@@ -182,16 +190,6 @@ def test_the_first_verdict_counts(make: Make, caplog: Log) -> None:
     assert guarded.verdict().title == "worker 0 failed first" and "worker 0 failed first" in caplog.text
 
 
-def test_a_child_process_is_not_this_worker(make: Make, monkeypatch: Patch) -> None:
-    guarded = make()
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "getpid", lambda: -1)  # as after a fork
-        error = ValueError("in a child")
-        sys.excepthook(ValueError, error, None)
-        guarded.guard.stop()
-    assert guarded.printed == [error] and guarded.codes.empty() and guarded.of_key("verdict") is None
-
-
 def at_the_top(error: BaseException) -> BaseException:
     """Return an error that nobody has caught: its traceback begins at the outermost frame."""
     frame = sys._getframe()
@@ -211,11 +209,11 @@ def test_an_error_is_told_although_the_program_has_a_hook_of_its_own(make: Make,
         assert guarded.codes.get(timeout=5) == code and title in str(guarded.verdict())
 
 
-def test_an_error_that_was_caught_or_is_old_is_no_end(make: Make, monkeypatch: Patch) -> None:
+def test_what_is_no_end_of_this_program_ends_nothing(make: Make, monkeypatch: Patch) -> None:
     """pytest, for one, keeps in `sys.last_value` what a test raised."""
     monkeypatch.setattr(sys, "last_value", at_the_top(ValueError("from before the start")), raising=False)
     guarded = make()
-    guarded.says("ended/1")
+    guarded.other_ends(1)
     guarded.guard.stop()
     monkeypatch.delattr(sys, "last_value")
     another = make()
@@ -223,24 +221,20 @@ def test_an_error_that_was_caught_or_is_old_is_no_end(make: Make, monkeypatch: P
         raise ValueError("expected")
     except ValueError as error:
         monkeypatch.setattr(sys, "last_value", error, raising=False)
-    another.says("ended/1")
+    another.other_ends(1)
     another.guard.stop()
-    assert guarded.codes.empty() and another.codes.empty()
-
-
-def test_an_error_at_a_prompt_ends_nothing(make: Make, monkeypatch: Patch) -> None:
-    guarded = make()
-    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    sys.excepthook(ValueError, ValueError("a slip"), None)
-    assert guarded.codes.empty() and guarded.of_key("verdict") is None
-
-
-def test_what_is_too_long_is_cut_or_not_read() -> None:
-    ours = Verdict.decode(Verdict("why" + " so" * 10**5, "x" * 10**6 + "the end").encode())
-    assert ours.title.startswith("why") and ours.detail.endswith("the end"), "one of ours is cut before it is sent"
-    assert len(ours.title) == len(ours.detail) == MAX_TEXT
-    text = json.dumps({"title": "x" * 10**6, "detail": "", "lost": [], "wants_stacks": False})
-    assert "another process has written" in Verdict.decode(text).title
+    monkeypatch.delattr(sys, "last_value")
+    child, prompt, error = make(), make(), ValueError("a slip")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -1)  # as after a fork
+        child.guard._on_exception(ValueError, error, None)
+        child.guard.stop()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "ps1", ">>> ", raising=False)
+        prompt.guard._on_exception(ValueError, error, None)
+    assert error in child.printed and error in prompt.printed, "Python shows it"
+    for one in (guarded, another, child, prompt):
+        assert one.codes.empty() and one.of_key("verdict") is None
 
 
 # ---- another worker is lost
@@ -264,14 +258,6 @@ def test_who_does_not_answer_the_roll_is_the_lost_worker(make: Make, caplog: Log
         assert "lost worker 2 at step 12: a collective failed on worker 1, and worker 2 has not answered" in caplog.text
         assert guarded.verdict().lost == (2,) and type(error).__name__ in caplog.text
         guarded.guard.stop(wait=False)
-
-
-def test_a_collective_may_fail_while_all_live(make: Make, caplog: Log) -> None:
-    guarded = make()
-    guarded.says("here/1")
-    guarded.says("left/1")
-    assert guarded.fails(LOSSES[1]) == 75
-    assert "lost a connection at step 0: a collective failed on worker 0, and all workers answered" in caplog.text
 
 
 class Neighbour:
@@ -305,7 +291,7 @@ def test_a_worker_of_this_host_that_dies_is_named_at_once_wherever_this_one_is(
     make: Make, neighbour: Neighbour, caplog: Log
 ) -> None:
     there = [neighbour.met_by(make(is_started=False)) for _ in range(5)]
-    there[1].progress.enter("train", b"train")
+    there[1].enter("train")
     there[2].progress.phase(NEXT_BATCH).__enter__()
     there[3].progress.phase("saving step 3", is_patient=True).__enter__()
     there[4].guard._has_ended = True
@@ -319,13 +305,13 @@ def test_a_worker_of_this_host_that_dies_is_named_at_once_wherever_this_one_is(
         assert re.search(r"worker 0 leaves with code 75: lost worker 1 at step \d: the process is gone", caplog.text)
 
 
-def test_a_death_is_noticed_between_two_rounds(make: Make, neighbour: Neighbour, caplog: Log, monkeypatch: Patch) -> None:
+def test_a_death_is_noticed_between_two_rounds(make: Make, neighbour: Neighbour, caplog: Log) -> None:
     """JAX aborts within 50 ms when worker 0 is gone; whoever else is gone then has only followed it."""
     guarded = make(worker=1, num_workers=3, is_started=False)
     for worker in (0, 2):
         guarded.says(f"process/{HOST}/{worker}", neighbour.introduced)
-    guarded.guard._shutdown.meet()
-    watching = threading.Thread(target=guarded.guard._watch_neighbours)
+    guarded.guard._neighbours.meet()
+    watching = threading.Thread(target=guarded.guard._watch_host)
     watching.start()
     neighbour.die()
     guarded.service.reason = "UNAVAILABLE: Socket closed"
@@ -350,7 +336,7 @@ def test_a_worker_that_died_after_it_said_why_is_believed(
     assert caplog.text.count("worker 0 leaves with code 75: worker 1 failed at step 3") == 2 and "is gone" not in caplog.text
 
 
-def test_a_loss_is_explained_by_who_is_gone_or_by_what_was_said(make: Make, neighbour: Neighbour) -> None:
+def test_a_loss_is_explained_by_who_is_gone_or_by_what_the_first_to_ask_has_found(make: Make, neighbour: Neighbour) -> None:
     guarded = neighbour.met_by(make(is_started=False, num_workers=3))
     neighbour.die()
     assert guarded.guard._shutdown.lost("Gloo").title == "lost worker 1 at step 0: the process is gone"
@@ -358,6 +344,13 @@ def test_a_loss_is_explained_by_who_is_gone_or_by_what_was_said(make: Make, neig
     guarded = make(is_started=False)
     guarded.says("verdict", Verdict("worker 1 failed at step 5 with ValueError: x"))
     assert guarded.guard._shutdown.lost("Gloo").title == "worker 1 failed at step 5 with ValueError: x"
+    for verdict, title in ((Verdict("lost worker 3"), "lost worker 3"), (None, "lost workers 0, 2, 3 at step 0")):
+        guarded = make(worker=1, num_workers=4, is_started=False)
+        guarded.service.key_value_increment("mirrored/guard/callers", 1)
+        telling = threading.Timer(0.03, lambda to=guarded, verdict=verdict: verdict and to.says("verdict", verdict))
+        telling.start()
+        assert guarded.guard._shutdown.lost("Gloo").title.startswith(title) and guarded.of_key("call") is None
+        telling.join()
 
 
 # ---- what others say
@@ -411,7 +404,7 @@ def says_what_it_did(guarded: Guarded, worker: int, *names: str) -> None:
     """Let another worker be where it is after programs of these names, and let it tell them as it leaves."""
     number, checksum = done(*names).trail.so_far()
     guarded.says(f"position/{worker}", OWN_CODE._replace(started=number, done=number, trail=checksum))
-    guarded.says(f"trail/{worker}", done(*names).trail.encode())
+    guarded.says(f"trail/{worker}", done(*names).tell())
 
 
 @pytest.mark.parametrize(("worker", "other"), [(0, 1), (2, 0)])
@@ -420,8 +413,7 @@ def test_programs_in_another_order_end_the_job_with_one_wherever_the_workers_are
 ) -> None:
     """Each compares with worker 0, and worker 0 with all; who is ahead knows what the other should have done."""
     guarded = make(worker, 3, is_started=False)
-    for name in ("train", "evaluate", "train", "train"):
-        guarded.progress.enter(name, name.encode())
+    guarded.enter("train", "evaluate", "train", "train")
     says_what_it_did(guarded, other, "train", "evaluate", "train")
     says_what_it_did(guarded, 1 if worker else 2, "train", "evaluate", "train", "train", "train")
     assert guarded.guard._round(0.5) is False and guarded.codes.empty(), "some are only ahead"
@@ -436,20 +428,14 @@ def test_programs_in_another_order_end_the_job_with_one_wherever_the_workers_are
 
 
 def test_a_collective_that_fails_because_different_programs_met_says_so(make: Make, caplog: Log) -> None:
-    for names, code, said in [
-        (
-            ("train", "evaluate"),
-            1,
-            r"ProgramMismatchError: the workers have run known programs .* \(worker 0: train; worker 1: evaluate",
-        ),
-        (("train",), 75, "lost a connection at step 0: a collective failed on worker 0, and all workers answered"),
-    ]:
+    order = r"ProgramMismatchError: the workers have run known programs .* \(worker 0: train; worker 1: evaluate"
+    lost = "lost a connection at step 0: a collective failed on worker 0, and all workers answered"
+    for names, code, said in [(("train", "evaluate"), 1, order), (("train",), 75, lost)]:
         guarded = make(is_started=False)
-        for _ in range(2):
-            guarded.progress.enter("train", b"train")
+        guarded.enter("train", "train")
         guarded.says("here/1")
         guarded.says("left/1")
-        guarded.says("trail/1", done(*names).trail.encode())
+        guarded.says("trail/1", done(*names).tell())
         guarded.guard._fail_with(LOSSES[1])
         assert guarded.codes.get(timeout=5) == code and re.search(f"leaves with code {code}: {said}", caplog.text)
         assert guarded.of_key("trail/0") == guarded.progress.tell()
@@ -457,7 +443,7 @@ def test_a_collective_that_fails_because_different_programs_met_says_so(make: Ma
 
 def test_what_threads_do_is_compared_with_nobody(make: Make) -> None:
     guarded = make(is_started=False)
-    guarded.progress.enter("train", b"train")
+    guarded.enter("train")
     says_what_it_did(guarded, 1, "evaluate")
     guarded.progress.trail.is_known = False
     assert guarded.guard._round(0.5) is False
@@ -466,16 +452,19 @@ def test_what_threads_do_is_compared_with_nobody(make: Make) -> None:
     assert guarded.guard._round(0.5) is False and guarded.codes.empty()
 
 
-def test_a_worker_that_is_asked_tells_what_it_did_and_leaves_with_the_code_of_the_verdict(make: Make) -> None:
+def test_a_worker_that_is_asked_tells_its_history_where_it_differs_and_leaves_with_the_code_of_the_verdict(make: Make) -> None:
     guarded = make(worker=1, is_started=False)
-    guarded.progress.enter("train", b"train")
+    guarded.enter("train")
     guarded.says("verdict", Verdict("ProgramMismatchError: the workers", code=1))
     guarded.says("call", "tell")
     assert guarded.guard._round(0.5) is True and guarded.codes.get(timeout=5) == 1
-    assert guarded.of_key("trail/1") == done("train").trail.encode()
-    assert Verdict.decode(Verdict("x", code=1).encode()).code == 1
-    for code in (0, 130, None, "1"):
-        assert Verdict.decode(json.dumps({**dataclasses.asdict(Verdict("x")), "code": code})).code == 75, code
+    assert guarded.of_key("trail/1") == done("train").tell()
+    for names, told in ((("train",), None), (("train", "train"), None), (("evaluate",), "evaluate")):
+        guarded = make(worker=1, num_workers=3, is_started=False)
+        guarded.enter(*names)
+        guarded.says("trail/2", done("train").tell())
+        guarded.guard._shutdown.answer("tell")
+        assert guarded.of_key("here/1") and guarded.of_key("trail/1") == (told and guarded.progress.tell())
 
 
 def test_no_job_ends_well_whose_workers_have_done_different_things(make: Make, caplog: Log) -> None:
@@ -484,13 +473,14 @@ def test_no_job_ends_well_whose_workers_have_done_different_things(make: Make, c
         (3, ["0", "00000000"], (), "different orders"),
         (0, ["1", UNKNOWN], (), "different numbers of batches.*worker 0: 0; worker 1: 1"),
         (None, ["0", UNKNOWN], (), ""),
+        (None, ["no history"], (), ""),
         (None, done("train").history(), ("train",), ""),
     ]:
         guarded = make(is_started=False)
-        guarded.progress.enter("train", b"train")
+        guarded.enter("train")
         guarded.guard._sys_exit_code = exit_code or 0
-        guarded.says("ended/1", json.dumps(history))
-        guarded.says("trail/1", done(*names).trail.encode())
+        guarded.other_ends(1, history)
+        guarded.says("trail/1", done(*names).tell())
         caplog.clear()
         guarded.guard._end()
         if exit_code is None:
@@ -507,8 +497,8 @@ def test_what_the_last_programs_find_wrong_is_an_error_of_the_end(make: Make) ->
     for order, is_found in ((done("train").history(), True), ([UNKNOWN] * 2, False)):
         guarded = make()
         guarded.progress.finish = finish
-        guarded.progress.enter("train", b"train")
-        guarded.says("ended/1", json.dumps(order))
+        guarded.enter("train")
+        guarded.other_ends(1, order)
         guarded.guard._end()
         if is_found:
             assert guarded.codes.get(timeout=5) == 1 and isinstance(guarded.printed[-1], ValueError)
@@ -541,7 +531,7 @@ def test_an_end_waits_for_the_others_and_says_how_it_came(make: Make) -> None:
         assert position is not None and position.has_ended
         assert str(position).endswith(f", by sys.exit({code})" if code else "before its first step")
         for worker in (1, 2):
-            guarded.says(f"ended/{worker}")
+            guarded.other_ends(worker)
         thread.join(10)
         assert not thread.is_alive()
         guarded.guard.stop()
@@ -555,17 +545,14 @@ def test_the_code_of_sys_exit_is_kept_when_others_still_need_this_worker_and_a_c
     thread = ending(guarded)
     guarded.called(Verdict("worker 1 has ended its program"))
     assert guarded.codes.get(timeout=10) == 3
-    guarded.says("all_ended", json.dumps(["", ""]))
+    guarded.other_ends(0)
     thread.join(10)
     guarded = make(worker=1)
     with pytest.raises(SystemExit):
         sys.exit(2)  # as a parser of arguments does, and its caller catches
     guarded.called(Verdict("worker 0 failed"))
     assert guarded.codes.get(timeout=10) == 75
-
-
-def test_the_code_of_sys_exit_is_kept_whoever_finds_that_others_wait_in_vain(make: Make) -> None:
-    for code, expected in ((3, 3), (0, 75)):
+    for code, expected in ((3, 3), (0, 75)):  # also where this worker finds that others wait in vain
         guarded = make(is_started=False)
         guarded.guard._sys_exit_code, guarded.guard._has_ended = code, True
         guarded.guard._fail(Verdict("worker 0 has ended its program, and worker 1 waits"))
@@ -586,29 +573,29 @@ def test_sys_exit_in_another_thread_is_no_end(make: Make) -> None:
 
 
 def test_waiting_at_the_end_is_told(make: Make, caplog: Log, monkeypatch: Patch) -> None:
-    monkeypatch.setattr("mirrored._workers.guard._END_WARNING_SECONDS", 0.5)
+    monkeypatch.setattr("mirrored._workers.guard._END_WARNING_SECONDS", 0.1)
     guarded = make()
 
     class Ends(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            guarded.says("ended/1")
+            if len(caplog.messages) == 1:  # while the second message is on its way
+                guarded.other_ends(1)
 
     monkeypatch.setattr(logging.getLogger("mirrored"), "handlers", [Ends()])
     guarded.guard.stop()
-    assert "worker 0 has come to the end of its program, and has waited for worker 1" in caplog.text and guarded.codes.empty()
+    assert caplog.messages[0].startswith("worker 0 has come to the end of its program, and has waited for worker 1 for 0 s")
+    assert len(caplog.messages) == 2 and guarded.codes.empty()
 
 
 def test_an_end_is_told_before_the_others_are_waited_for(make: Make, monkeypatch: Patch) -> None:
     guarded = make(worker=1, is_started=False)
-    guarded.says("all_ended", json.dumps(["", ""]))
+    guarded.other_ends(0)
     guarded.guard._sys_exit_code = 3
     told: list[tuple[str, str]] = []
-    put = guarded.service.key_value_set
-    monkeypatch.setattr(
-        guarded.service, "key_value_set", lambda key, value, **more: [told.append((key, value)), put(key, value, **more)]
-    )
+    put = guarded.guard._coordination.put
+    monkeypatch.setattr(guarded.guard._coordination, "put", lambda key, text: [told.append((key, text)), put(key, text)])
     guarded.guard._end()
-    assert [key.removeprefix("mirrored/guard/") for key, _ in told] == ["position/1", "ended/1", "call"]
+    assert [key for key, _ in told if key.startswith("guard")] == ["guard/position/1", "guard/ended/1", "guard/call"]
     position = decode(told[0][1])
     assert position is not None and position.has_ended and position.phase == "sys.exit(3)"
 
@@ -622,7 +609,7 @@ def test_a_stalled_worker_is_named_after_the_limit(make: Make, caplog: Log) -> N
     guarded.says("left/1")
     guarded.progress.started = guarded.progress.updates = 4
     start = time.monotonic()
-    guarded.progress.enter("train", b"train")
+    guarded.enter("train")
     assert guarded.codes.get(timeout=20) == 75 and time.monotonic() - start > 0.9
     assert "worker 1 has not entered step 5 (program 'train') for 1 s, which is the limit" in caplog.text
     assert "worker 1: in its own code after step 4" in caplog.text and "worker 0 was here:\nMainThread" in caplog.text
@@ -640,11 +627,11 @@ def test_a_silent_worker_is_told_once_and_not_ended(make: Make, caplog: Log) -> 
     assert caplog.text.count("it was last seen so") == 1 and guarded.codes.empty()
 
 
-def test_a_cut_between_two_workers_is_looked_for_while_a_step_waits(make: Make, monkeypatch: Patch, caplog: Log) -> None:
+def test_a_cut_between_two_workers_is_looked_for_while_a_step_waits(make: Make, monkeypatch: Patch) -> None:
     guarded = make(worker=1, is_started=False)
     monkeypatch.setattr(guarded.guard._links, "look", lambda step, elapsed: Verdict(f"lost the connection at step {step}"))
     assert guarded.guard._round(0.9) is False
-    guarded.progress.enter("train", b"train")
+    guarded.enter("train")
     assert [guarded.guard._round(0.9) for _ in range(4)] == [False, False, False, True]
     assert guarded.codes.get(timeout=5) == 75 and guarded.verdict().title == "lost the connection at step 1"
 
@@ -653,7 +640,7 @@ def test_a_chief_that_does_not_speak_while_its_service_answers_is_named_to_all(m
     """One call that holds Python's lock is enough; who leaves first is not to be taken for the lost one."""
     guarded = make(worker=1, num_workers=3, stall_seconds=4.0, is_started=False)
     guarded.says("position/0", OWN_CODE)
-    guarded.progress.enter("train", b"train")
+    guarded.enter("train")
     rounds = 0
     while not guarded.guard._round(1.0):
         rounds += 1
@@ -666,20 +653,21 @@ def test_a_chief_that_does_not_speak_while_its_service_answers_is_named_to_all(m
 def test_a_service_that_is_silent_is_told_once_and_ends_a_worker_that_waits_for_longer_than_the_limit(
     make: Make, monkeypatch: Patch, caplog: Log
 ) -> None:
+    monkeypatch.setattr("mirrored._workers.guard.ROUND_SECONDS", 0.5)
     guarded = make(worker=1, is_started=False, stall_seconds=8.0)
-    seconds: list[float] = []
-    stopped = SimpleNamespace(wait=lambda timeout: seconds.append(timeout) or len(seconds) > 20)
-    monkeypatch.setattr(guarded.guard, "_stopped", stopped)
+    guard, looks = guarded.guard, []
+    monkeypatch.setattr(guard._neighbours, "await_death", lambda seconds: bool(looks.append(seconds)))
+    monkeypatch.setattr(guard, "_stopped", SimpleNamespace(is_set=lambda: len(looks) > 40, wait=lambda seconds: None))
     for in_service in (0, 1):
-        guarded.guard._ticks_in_service = in_service
-        guarded.guard._watch_service()
+        guard._looks_in_call = in_service
+        guard._watch_host()
         assert guarded.codes.empty(), "it does not wait"
         assert caplog.text.count("has not answered worker 1 for 4 s: it is stopped, cut off, or dead") == in_service
-        seconds.clear()
-    guarded.progress.enter("train", b"train")
-    guarded.guard._ticks_in_service = 1
-    guarded.guard._watch_service()
-    assert guarded.codes.get(timeout=5) == 75 and len(seconds) == 8
+        looks.clear()
+    guarded.enter("train")
+    guard._looks_in_call = 1
+    guard._watch_host()
+    assert guarded.codes.get(timeout=5) == 75 and looks == [0.5] * 16
     assert "leaves with code 75: worker 0, which hosts the coordination service, has not answered for 8 s" in caplog.text
 
 
@@ -717,12 +705,12 @@ def test_a_round_of_a_healthy_job_is_three_calls_whatever_the_number_of_workers(
         for other in range(num_workers):
             guarded.says(f"position/{other}", OWN_CODE._replace(started=2, waits=waits, still=1.0))
         assert guarded.guard._round(0.5) is False  # in which it meets the other
-        guarded.guard._shutdown._num_meetings = 20
+        guarded.guard._neighbours._num_meetings = 20
         for _ in range(5):
-            guarded.service.calls = 0
-            guarded.progress.enter("train", b"train")
+            guarded.service.counted.clear()
+            guarded.enter("train")
             assert guarded.guard._round(0.5) is False
-            assert guarded.service.calls == 3
+            assert guarded.service.counted.total() == 3
 
 
 def test_worker_0_has_the_time_for_a_round_of_all(monkeypatch: Patch) -> None:
@@ -743,36 +731,13 @@ def test_worker_0_finds_who_waits_in_vain_for_another(make: Make, caplog: Log) -
 def test_the_others_name_worker_0_and_leave_the_rest_to_it(make: Make, caplog: Log) -> None:
     for of_chief, code in ((OWN_CODE, 75), (OWN_CODE._replace(started=13, waits=True), None)):
         guarded = make(worker=1, num_workers=3, stall_seconds=1.0, is_started=False)
-        for _ in range(13):
-            guarded.progress.enter("train", b"train")
+        guarded.enter(*["train"] * 13)
         guarded.says("position/0", of_chief)
         guarded.says("position/2", OWN_CODE)
         assert [guarded.guard._round(0.5) for _ in range(3)] == [False, False, code is not None]
         if code is not None:
             assert guarded.codes.get(timeout=5) == 75
             assert "workers 0, 2 have not entered step 13 (program 'train') for 1 s, which is the limit" in caplog.text
-
-
-def test_who_asks_later_hears_what_the_first_has_found(make: Make) -> None:
-    guarded = make(worker=1, num_workers=4, is_started=False)
-    guarded.service.key_value_increment("mirrored/guard/callers", 1)
-    telling = threading.Timer(0.03, guarded.says, ("verdict", Verdict("lost worker 3", lost=(3,))))
-    telling.start()
-    assert guarded.guard._shutdown.lost("Gloo").title == "lost worker 3" and guarded.of_key("call") is None
-    telling.join()
-    guarded = make(worker=1, num_workers=4, is_started=False)
-    guarded.service.key_value_increment("mirrored/guard/callers", 1)  # and the first is gone
-    assert guarded.guard._shutdown.lost("Gloo").title.startswith("lost workers 0, 2, 3 at step 0")
-
-
-def test_only_who_has_done_something_else_tells_it(make: Make) -> None:
-    for names, told in ((("train",), None), (("train", "train"), None), (("evaluate",), "evaluate")):
-        guarded = make(worker=1, num_workers=3, is_started=False)
-        for name in names:
-            guarded.progress.enter(name, name.encode())
-        guarded.says("trail/2", done("train").trail.encode())
-        guarded.guard._shutdown.answer("tell")
-        assert guarded.of_key("here/1") and guarded.of_key("trail/1") == (told and guarded.progress.tell())
 
 
 def test_whatever_blocks_while_a_worker_leaves_does_not_keep_it(make: Make, monkeypatch: Patch) -> None:
@@ -788,17 +753,14 @@ def test_whatever_blocks_while_a_worker_leaves_does_not_keep_it(make: Make, monk
         leaving.join(10)
 
 
-def test_a_process_that_was_stopped_has_not_waited_in_that_time(make: Make, monkeypatch: Patch) -> None:
+def test_the_time_of_a_pause_does_not_count_and_a_worker_looks_first_at_what_has_come(make: Make, monkeypatch: Patch) -> None:
     guard, elapsed = make(is_started=False).guard, []
     monkeypatch.setattr(guard, "_round", lambda seconds: elapsed.append(seconds) or len(elapsed) == 4)
-    monkeypatch.setattr(
-        "mirrored._workers.guard.time", SimpleNamespace(monotonic=iter([10.0, 10.0, 10.05, 40.05, 40.1]).__next__)
-    )
-    guard._watch()
+    with monkeypatch.context() as patch:
+        clock = SimpleNamespace(monotonic=iter([10.0, 10.0, 10.05, 40.05, 40.1]).__next__)
+        patch.setattr("mirrored._workers.guard.time", clock)
+        guard._watch()
     assert elapsed == pytest.approx([0.0, 0.05, 0.1, 0.05])
-
-
-def test_after_a_pause_a_worker_looks_first_at_what_has_come(make: Make) -> None:
     guarded = make(is_started=False)
     guarded.says(f"process/{HOST}/1", Process.own().encode())
     guarded.says("position/1", OWN_CODE._replace(has_ended=True))

@@ -10,7 +10,7 @@ from fake_service import FakeClient
 
 from mirrored._workers import links
 from mirrored._workers.coordination import Coordination
-from mirrored._workers.links import LOST_SECONDS, STUCK_RETRIES, Connection, Links, connections, decode
+from mirrored._workers.links import LOST_SECONDS, STUCK_RETRIES, Connection, Links, connections
 
 A, B, C = ("0100000A:1F90", "0200000A:C350", "0300000A:0016")
 
@@ -18,10 +18,11 @@ A, B, C = ("0100000A:1F90", "0200000A:C350", "0300000A:0016")
 class Job:
     """Workers whose connections are what the test says."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_workers: int = 3) -> None:
-        client = FakeClient()
-        self.links = [Links(Coordination(client, worker, num_workers)) for worker in range(num_workers)]
-        self.of: list[list[Connection]] = [[] for _ in range(num_workers)]
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, of: list[list[Connection]]) -> None:
+        client, self.of = FakeClient(), of
+        self.links = [Links(Coordination(client, worker, 3)) for worker in range(3)]
+        for text in ("", "1", "[[1, 2, 3]]", "[" * 100_000):  # what is no connection of another worker is left alone
+            client.values[f"mirrored/guard/links/{9 + len(text)}"] = text
         self._patch = monkeypatch
 
     def look(self, worker: int, elapsed: float = 0.5) -> str:
@@ -33,8 +34,8 @@ class Job:
 def test_the_two_ends_of_a_connection_without_an_answer_are_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    job = Job(monkeypatch)
-    job.of = [[Connection(C, A, 0)], [Connection(A, B, STUCK_RETRIES), Connection(A, C, 0)], [Connection(B, A, 0)]]
+    of = [[Connection(C, A, 0)], [Connection(A, B, STUCK_RETRIES), Connection(A, C, 0)], [Connection(B, A, 0)]]
+    job = Job(monkeypatch, of)
     for _ in range(int(LOST_SECONDS / 0.5)):
         assert [job.look(worker) for worker in (1, 2, 0)] == ["", "", ""]
     assert caplog.messages == ["what one of workers 1, 2 sends does not reach the other: the network between them is cut"]
@@ -45,19 +46,12 @@ def test_the_two_ends_of_a_connection_without_an_answer_are_named(
 def test_what_arrives_again_or_is_only_slow_ends_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    job = Job(monkeypatch)
-    job.of = [[], [Connection(A, B, STUCK_RETRIES - 1)], [Connection(B, A, 0)]]
+    job = Job(monkeypatch, [[], [Connection(A, B, STUCK_RETRIES - 1)], [Connection(B, A, 0)]])
     assert [job.look(worker, 100.0) for worker in (1, 2, 1, 2)] == [""] * 4 and not caplog.messages
     for retries in (STUCK_RETRIES, 0, STUCK_RETRIES):
         job.of[1] = [Connection(A, B, retries)]
         assert [job.look(worker, LOST_SECONDS - 1) for worker in (1, 2, 2)] == [""] * 3, retries
     assert len(caplog.messages) == 2
-
-
-def test_what_is_no_connection_of_another_worker_is_left_alone() -> None:
-    assert decode('[["a", "b", 5]]') == [Connection("a", "b", 5)]
-    for text in ("", "1", "[1]", "[[1, 2, 3]]", '[["a", "b"]]', "[" * 100_000):
-        assert decode(text) == []
 
 
 @pytest.fixture

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fake_service import FakeClient
 
+from mirrored._workers.coordination import Coordination
 from mirrored._workers.neighbours import Neighbours, Process
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux")
@@ -44,9 +46,22 @@ def test_a_process_is_dead_when_it_has_ended_and_no_other_is_taken_for_it(child:
 
 def test_what_is_no_process_is_none() -> None:
     wrong = ["", "[]", "{}", "3", '["", 1, "2"]', '["h", true, "2"]', '["h", -1, "2"]', '["h", 1, 2]', "[" * 9999]
-    assert [text for text in (*wrong, json.dumps(["h" * 300, 1, "2"])) if Process.decode(text)] == []
+    assert [text for text in wrong if Process.decode(text)] == []
     own = Process.own()
     assert Process.decode(own.encode()) == own and json.loads(own.encode())[1] == os.getpid()
+
+
+def meeting(num_workers: int) -> tuple[Neighbours, dict[str, str]]:
+    """Return the neighbours of worker 0, and the entries of those that introduce themselves."""
+    client = FakeClient()
+    neighbours = Neighbours(Coordination(client, 0, num_workers))
+    neighbours.introduce()
+    return neighbours, client.values
+
+
+def introduce(entries: dict[str, str], texts: dict[int, str]) -> None:
+    [own] = [key for key in entries if key.endswith("/0")]
+    entries.update({own[:-1] + str(worker): text for worker, text in texts.items()})
 
 
 def test_where_processes_are_hidden_none_is_taken_for_dead(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,25 +69,27 @@ def test_where_processes_are_hidden_none_is_taken_for_dead(child: Child, monkeyp
     started.kill()
     started.wait()
     read = Path.read_text
+    gone = lambda path, **more: read(Path("/gone") if path == Path("/proc/1/stat") else path, **more)  # noqa: E731
     with monkeypatch.context() as patch:
-        patch.setattr(
-            Path, "read_text", lambda path, **more: read(Path("/gone") if path == Path("/proc/1/stat") else path, **more)
-        )
-        neighbours = Neighbours(0, 2)
-    neighbours.meet({1: process.encode()})
-    assert neighbours.are_known and neighbours.dead() == ()
+        patch.setattr(Path, "read_text", gone)
+        neighbours, entries = meeting(2)
+    introduce(entries, {1: process.encode()})
+    neighbours.meet()
+    assert neighbours.dead() == ()
 
 
 def test_neighbours_are_the_other_workers_of_this_host(child: Child) -> None:
     started, process = child
-    neighbours = Neighbours(0, 4)
-    far = Process("another host", 1, "1")
-    neighbours.meet({1: process.encode(), 7: process.encode(), 0: process.encode()})
-    assert not neighbours.are_known and neighbours.dead() == ()
-    neighbours.meet({2: far.encode(), 3: "garbage"})
-    assert neighbours.are_known and neighbours.dead() == () and neighbours.near() == {1}
+    neighbours, entries = meeting(4)
+    far = Process("another host", 1, "1").encode()
+    introduce(entries, {1: process.encode(), 7: process.encode()})
+    neighbours.meet()
+    introduce(entries, {2: far, 3: "garbage"})
+    neighbours.meet()
+    assert neighbours.dead() == () and neighbours.near() == {1}
     started.kill()
     started.wait()
     assert neighbours.dead() == (1,)
-    neighbours.meet({1: far.encode(), 2: "garbage"})
+    introduce(entries, {1: far, 2: process.encode()})
+    neighbours.meet()
     assert neighbours.dead() == (1,), "the first introduction counts"

@@ -17,7 +17,7 @@ from fake_service import FakeClient
 from mirrored._errors import ProgramMismatchError
 from mirrored._workers.coordination import Coordination
 from mirrored._workers.progress import UNKNOWN, BatchPlace, Progress
-from mirrored._workers.same_program import Agreement, decode_history, digest, other_order, require_same_history
+from mirrored._workers.same_program import Agreement, digest, other_order, require_same_history
 
 
 class Job:
@@ -76,7 +76,7 @@ def trail(*names: str) -> str:
 def test_histories_that_are_the_same_or_not_known_pass_and_others_are_told() -> None:
     ours = ["3", "ab12"]
     trails = MagicMock(return_value=[trail("train", "evaluate"), trail("evaluate", "\ntrain")])
-    for theirs in (ours, [UNKNOWN, "ab12"], ["3", UNKNOWN]):
+    for theirs in (ours, [UNKNOWN, "ab12"], ["3", UNKNOWN], 1, "", [1], {}, [[1], 2, 3]):  # no history: it is not known
         for histories in ([ours, theirs], [theirs, ours], [theirs, theirs]):
             require_same_history(histories, trails)
     batches = r"different numbers of batches .*: worker 0: 3; worker 1: 2\..* next\(iterator\)"
@@ -89,12 +89,6 @@ def test_histories_that_are_the_same_or_not_known_pass_and_others_are_told() -> 
     )
     with pytest.raises(ProgramMismatchError, match=order):
         require_same_history([["3", "ab"], ["3", "cd"]], trails)
-
-
-def test_what_is_no_history_of_another_worker_is_not_known() -> None:
-    assert decode_history('["3", "ab"]') == ["3", "ab"]
-    for text in ("1", "", "[1]", "{}", "[[1], 2, 3]", "[" * 10_000, json.dumps(["3", "a" * 1000])):
-        assert decode_history(text) == [UNKNOWN, UNKNOWN], text
 
 
 def test_programs_are_compared_at_the_same_place() -> None:

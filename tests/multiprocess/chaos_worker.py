@@ -1,17 +1,18 @@
-"""The training that tests/chaos.py kills: small, with a bit of everything whose state could get lost or be used twice.
+"""The training that chaos.py kills: small, with a bit of everything whose state could get lost or be used twice.
 
 It says what it is doing, on standard output, before it does it; and it records, in a file of each attempt, the state with
 which it began, the rows that each of its replicas has used in each step, and checksums of the state after it.
 """
 
 import os
+import time
 
 WORKER, ATTEMPT = int(os.environ["JAX_PROCESS_ID"]), int(os.environ["MIRRORED_ATTEMPT"])
 
 
 def say(event: str, number: int = 0) -> None:
     """Write one line, in one call: no kill leaves half of it."""
-    os.write(1, f"CHAOS {WORKER} {ATTEMPT} {event} {number}\n".encode())
+    os.write(1, f"CHAOS {WORKER} {ATTEMPT} {event} {number} {time.monotonic():.6f}\n".encode())
 
 
 say("START", os.getpid())  # before the imports, which take a second
@@ -19,7 +20,6 @@ say("START", os.getpid())  # before the imports, which take a second
 import argparse  # noqa: E402
 import contextlib  # noqa: E402
 import json  # noqa: E402
-import time  # noqa: E402
 import zlib  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
@@ -77,10 +77,10 @@ def batches_of_files(strategy: mr.Strategy, folder: Path, epoch: int) -> Iterato
 class Training:
     """Two layers, dropout, Adam, statistics per replica, and the data: arrays, or files with an iterator for each epoch."""
 
-    def __init__(self, strategy: mr.Strategy, num_rows: int, num_epochs: int, has_noise_by_row: bool, files: Path | None) -> None:
+    def __init__(self, strategy: mr.Strategy, num_rows: int, num_epochs: int, files: Path | None) -> None:
         rng = np.random.default_rng(0)
         rows = make_rows(rng, num_rows)
-        self.strategy, self.has_noise_by_row, self.files = strategy, has_noise_by_row, files
+        self.strategy, self.files = strategy, files
         self.batches: dict[str, Any] = {"epoch": 0}
         if files is None:
             data = strategy.make_numpy_dataset(rows).shuffle(seed=11).repeat(num_epochs).batch(BATCH_SIZE)
@@ -100,11 +100,7 @@ class Training:
         self.state = {"step": 0, "sum_of_losses": 0.0}
 
     def saved(self) -> dict[str, Any]:
-        return {
-            name: value
-            for name, value in vars(self).items()
-            if name not in ("strategy", "has_noise_by_row", "files", "num_steps")
-        }
+        return {name: value for name, value in vars(self).items() if name not in ("strategy", "files", "num_steps")}
 
     def go_on(self) -> None:
         """Let the restored position be one in the epoch that it is of: each has an order of its own."""
@@ -122,10 +118,7 @@ class Training:
         context = mr.get_replica_context()
         following, key = jax.random.split(self.key.value)
         self.key.assign(following)
-        if self.has_noise_by_row:  # the same on any number of replicas
-            is_kept = jax.vmap(lambda row: jax.random.bernoulli(jax.random.fold_in(key, row), 0.8, (NUM_FEATURES,)))(batch["id"])
-        else:
-            is_kept = jax.random.bernoulli(context.rng(key), 0.8, batch["x"].shape)
+        is_kept = jax.random.bernoulli(context.rng(key), 0.8, batch["x"].shape)
 
         def loss() -> tuple[jax.Array, jax.Array]:
             errors = (jnp.tanh((batch["x"] * is_kept) @ self.hidden) @ self.out - batch["y"]) ** 2
@@ -179,18 +172,14 @@ def _checksum(arrays: dict[str, np.ndarray]) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--life", type=int, default=0, help="which start of the launcher this is")
     parser.add_argument("--rows", type=int, default=23)
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--save-every", type=int, default=5)
     parser.add_argument("--wait-every", type=int, default=0, help="wait until a save is on disk, and say so")
     parser.add_argument("--pause", type=float, default=0.02, help="seconds after each step")
-    parser.add_argument("--noise-by-row", action="store_true", help="dropout that is the same on any number of replicas")
     parser.add_argument("--files", action="store_true", help="read the rows from files, each worker from its own")
     options = parser.parse_args()
-    records = os.open(
-        options.folder / f"records-{options.life:03d}-{ATTEMPT:03d}-{WORKER}", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600
-    )
+    records = os.open(options.folder / f"records-{ATTEMPT:03d}-{WORKER}", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
 
     def record(**what: Any) -> None:
         os.write(records, (json.dumps(what) + "\n").encode())
@@ -201,7 +190,7 @@ def main() -> None:
     say("MEET")
     strategy = mr.MultiWorkerMirroredStrategy()
     with strategy.scope():
-        training = Training(strategy, options.rows, options.epochs, options.noise_by_row, files)
+        training = Training(strategy, options.rows, options.epochs, files)
         checkpoint = mr.Checkpoint(options.folder / "checkpoints", max_to_keep=2, **training.saved())
     say("RESTORE")
     first = checkpoint.restore_latest() or 0
@@ -222,7 +211,7 @@ def main() -> None:
             preemption.after_step(step)
         say("END", training.num_steps)
         checkpoint.save(training.num_steps)
-    result = options.folder / f"result-{options.life:03d}-{WORKER}.npz"
+    result = options.folder / f"result-{WORKER}.npz"
     temporary = result.with_suffix(".tmp.npz")
     num_seen, total, mean = (v.numpy() for v in (training.num_seen, training.sum, training.mean))
     np.savez(

@@ -89,8 +89,6 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     "hostile": lambda: ValueError(HOSTILE),
     "unpicklable": Unpicklable,
     "ParserExit": lambda: ParserExit("usage: train.py"),
-    "SystemExit": lambda: SystemExit(3),
-    "MemoryError": MemoryError,
     "KeyboardInterrupt": KeyboardInterrupt,
 }
 

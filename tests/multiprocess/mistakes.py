@@ -1,4 +1,7 @@
-"""A worker of a job whose workers do not do the same: arguments are the limit of time, and the mistakes, one after the other."""
+"""A worker of a job whose workers do not do the same: arguments are the limit of time, and the mistakes, one after the other.
+
+"alone" is no mistake: what one worker may do without the others.
+"""
 
 import sys
 from collections.abc import Callable
@@ -19,9 +22,11 @@ with strategy.scope():
     variable = mr.Variable(0.0, name="variable")
     frozen = mr.Variable(3.0, name="frozen")
     counters = [mr.Variable(0.0, synchronization="on_read", aggregation="sum") for _ in range(2)]
+    key = mr.Variable(jax.random.key(1), name="key")
 x = strategy.distribute_values_from_function(lambda context: np.ones(3, np.float32))
 
 
+uneven = strategy.distribute_values_from_function(lambda context: np.ones(1 + context.replica_id_in_sync_group))
 own = jnp.full(3, float(worker))
 table = np.arange(3.0, dtype=np.float32) + worker
 
@@ -52,13 +57,6 @@ def run(function: Callable[..., Any], *args: Any) -> Any:
     return strategy.run(function, args=args)
 
 
-def part(what: Callable[[], Any]) -> None:
-    for number in range(10):
-        if number == 5 and is_last:
-            what()
-        run(add, x)
-
-
 def in_a_step(what: Callable[[], Any]) -> None:
     """Let the others run a program that all know while the chief does something else."""
     run(add, x)
@@ -67,8 +65,11 @@ def in_a_step(what: Callable[[], Any]) -> None:
     run(add, x)
 
 
-def fail() -> None:
-    raise ValueError("the data is gone")
+def fail_in_the_middle() -> None:
+    for number in range(10):
+        if number == 5 and is_last:
+            raise ValueError("the data is gone")
+        run(add, x)
 
 
 mistakes: dict[str, Callable[[], Any]] = {
@@ -81,15 +82,9 @@ mistakes: dict[str, Callable[[], Any]] = {
     "another variable read": lambda: run(lambda x: add(x * [frozen, variable][is_last].value), x),
     "another variable assigned": lambda: [[frozen, variable][is_last].assign(5.0), run(add, x)],
     "another variable reduced": lambda: [strategy.reduce("sum", [frozen, variable][is_last]), run(add, x)],
-    "another variable aggregated": lambda: [np.asarray(counters[is_last].value), run(add, x)],
     "order of known programs": lambda: known_programs(),
-    "order before a barrier": lambda: (
-        [run(f, x) for f in (add, average, *((add, average) if is_last else (average, add)))] + [strategy.barrier("the end")]
-    ),
-    "order before the end": lambda: (
-        [run(f, x) for f in (add, average, *((add, average) if is_last else (average, add)))] + [sys.exit()]
-    ),
-    "a step alone before the end": lambda: [count(), is_last and count(), sys.exit()],
+    "order before a barrier": lambda: [in_another_order(), strategy.barrier("the end")],
+    "order before the end": lambda: [in_another_order(), sys.exit()],
     "argument of the last step": lambda: [run(add, np.full(3, float(worker), np.float32)), sys.exit()],
     "a number that changes": lambda: numbers_in_turn(),
     "a number assigned alone": lambda: assigned_alone(),
@@ -103,8 +98,16 @@ mistakes: dict[str, Callable[[], Any]] = {
     "dtype": lambda: run(add, np.ones(9, np.int32 if is_last else np.float32)),
     "operation": lambda: run((lambda x: average(x)) if is_last else (lambda x: add(x)), x),
     "more steps": lambda: [run(add, x) for _ in range(10 + 5 * is_last)] + [strategy.reduce("sum", x)],
-    "one ends": lambda: part(sys.exit),
-    "one fails": lambda: part(fail),
+    "one fails": lambda: fail_in_the_middle(),
+    "ways of combining": lambda: combined(),
+    "computed initial value": lambda: make_variable(computed()),
+    "computed array closed over": lambda: closed_over(computed()),
+    "computed array closed over by a function": lambda: closed_over_by_a_function(computed()),
+    "computed argument": lambda: run(lambda x, by: add(x * by[1]), x, [one, computed()]),
+    "computed argument of another placement": lambda: run(lambda y: add(y), renamed(computed())),
+    "computed argument of a function": lambda: mr.function(lambda a: strategy.reduce("sum", a))(computed()),
+    "computed and assigned": lambda: assigned(computed()),
+    "alone": lambda: alone(),
     "shapes of values": lambda: strategy.distribute_values_from_function(
         lambda context: np.ones((2,) * (1 + context.replica_id_in_sync_group))
     ),
@@ -117,7 +120,6 @@ mistakes: dict[str, Callable[[], Any]] = {
     "later batch of the chief": lambda: batches(1000, lambda number: number == 60),
     "other data": lambda: read(np.random.default_rng(worker).permutation(64).reshape(16, 4)),
     "other data later": lambda: read(np.arange(400_000.0).reshape(-1, 4) + np.arange(400_000).reshape(-1, 4) // 200 * worker),
-    "shorter data": lambda: read(np.arange(400.0).reshape(-1, 4)[: 100 - 10 * is_last]),
     "shorter data of the chief": lambda: read(np.zeros((90 + 10 * is_last, 4))),
     "shorter data without sums": lambda: read(np.zeros((100 - 10 * is_last, 4)), lambda batch: batch + 1),
     "evaluation of the chief": lambda: [run(add, x), next(iter(numbers())) if strategy.is_chief else None],
@@ -125,13 +127,62 @@ mistakes: dict[str, Callable[[], Any]] = {
 }
 
 
+def computed() -> jax.Array:
+    """Return an array on all workers, computed otherwise on each."""
+    return frozen.value * (1.0 + worker)
+
+
+def closed_over(value: jax.Array) -> Any:
+    return run(lambda x: add(x + value), x)
+
+
+def closed_over_by_a_function(value: jax.Array) -> Any:
+    return mr.function(lambda x: strategy.reduce("sum", strategy.run(lambda x: x, args=(x,))) + value)(x)
+
+
+def renamed(value: Any) -> Any:
+    mesh = value.sharding.mesh
+    return jax.device_put(jnp.stack([value]), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None)))
+
+
+def assigned(value: jax.Array) -> None:
+    try:
+        frozen.assign(value)
+        strategy.barrier("what differs is seen by now")
+    finally:
+        frozen.assign(3.0)
+
+
+def alone() -> None:
+    """Do on the chief what reaches no other worker: show, read and compute, and use strategies of its own."""
+    dataset = strategy.distribute_dataset(strategy.make_numpy_dataset(np.arange(8)).batch(4))
+    iterator = iter(dataset)
+    next(iterator)
+    if strategy.is_chief:
+        shown = f"{frozen!r} {frozen} {counters} {key} {x!r} {uneven} {one} {strategy} {strategy.cluster} {dataset}"
+        print(shown, strategy.explain(), len(dataset), iterator.get_state(), dataset.describe())
+        iter(dataset).close()
+        read = [frozen.value, frozen.numpy(), float(frozen), np.asarray(frozen), frozen.shape, jax.device_get(frozen.value)]
+        read += [float(one), x.values, jax.tree.map(lambda a: a * 2, x), uneven.shapes]
+        read += [strategy.local_results(value) for value in (x, uneven, frozen, counters[0], key)]
+        read += [frozen + 1, jnp.mean(frozen.value), frozen.value + jnp.ones(2), frozen.value + np.ones(2)]
+        read += [jax.jit(lambda w, data: data * w)(frozen.value, np.ones((3, 2), np.float32))]
+        read += [mr.MirroredStrategy().run(lambda: mr.get_replica_context().all_reduce("sum", 1)), mr.Variable(1.0) + 1]
+        read += [mr.function(lambda a: a + 1)(np.ones(2))]
+        assert len(jax.block_until_ready(jax.tree.leaves(read))) > len(read) - 5
+        print("DID ALL", flush=True)
+    iterator.close()
+
+
+def combined() -> None:
+    ways = (mr.ReductionToOneDevice(accumulation_fn=lambda rows: rows[0]), mr.HierarchicalCopyAllReduce())
+    other = mr.MultiWorkerMirroredStrategy(cross_device_ops=ways[is_last])
+    other.run(lambda: mr.get_replica_context().all_reduce("sum", jnp.ones(())))
+
+
 def make_variable(value: Any) -> None:
     with strategy.scope():
         mr.Variable(value)
-
-
-def count() -> None:
-    strategy.run(lambda: variable.assign_add(1.0))
 
 
 def numbers_in_turn() -> None:
@@ -147,6 +198,11 @@ def assigned_alone() -> None:
         if number in (0, 5) and (is_last or not number):
             frozen.assign(float(number))
         run(add, x)
+
+
+def in_another_order() -> None:
+    for function in (add, average, *((add, average) if is_last else (average, add))):
+        run(function, x)
 
 
 def known_programs() -> None:
@@ -200,6 +256,7 @@ def eager() -> None:
         run(add, x)
 
 
+one = run(lambda x: mr.get_replica_context().all_reduce("sum", x.sum()), x)
 for name in sys.argv[2:]:
     try:
         mistakes[name]()

@@ -20,8 +20,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from chaos_job import QUICK_COMPILATION
-
+#: Much of a short job is compilation, and few of its tests are about the code that comes out.
+QUICK_COMPILATION = "--xla_backend_optimization_level=0"
+#: A script that is the command `mirrored`.
+LAUNCHER = Path(__file__).with_name("launcher.py")
 #: What says to a process that it is a worker of a job, or changes what jax does; a test's workers inherit none of it.
 #: Nor PYTHONUNBUFFERED, which writes each piece of a line alone: a log message of another thread may come in between.
 _NOT_INHERITED = re.compile(

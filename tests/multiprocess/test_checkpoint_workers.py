@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Ended, run_workers, wait_for_line, workers
+from processes import LAUNCHER, Ended, run_workers, wait_for_line, workers
 
 PROGRAM = Path(__file__).parent / "checkpoint_worker.py"
 
@@ -85,32 +85,26 @@ def steps_of(ended: Ended) -> list[int]:
     return [int(step) for step in re.findall(r"^STEP (\d+)$", ended.output, re.MULTILINE)]
 
 
-def preempted_and_resumed(directory: Path, num_workers: int, victims: str, at: int, last: int) -> None:
-    ended = job(num_workers, "preempt", directory, victims, at, last)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_workers", "victims", "at", "last"),
+    [(2, "1", 20, 2000), (3, "0,1", 1, 20000), (2, "1", 30, 30)],
+    ids=["1", "0,1", "in the last step"],
+)
+def test_a_signal_to_some_workers_lets_all_leave_at_one_step(
+    num_workers: int, victims: str, at: int, last: int, tmp_path: Path
+) -> None:
+    ended = job(num_workers, "preempt", tmp_path, victims, at, last)
     assert [worker.code for worker in ended] == [143] * num_workers, "\n".join(worker.output for worker in ended)
     sent = min(float(seconds) for worker in ended for seconds in re.findall(r"^SENT (\S+)$", worker.output, re.MULTILINE))
     assert max(worker.time for worker in ended) - sent < 10, "two seconds, with much room for a busy machine"
     stopped = steps_of(ended[0])[-1]
     assert at <= stopped <= last and all(steps_of(worker) == list(range(1, stopped + 1)) for worker in ended)
     end = min(last, stopped + 5)
-    for worker in job(num_workers, "preempt", directory, victims, at, end):
+    for worker in job(num_workers, "preempt", tmp_path, victims, at, end):
         assert worker.code == 0, worker.output
         assert f"FIRST {stopped}\n" in worker.output and steps_of(worker) == list(range(stopped + 1, end + 1))
         assert f"DONE {end} {float(end)}\n" in worker.output
-
-
-@pytest.mark.slow
-def test_a_signal_to_one_worker_lets_all_leave_at_one_step(tmp_path: Path) -> None:
-    preempted_and_resumed(tmp_path, 2, "1", 20, 2000)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("num_workers", "victims", "at", "last"),
-    [(2, "0,1", 5, 2000), (3, "2", 1, 20000), (2, "1", 30, 30), (2, "0", 29, 30), (3, "0,1,2", 10, 10)],
-)
-def test_signals_at_any_worker_and_step(tmp_path: Path, num_workers: int, victims: str, at: int, last: int) -> None:
-    preempted_and_resumed(tmp_path, num_workers, victims, at, last)
 
 
 #: What says that a worker takes steps; the launcher writes a prefix before it.
@@ -135,9 +129,8 @@ def test_two_signals_to_each_worker_are_one_notice(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_signal_to_the_launcher_and_its_workers_is_one_notice(tmp_path: Path) -> None:
     """As systemd sends it to a control group, and Slurm to a step."""
-    command, saved = tmp_path / "command.py", tmp_path / "saved"
-    command.write_text("import sys\nfrom mirrored.launch import main\nsys.exit(main())\n")
-    with workers(command, 1, "launch", "-n", 2, "--cpu-devices", 1, PROGRAM, "preempt", saved, *FOR_EVER) as (launcher,):
+    saved = tmp_path / "saved"
+    with workers(LAUNCHER, 1, "launch", "-n", 2, "--cpu-devices", 1, PROGRAM, "preempt", saved, *FOR_EVER) as (launcher,):
         for index in range(2):
             wait_for_line(launcher, RUNS.format(index))
         pid = launcher.pid

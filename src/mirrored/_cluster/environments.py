@@ -1,4 +1,4 @@
-"""What those who start workers say about the cluster: one reader for each kind of variables, and their order.
+"""The environment variables of launchers: one reader for each launcher, and their order.
 
 No jax, and nothing here connects to anything: docs/design/clusters.md.
 """
@@ -34,7 +34,7 @@ EXAMPLE = '{"cluster": {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "task": {
 
 #: Characters of one variable. Linux gives a variable half of this at most.
 MAX_TEXT = 256 * 1024
-#: Where a port that no variable names is taken from: above the range from which Linux gives ports to connections.
+#: Ports for jobs whose variables name none: above the range from which Linux gives ports to connections.
 JOB_PORTS = range(61440, 64512)
 #: Where a worker 0 in Kubernetes or under mpiexec listens when nothing says where; jax's port on TPUs.
 DEFAULT_PORT = 8476
@@ -163,7 +163,7 @@ def _from_slurm(environment: Mapping[str, str]) -> Cluster:
 
 
 def slurm_step(environment: Mapping[str, str], port_base: int) -> Cluster:
-    """Read what `srun` says; the workers of one host listen at `port_base` and the ports after it."""
+    """Read the variables of `srun`; the workers of one host listen at `port_base` and the ports after it."""
     with said_by("Slurm"):
         num_workers = decimal(environment, _env.SLURM_STEP_NUM_TASKS, MAX_WORKERS + 1)
         index = decimal(environment, _env.SLURM_PROCID, num_workers)
@@ -203,7 +203,7 @@ def _tasks_per_node(text: str) -> list[int]:
 def _launched(
     environment: Mapping[str, str], name: str, size: EnvironmentVariable, rank: EnvironmentVariable, address: Callable[[], str]
 ) -> Cluster:
-    """Read what a launcher says; JAX_COORDINATOR_ADDRESS overrides where worker 0 listens, one worker needs no address."""
+    """Read a launcher's variables; JAX_COORDINATOR_ADDRESS overrides worker 0's address, and one worker needs none."""
     with said_by(name):
         given = _jax_address(environment) if has(environment, _env.JAX_COORDINATOR_ADDRESS) else None
         if given is None and decimal(environment, size, MAX_WORKERS + 1) > 1:
@@ -238,7 +238,7 @@ def _host_or_loopback(
 
 
 def _job_port(job: str) -> int:
-    """Choose a port from what is different for every job and the same for all its workers."""
+    """Choose a port by a name that differs by job, and is the same for all its workers."""
     return JOB_PORTS[zlib.crc32(job.encode(errors="replace")) % len(JOB_PORTS)]
 
 
@@ -325,7 +325,7 @@ def _has_slurm(environment: Mapping[str, str]) -> bool:
 
 
 #: Who may describe a cluster, the most explicit first. Under mpirun in a Slurm allocation, Slurm's variables describe
-#: mpirun's daemons and not the workers, so MPI's come before. The first four are what the jobs of Kubeflow set.
+#: mpirun's daemons and not the workers, so MPI's come before. The jobs of Kubeflow set the first four.
 SOURCES: tuple[tuple[str, Callable[[Mapping[str, str]], bool], Callable[[Mapping[str, str]], Cluster]], ...] = (
     ("TF_CONFIG", lambda environment: has(environment, _env.TF_CONFIG), from_tf_config),
     ("JAX_*", _has_jax, _from_jax),
@@ -338,7 +338,7 @@ SOURCES: tuple[tuple[str, Callable[[Mapping[str, str]], bool], Callable[[Mapping
 
 
 def near_miss(environment: Mapping[str, str]) -> str:
-    """Say what looks like a cluster but does not describe one."""
+    """Return a hint where variables look like a cluster but do not describe one."""
     if has(environment, _env.SLURM_JOB_ID):
         return " (in a Slurm job, but not started with srun)"
     if has(environment, _env.JOB_COMPLETION_INDEX):

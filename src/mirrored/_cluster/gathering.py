@@ -12,29 +12,23 @@ import selectors
 import socket
 import struct
 import time
-from typing import Any, NoReturn
+from typing import Any
 
 from .._errors import ClusterConfigError, ClusterStartError
 from .._text import describe
-from .hello import MAX_LINE, MAX_TEXT, Hello, encode, first_difference, parse_hello
-from .spec import Cluster, join_address, split_address
+from .hello import GO, MAX_LINE, WAITING, Hello, encode_answer, first_difference, parse_hello
+from .spec import Cluster, is_loopback, join_address, split_address
 
-#: Who connects has this long to say hello, and a name server to answer; also the wait for one connection.
+#: The time for a new connection to say hello, for a name server to answer, and for one attempt to connect.
 PATIENCE_SECONDS = 2.0
-#: When a worker that waits says so for the first time; then each time after twice as long.
+#: A waiting worker logs that for the first time after so long; then each time after twice as long.
 PROGRESS_SECONDS = 10.0
-#: How long a failure is told to workers that come late, and how long a worker waits for the chief to say it.
+#: How long worker 0 tells a failure to workers that come late, and how long a worker waits for that.
 LINGER_SECONDS = 1.0
-#: Connections that have not said hello; the oldest goes when there are more.
+#: The most connections that have not said hello; worker 0 closes the oldest of more.
 MAX_STRANGERS = 64
-#: When the kernel asks a host that says nothing whether it is still there: it is given up after 5 + 3 * 2 seconds.
+#: When the kernel probes a silent connection: it gives up after 5 + 3 * 2 seconds.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
-#: What a failure is for all workers: the words of `hello` for the two errors.
-ERRORS = {"config": ClusterConfigError, "start": ClusterStartError}
-
-#: Errors for which starting again is no help.
-_TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
-
 _logger = logging.getLogger("mirrored")
 
 
@@ -52,7 +46,7 @@ def keep_alive(sock: socket.socket) -> None:
 
 
 class Clock:
-    """A deadline, and the time of the next report of what is waited for."""
+    """A deadline, and the time of the next log line of a worker that waits."""
 
     def __init__(self, started: float, deadline: float) -> None:
         self.started, self.deadline, self.next_report = started, deadline, started + PROGRESS_SECONDS
@@ -68,7 +62,7 @@ class Clock:
         return f"{time.monotonic() - self.started:.0f} s"
 
     def report(self, what: str) -> None:
-        """Log `what` when it is time for it."""
+        """Log the state of a wait when it is time for it."""
         if time.monotonic() >= self.next_report:
             _logger.warning("%s after %s", what, self.waited)
             self.next_report = self.started + 2 * (time.monotonic() - self.started)
@@ -84,10 +78,10 @@ class _Peer:
     buffer: bytearray = dataclasses.field(default_factory=bytearray)
     hello: Hello | None = None
 
-    def say(self, **message: Any) -> bool:
+    def answer(self, answer: str | Exception) -> bool:
         """Send a line; it is so short that it fits, or the peer does not read."""
         try:
-            return self.sock.send(line := encode(message)) == len(line)
+            return self.sock.send(line := encode_answer(answer)) == len(line)
         except OSError:
             return False
 
@@ -112,7 +106,7 @@ class Gathering:
         self.peers: dict[_Peer, None] = {}  # in the order in which they came
         self.present: dict[int, _Peer] = {}
         self.told: set[int] = set()
-        self.failure: tuple[str, str] | None = None
+        self.failure: Exception | None = None  # for all workers
 
     def run(self) -> None:
         """Return when all workers are there and know it, with all connections closed."""
@@ -121,11 +115,15 @@ class Gathering:
                 self.selector.register(listener, selectors.EVENT_READ)
             while not self.failure and self._missing():
                 if self.clock.left <= 0:
-                    self.failure = "start", f"{self._waiting()} after {self.clock.waited}{self._hint()}. {self._advice()}"
+                    text = f"{self._waiting()} after {self.clock.waited}{self._hint()}. {self._advice()}"
+                    self.failure = ClusterStartError(text)
                 else:
                     self.clock.report(self._waiting())
                     self._turn(min(self.clock.deadline, self.clock.next_report))
-            self._fail() if self.failure else self._release()
+            if self.failure:
+                self._tell_all()
+                raise self.failure
+            self._release()
         finally:
             for peer in list(self.peers):
                 self._drop(peer)
@@ -137,28 +135,24 @@ class Gathering:
             self.selector.unregister(listener)
             listener.close()
         for index, peer in self.present.items():
-            if not peer.say(state="go"):
+            if not peer.answer(GO):
                 raise ClusterStartError(f"{self._name(index)} left while all were told to start")
         until = time.monotonic() + PATIENCE_SECONDS
         while any(peer.hello for peer in self.peers) and time.monotonic() < until:
             self._turn(until)
 
-    def _fail(self) -> NoReturn:
-        """Tell everybody, also those who come within a moment, and raise."""
-        kind, text = self.failure or ("start", "")
+    def _tell_all(self) -> None:
+        """Tell the failure to all workers, also to those that come within a moment."""
         for peer in list(self.peers):
             if peer.hello:
-                self._tell(peer)
+                self._tell(peer, peer.hello)
         until = time.monotonic() + LINGER_SECONDS
         while time.monotonic() < until and (len(self.told) < self.cluster.num_workers - 1 or any(p.hello for p in self.peers)):
             self._turn(until)
-        raise ERRORS[kind](text)
 
-    def _tell(self, peer: _Peer) -> None:
-        kind, text = self.failure or ("start", "")
-        peer.say(state="error", kind=kind, text=text[:MAX_TEXT])
-        self.told.add(peer.hello.index if peer.hello else 0)
-        self.told.discard(0)
+    def _tell(self, peer: _Peer, hello: Hello) -> None:
+        peer.answer(self.failure or WAITING)
+        self.told |= {hello.index} - {0}
 
     def _turn(self, until: float) -> None:
         strangers = [peer for peer in self.peers if not peer.hello]
@@ -175,8 +169,7 @@ class Gathering:
         except (BlockingIOError, ConnectionError):
             return
         except OSError as error:
-            kind = "config" if error.errno in _TOO_MANY_FILES else "start"
-            self.failure = self.failure or (kind, self._why_no_more(error))
+            self.failure = self.failure or self._no_more(error)
             time.sleep(0.01)  # while this is told, they come again and again
             return
         sock.setblocking(False)
@@ -188,11 +181,11 @@ class Gathering:
         if len(strangers) > MAX_STRANGERS:
             self._drop(strangers[0], "made room for others")
 
-    def _why_no_more(self, error: OSError) -> str:
+    def _no_more(self, error: OSError) -> Exception:
         text = f"worker 0 cannot take more than {len(self.peers)} of {self.cluster.num_workers - 1} connections: {error.strerror}"
-        if error.errno not in _TOO_MANY_FILES:
-            return text
-        return (
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            return ClusterStartError(text)
+        return ClusterConfigError(
             f"{text}. It needs an open file for each worker: raise the limit on its host, which `ulimit -Hn` shows, or start one "
             "worker for each host instead of one for each device"
         )
@@ -211,47 +204,47 @@ class Gathering:
         elif not peer.hello:
             peer.buffer += data
             if b"\n" in peer.buffer or len(peer.buffer) > MAX_LINE:
-                hello = parse_hello(bytes(peer.buffer).partition(b"\n")[0])
-                self._drop(peer, f"said {describe(peer.buffer[:40].decode('latin1'))}") if hello is None else self._judge(
-                    peer, hello
-                )
+                if hello := parse_hello(bytes(peer.buffer).partition(b"\n")[0]):
+                    self._judge(peer, hello)
+                else:
+                    self._drop(peer, f"said {describe(peer.buffer[:40].decode('latin1'))}")
 
     def _judge(self, peer: _Peer, hello: Hello) -> None:
+        difference = self._difference(peer, hello)
         if hello.digest != self.hello.digest and (hello.index == 0 or hello.is_late or self.clock.has_met_a_run):
-            self._refuse_job(peer, hello)
+            self._refuse_job(peer, hello, str(difference or ""))
             return
         peer.hello = hello
-        if not self.failure:
-            self.failure = self._difference(peer, hello)
+        self.failure = self.failure or difference
         if self.failure:
-            self._tell(peer)
+            self._tell(peer, hello)
             return
         if before := self.present.get(hello.index):
             self._drop(before)
         self.present[hello.index] = peer
-        peer.say(state="waiting")
+        peer.answer(WAITING)
 
-    def _refuse_job(self, peer: _Peer, hello: Hello) -> None:
+    def _refuse_job(self, peer: _Peer, hello: Hello, difference: str) -> None:
         """Send away a worker of another job that was given the same port; or leave the port to the job that had it before."""
         port = split_address(self.cluster.coordinator_address or "")[1]
-        _, text = self._difference(peer, hello) or ("", "")
         if hello.index and self.clock.has_met_a_run and not hello.is_late:
-            self.failure = "start", f"{text}. Or port {port} belongs to another job, which has started again: give each its own"
+            text = f"{difference}. Or port {port} belongs to another job, which has started again: give each its own"
+            self.failure = ClusterStartError(text)
         else:
-            text = f"port {port} is taken: another cluster starts there ({text})"
-            peer.say(state="error", kind="start", text=text[:MAX_TEXT])
+            peer.answer(ClusterStartError(f"port {port} is taken: another cluster starts there ({difference})"))
         self._drop(peer)
 
-    def _difference(self, peer: _Peer, hello: Hello) -> tuple[str, str] | None:
-        """Say in what a worker differs from worker 0, or that another one has its index."""
+    def _difference(self, peer: _Peer, hello: Hello) -> Exception | None:
+        """Return the error of a worker that differs from worker 0, or whose index another one has."""
         they = f"worker {hello.index} ({peer.address}, {describe(hello.process)})"
         me = f"the chief ({self.cluster.coordinator_address}, {describe(self.hello.process)})"
         if difference := first_difference(they, hello, me, self.hello):
-            return "config", difference
+            return ClusterConfigError(difference)
         before = self.present.get(hello.index)
         if hello.index == 0 or (before and before.hello and before.hello.token != hello.token and not before.is_gone()):
             other = f"another ({before.address}, {describe(before.hello.process)})" if before and before.hello else me
-            return "config", f"two processes say that they are worker {hello.index}: {they} and {other}; give each its own index"
+            text = f"two processes say that they are worker {hello.index}: {they} and {other}; give each its own index"
+            return ClusterConfigError(text)
         return None
 
     def _drop(self, peer: _Peer, why: str = "") -> None:
@@ -289,6 +282,6 @@ class Gathering:
 
     def _hint(self) -> str:
         hosts = [listener.getsockname()[0] for listener in self.listeners]
-        if self.cluster.is_local or not all(host == "::1" or host.startswith("127.") for host in hosts):
+        if self.cluster.is_local or not all(map(is_loopback, hosts)):
             return ""
         return f" (the chief's address means {hosts[0]} on the chief's host, which other hosts cannot reach)"

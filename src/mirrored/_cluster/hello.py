@@ -1,4 +1,4 @@
-"""What workers say to each other before jax starts: short lines of JSON, believed only after a check.
+"""Messages between workers before jax starts: short lines of JSON, believed only after a check.
 
 The other side may be anybody on the network. So a line has a limit, a message has known fields of known types and
 lengths, and text is escaped where it is shown: docs/design/clusters.md.
@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .._errors import ClusterConfigError, ClusterStartError
 from .._text import describe
 from .spec import MAX_WORKERS, Cluster
 
@@ -19,8 +20,11 @@ MAGIC = "mirrored-preflight-1"
 MAX_LINE = 8192
 #: Characters of a message for a person, and of all addresses together; both fit a line with room to spare.
 MAX_TEXT = 3000
-_MAX_WORD = 200
+_MAX_PROCESS, _MAX_WORD = 200, 300
 _MAX_VERSIONS = 16
+#: What worker 0 answers: that it waits for others, that all are there, or the error that all raise.
+WAITING, GO = "waiting", "go"
+_ERRORS = {"config": ClusterConfigError, "start": ClusterStartError}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,16 +40,18 @@ class Hello:
     token: str  # tells a process that connects again from another one with the same index
     is_late: bool = False  # whether it has met a running job at the address: then two clusters that differ may be two jobs
 
-    def message(self) -> dict[str, Any]:
-        """Return it as what `encode` takes."""
-        return dataclasses.asdict(self)
+    def encode(self) -> bytes:
+        """Return the line that `parse_hello` takes."""
+        return encode(dataclasses.asdict(self))
 
 
 def introduce(cluster: Cluster, versions: Mapping[str, str], process: str, token: str) -> Hello:
     """Make the hello of this worker."""
     workers = tuple(address or "" for address in cluster.workers)
     workers = workers if sum(map(len, workers)) + 4 * len(workers) <= MAX_TEXT else ()
-    return Hello(cluster.worker_index, cluster.num_workers, cluster.digest(), workers, dict(versions), process[:_MAX_WORD], token)
+    return Hello(
+        cluster.worker_index, cluster.num_workers, cluster.digest(), workers, dict(versions), process[:_MAX_PROCESS], token
+    )
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
@@ -64,20 +70,29 @@ def parse_hello(line: bytes) -> Hello | None:
     numbers = (hello.index, hello.num_workers)
     words = (*hello.workers, *hello.versions, *hello.versions.values(), hello.digest, hello.process, hello.token)
     are_numbers = all(type(number) is int and 0 <= number <= MAX_WORKERS for number in numbers)
-    return hello if are_numbers and all(map(_is_word, words)) and isinstance(hello.is_late, bool) else None
+    are_words = all(isinstance(word, str) and len(word) <= _MAX_WORD for word in words)
+    return hello if are_numbers and are_words and isinstance(hello.is_late, bool) else None
 
 
-def parse_answer(line: bytes) -> dict[str, str] | None:
-    """Read what worker 0 answers; None for everything else."""
+def encode_answer(answer: str | Exception) -> bytes:
+    """Return the line that `parse_answer` takes."""
+    if isinstance(answer, str):
+        return encode({"state": answer})
+    kind = "config" if isinstance(answer, ClusterConfigError) else "start"
+    return encode({"state": "error", "kind": kind, "text": str(answer)[:MAX_TEXT]})
+
+
+def parse_answer(line: bytes) -> str | Exception | None:
+    """Read an answer of worker 0: WAITING, GO, or the error to raise; None for everything else."""
     message = _decode(line)
-    if message in ({"state": "waiting"}, {"state": "go"}):
-        return message
+    if message and message in ({"state": WAITING}, {"state": GO}):
+        return message["state"]
     if not message or message.keys() != {"state", "kind", "text"} or message["state"] != "error":
         return None
-    text = message["text"]
-    if message["kind"] not in ("config", "start") or not isinstance(text, str) or not 0 < len(text) <= MAX_TEXT:
+    kind, text = message["kind"], message["text"]
+    if kind not in ("config", "start") or not isinstance(text, str) or not 0 < len(text) <= MAX_TEXT:
         return None
-    return {**message, "text": "".join(c if c.isascii() and c.isprintable() else ascii(c)[1:-1] for c in text)}
+    return _ERRORS[kind]("".join(c if c.isascii() and c.isprintable() else ascii(c)[1:-1] for c in text))
 
 
 def may_be_ours(line: bytes) -> bool:
@@ -87,16 +102,18 @@ def may_be_ours(line: bytes) -> bool:
 
 
 def is_grpc(data: bytes) -> bool:
-    """Tell whether it begins as what gRPC says first, and so jax's service: HTTP/2's settings."""
+    """Tell whether data begins with the settings of HTTP/2, which gRPC and so jax's service sends first."""
     return data[3:9] == b"\x04\x00\x00\x00\x00\x00"
 
 
 def first_difference(they: str, theirs: Hello, me: str, mine: Hello) -> str:
-    """Say in what two workers differ so that they cannot train together; "" when in nothing."""
+    """Say why two workers cannot train together; "" when they can."""
     if theirs.num_workers != mine.num_workers:
         return f"{they} was told of {theirs.num_workers} workers, {me} of {mine.num_workers}; give both the same cluster"
     if theirs.digest != mine.digest:
-        return f"{they} was given another cluster than {me}{_first_other(theirs, mine)}; give both the same"
+        both = enumerate(zip(theirs.workers, mine.workers, strict=False))
+        where = [f": worker {i} is at {describe(a)} for the one, at {describe(b)} for the other" for i, (a, b) in both if a != b]
+        return f"{they} was given another cluster than {me}{''.join(where[:1])}; give both the same"
     if theirs.index >= mine.num_workers:
         return f"{they} has an index that is not below {mine.num_workers}, the number of workers"
     for name in sorted({*theirs.versions, *mine.versions}):
@@ -104,13 +121,6 @@ def first_difference(they: str, theirs: Hello, me: str, mine: Hello) -> str:
         if here != there:
             what = f"{describe(name)[1:-1]} {describe(there)}"
             return f"{they} runs {what}, {me} runs {describe(here)}; install the same version on both"
-    return ""
-
-
-def _first_other(theirs: Hello, mine: Hello) -> str:
-    for index, (there, here) in enumerate(zip(theirs.workers, mine.workers, strict=False)):
-        if there != here:
-            return f": worker {index} is at {describe(there)} for the one, at {describe(here)} for the other"
     return ""
 
 
@@ -122,7 +132,3 @@ def _decode(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return message if isinstance(message, dict) and message.pop("magic", None) == MAGIC else None
-
-
-def _is_word(word: object) -> bool:
-    return isinstance(word, str) and len(word) <= 300

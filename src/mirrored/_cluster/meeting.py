@@ -1,7 +1,7 @@
 """Are all workers there, and alike? Asked before `jax.distributed` starts, which answers with SIGABRT and SIGSEGV.
 
 Worker 0 listens at the coordinator's address, every other worker says hello there, and when all have, worker 0 gives
-the port free for jax. Messages are lines of JSON, and what comes from outside is not trusted: docs/design/clusters.md.
+the port free for jax. Messages are lines of JSON, and are not trusted: docs/design/clusters.md.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import Any
 from .._errors import ClusterConfigError, ClusterStartError
 from .._options import MAX_TIMEOUT_SECONDS
 from .._text import describe
-from .gathering import ERRORS, LINGER_SECONDS, PATIENCE_SECONDS, Clock, Gathering, keep_alive, reset_on_close
-from .hello import MAX_LINE, Hello, encode, introduce, is_grpc, may_be_ours, parse_answer
-from .spec import Cluster, join_address, split_address
+from .gathering import LINGER_SECONDS, PATIENCE_SECONDS, Clock, Gathering, keep_alive, reset_on_close
+from .hello import GO, MAX_LINE, Hello, introduce, is_grpc, may_be_ours, parse_answer
+from .spec import Cluster, is_loopback, join_address, split_address
 
-#: Of a host that sets no limit; some programs go through all numbers up to it.
+#: The limit where a host sets none; some programs go through all numbers up to it.
 MAX_OPEN_FILES = 1 << 20
 
 _Address = tuple[socket.AddressFamily, Any]
@@ -35,7 +35,7 @@ _Address = tuple[socket.AddressFamily, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Meeting:
-    """What a worker learnt from meeting the others. The fields are None where there was no need to meet."""
+    """A worker's addresses, known after it has met the others; None where there was no need to meet."""
 
     host: str | None = None  # the numeric address at which other workers reach this one, for the collectives
     bind_address: str | None = None  # where worker 0's coordinator is to listen, and not on every network of the host
@@ -52,11 +52,8 @@ def meet(cluster: Cluster, versions: Mapping[str, str], timeout_seconds: float) 
             exist, an index that two workers have, workers that differ in their cluster or versions.
         ClusterStartError: when a worker is missing, the chief cannot be reached, or the port is taken.
     """
-    if (
-        isinstance(timeout_seconds, bool)
-        or not isinstance(timeout_seconds, int | float)
-        or not 0 < timeout_seconds <= MAX_TIMEOUT_SECONDS
-    ):
+    is_number = isinstance(timeout_seconds, int | float) and not isinstance(timeout_seconds, bool)
+    if not is_number or not 0 < timeout_seconds <= MAX_TIMEOUT_SECONDS:
         raise ClusterConfigError(
             f"timeout_seconds is {describe(timeout_seconds)}; expected seconds up to {MAX_TIMEOUT_SECONDS:.0f}"
         )
@@ -64,7 +61,7 @@ def meet(cluster: Cluster, versions: Mapping[str, str], timeout_seconds: float) 
         return Meeting()
     started = time.monotonic()
     clock = Clock(started, started + timeout_seconds)
-    allow_open_files()
+    _allow_open_files()
     own = _own_host(cluster, clock)
     hello = introduce(cluster, versions, f"{socket.gethostname()} pid {os.getpid()}", secrets.token_hex(8))
     if not cluster.is_chief:
@@ -79,7 +76,7 @@ def meet(cluster: Cluster, versions: Mapping[str, str], timeout_seconds: float) 
     return Meeting(addresses[0][0], join_address(*addresses[0][:2]))
 
 
-def allow_open_files() -> None:
+def _allow_open_files() -> None:
     """Let this process open as many files as it may: it needs one for each other worker, and the usual limit is 1,024."""
     with contextlib.suppress(OSError, ValueError):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -98,11 +95,11 @@ def _join(cluster: Cluster, hello: Hello, clock: Clock, own: str | None) -> str:
             with socket.socket(family, socket.SOCK_STREAM) as sock:
                 try:
                     _connect(sock, address, clock)
-                    sock.sendall(encode(dataclasses.replace(hello, is_late=clock.has_met_a_run).message()))
+                    sock.sendall(dataclasses.replace(hello, is_late=clock.has_met_a_run).encode())
                     why = _await_start(sock, chief, clock)
                     if not why:
                         host = sock.getsockname()[0]
-                        return host if own is None or _is_loopback(own) else own
+                        return host if own is None or is_loopback(own) else own
                 except OSError as error:
                     why = error.strerror or str(error)
         if clock.left <= 0:
@@ -118,10 +115,6 @@ def _join(cluster: Cluster, hello: Hello, clock: Clock, own: str | None) -> str:
             addresses = _resolve(*split_address(chief), cluster, clock)
 
 
-def _is_loopback(host: str) -> bool:
-    return host == "::1" or host.startswith("127.")
-
-
 def _connect(sock: socket.socket, address: Any, clock: Clock) -> None:
     sock.settimeout(max(0.01, min(PATIENCE_SECONDS, clock.left)))
     sock.connect(address)
@@ -133,7 +126,7 @@ def _connect(sock: socket.socket, address: Any, clock: Clock) -> None:
 
 
 def _await_start(sock: socket.socket, chief: str, clock: Clock) -> str:
-    """Wait for worker 0's word: return "" for go, the reason to try again, or raise what it says.
+    """Wait for worker 0's answer: return "" for go, the reason to try again, or raise its error.
 
     A run that ends is waited for, because the launchers of several hosts do not start anew at the same moment.
     """
@@ -149,17 +142,17 @@ def _await_start(sock: socket.socket, chief: str, clock: Clock) -> str:
                 f"what answers at {chief} is not the chief of this cluster: it says {describe(answer.decode('latin1'), 40)}; "
                 "another program has the port"
             )
-        elif answer["state"] == "go":
+        elif isinstance(answer, Exception):
+            raise answer
+        elif answer == GO:
             return ""
-        elif answer["state"] == "error":
-            raise ERRORS[answer["kind"]](answer["text"])
         else:
             state = "it knows this worker, and is waiting for others"
     return "it hung up" if clock.left > -LINGER_SECONDS else state
 
 
-def _answers(sock: socket.socket, clock: Clock) -> Iterator[dict[str, str] | bytes | None]:
-    """Yield what the other side says: messages, bytes that are none, None when it is time to report; end when it is over."""
+def _answers(sock: socket.socket, clock: Clock) -> Iterator[str | Exception | bytes | None]:
+    """Yield the answers of the other side, bytes that are none, None when it is time to report; end when it is over."""
     buffer = b""
     while (left := clock.left + LINGER_SECONDS) > 0:
         sock.settimeout(max(0.01, min(left, clock.next_report - time.monotonic())))
@@ -222,8 +215,8 @@ def _take(sock: socket.socket, address: Any, chief: str, hello: Hello, clock: Cl
 def _bind(sock: socket.socket, address: Any, hello: Hello, clock: Clock) -> None:
     """Bind without sharing, which finds every other socket on the port, also one of jax, which does share.
 
-    What is there but does not listen is left from an ended run, and jax may bind beside it; or it is about to listen. A job
-    that runs there may be an earlier run of this one, which ends: it is waited for.
+    A socket that does not listen is left from an ended run, and jax may bind beside it; or it is about to listen. A job that runs
+    there may be an earlier run of this one, which ends: this worker waits for its end.
     """
     pause, first_report = 0.05, clock.started + LINGER_SECONDS  # a slip is seen early
     while True:
@@ -244,13 +237,13 @@ def _bind(sock: socket.socket, address: Any, hello: Hello, clock: Clock) -> None
 
 
 def _is_listened_to(address: Any, hello: Hello) -> bool:
-    """Tell whether someone listens at an address; raise what the start of a cluster says, OSError where it is not jax."""
+    """Tell whether a process listens at an address; raise the error of a cluster that starts there, OSError if it is not jax."""
     clock = Clock(time.monotonic(), time.monotonic() + 0.2)  # for the connection; the answer has LINGER_SECONDS more
     family = socket.AF_INET6 if len(address) == 4 else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as sock:
             _connect(sock, address, clock)
-            sock.sendall(encode(hello.message()))
+            sock.sendall(hello.encode())
             answer = next(_answers(sock, clock), None)
     except ConnectionRefusedError:
         return False
@@ -258,8 +251,8 @@ def _is_listened_to(address: Any, hello: Hello) -> bool:
         return True
     if isinstance(answer, bytes) and not is_grpc(answer):
         raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
-    if isinstance(answer, dict) and answer["state"] == "error":
-        raise ERRORS[answer["kind"]](answer["text"])
+    if isinstance(answer, Exception):
+        raise answer
     return True
 
 

@@ -1,4 +1,4 @@
-"""How this process finds its cluster: the resolvers, and the order in which variables are looked at.
+"""How this process finds its cluster: the resolvers, and the order of the variables.
 
 No jax, and nothing here connects to anything: docs/design/clusters.md.
 """
@@ -53,8 +53,8 @@ class SimpleClusterResolver(ClusterResolver):
 
     Args:
         cluster_spec: task type -> addresses, equal on all workers.
-        task_type: what this process is.
-        task_id: which of these it is.
+        task_type: the type of this process, such as "worker".
+        task_id: its index among the tasks of that type.
 
     Raises:
         ClusterConfigError: when one of them is malformed, or they contradict each other.
@@ -95,7 +95,7 @@ class TFConfigClusterResolver(ClusterResolver):
         self._environment = environment
 
     def cluster(self) -> Cluster:
-        """Return what TF_CONFIG says."""
+        """Return the cluster of TF_CONFIG."""
         environment = _environment(self._environment)
         return _late(environment, environments.from_tf_config(environment)) if has(environment, _env.TF_CONFIG) else Cluster()
 
@@ -124,7 +124,7 @@ class SlurmClusterResolver(ClusterResolver):
         self._port_base, self._environment = port_base, environment
 
     def cluster(self) -> Cluster:
-        """Return what Slurm's variables say."""
+        """Return the cluster of Slurm's variables."""
         environment = _environment(self._environment)
         return _late(environment, environments.slurm_step(environment, self._port_base))
 
@@ -163,7 +163,7 @@ class KubernetesClusterResolver(ClusterResolver):
         self._num_workers, self._subdomain, self._port, self._environment = num_workers, subdomain, port, environment
 
     def cluster(self) -> Cluster:
-        """Return what the pod's variables say."""
+        """Return the cluster of the pod's variables."""
         environment = _environment(self._environment)
         for _, is_there, read in SOURCES[:4]:
             if is_there(environment):
@@ -189,7 +189,7 @@ class KubernetesClusterResolver(ClusterResolver):
 
 
 def discover(explicit: object = None, environment: Mapping[str, str] | None = None) -> tuple[Cluster, str]:
-    """Find the cluster, and say in one sentence what was found where.
+    """Find the cluster, and return it with a sentence that names its source.
 
     Args:
         explicit: a Cluster or a resolver, which then decides alone; None to look at the variables, in the order of

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from .._errors import ClusterConfigError
 from .._text import counted, describe
 
-#: Workers of one cluster; a slip such as "n[1-99999999]" must not take the memory.
+#: The most workers of one cluster; a slip such as "n[1-99999999]" must not take the memory.
 MAX_WORKERS = 2**16
 LOOPBACK = "127.0.0.1"
 
@@ -155,7 +155,7 @@ class Cluster:
 
     @property
     def coordinator_address(self) -> str | None:
-        """Where worker 0 listens, and what `jax.distributed.initialize` gets; None for one worker.
+        """The address of worker 0, for `jax.distributed.initialize`; None for one worker.
 
         The loopback address when all workers are on one host.
         """
@@ -166,7 +166,7 @@ class Cluster:
         return join_address(loopback if self.is_local else host, port)
 
     def digest(self) -> str:
-        """Return what is equal on two workers exactly when they have the same description of the cluster.
+        """Return a text that is equal on two workers exactly when they have the same description of the cluster.
 
         Where only worker 0's address is known, its host may have another name on each worker: the port counts.
         """
@@ -183,6 +183,11 @@ def split_address(address: str) -> tuple[str, int]:
 def join_address(host: str, port: int) -> str:
     """Write `host:port`, an IPv6 host in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether a numeric address is one of the host itself."""
+    return host == "::1" or host.startswith("127.")
 
 
 def has_port(address: str) -> bool:
@@ -269,7 +274,7 @@ def refuse(text: str) -> NoReturn:
 
 @contextlib.contextmanager
 def said_by(source: str, right: str = "") -> Iterator[None]:
-    """Add to an error who said what is wrong, and an example of right."""
+    """Add to an error the source of the description, and an example of a right one."""
     try:
         yield
     except ClusterConfigError as error:

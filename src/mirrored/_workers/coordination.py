@@ -10,7 +10,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from .._errors import ProgramMismatchError, WorkerLostError
@@ -31,7 +31,7 @@ def digest(text: str) -> str:
 
 
 def decoded(text: str, worker: int, where: str) -> Any:
-    """Return the JSON value in a text of a worker; one that has none, is too long or nested too deeply is refused."""
+    """Return the JSON value in a text of a worker; refuse a text that has none, is too long or nested too deeply."""
     try:
         if len(text) <= MAX_TEXT:
             return json.loads(text)
@@ -56,10 +56,10 @@ class Coordination:
         self.worker, self.num_workers, self.timeout_seconds = worker, num_workers, timeout_seconds
         self._client = client
         self._channels: dict[str, Channel] = {}
-        self._num_opened = 0
         self._num_told: dict[str, int] = {}
-        self._left_over: list[tuple[int, int, str]] = []
-        self._lock = threading.RLock()  # garbage collection can close a channel at any line, also of `clean_up`
+        self._num_opened = 0
+        #: The thread, `_num_opened` and the keys of channels that are closed here: other workers may still read the last keys.
+        self._closed: list[tuple[int, int, str]] = []
 
     def put(self, key: str, text: str) -> None:
         """Set a key, which may have a value already."""
@@ -68,23 +68,21 @@ class Coordination:
 
     def get(self, key: str, timeout_seconds: float) -> str | None:
         """Wait for a key to be set, and return its value; None at the timeout, or alone."""
-        if self._client is None:
-            return None
-        try:
-            return self._client.blocking_key_value_get(_ROOT + key, max(1, int(timeout_seconds * 1000)))
-        except Exception as error:  # jaxlib's errors have no classes of their own
-            if "DEADLINE_EXCEEDED" in str(error):
-                return None
-            raise
+        milliseconds = max(1, int(timeout_seconds * 1000))
+        return self._ask("DEADLINE_EXCEEDED", lambda client: client.blocking_key_value_get(_ROOT + key, milliseconds))
 
     def peek(self, key: str) -> str | None:
-        """Return the value of a key that is set, else None; a `get` with a short timeout is no such look."""
+        """Return the value of a key that is set, else None, without the wait of `get`."""
+        return self._ask("NOT_FOUND", lambda client: client.key_value_try_get(_ROOT + key))
+
+    def _ask(self, absent: str, call: Callable[[Any], str]) -> str | None:
+        """Return a value of the service; None alone, and where an error says that it is absent."""
         if self._client is None:
             return None
         try:
-            return self._client.key_value_try_get(_ROOT + key)
+            return call(self._client)
         except Exception as error:  # jaxlib's errors have no classes of their own
-            if "NOT_FOUND" in str(error):
+            if absent in str(error):
                 return None
             raise
 
@@ -101,13 +99,13 @@ class Coordination:
         return {int(index): text for key, text in found if (index := key.rpartition("/")[2]).isdecimal()}
 
     def await_workers(self, prefix: str, workers: Set[int], deadline: float) -> dict[int, str]:
-        """Return the same when all of these workers have set it, or at the deadline, of `time.monotonic`."""
+        """Return `by_worker` when all of these workers have set it, or at the deadline, of `time.monotonic`."""
         while not workers <= (found := self.by_worker(prefix)).keys() and time.monotonic() < deadline:
             time.sleep(0.01)
         return found
 
     def delete(self, key: str) -> None:
-        """Remove a key, and all that begin with it and a slash."""
+        """Remove a key, and all keys that begin with it and a slash."""
         if self._client is not None:
             self._client.key_value_delete(_ROOT + key)
 
@@ -116,10 +114,10 @@ class Coordination:
         return 1 if self._client is None else self._client.key_value_increment(_ROOT + key, 1)
 
     def exchange(self, channel: str, value: Any, timeout_seconds: float | None = None) -> Sequence[Any]:
-        """Give a JSON value to all workers, and return those of all in worker order, in the n-th exchange of a channel on each.
+        """Give a JSON value to all workers, and return all workers' values in order, in the n-th exchange of a channel on each.
 
         Two messages a worker where all values are equal, whatever the number of workers: so leave out of a value what differs by
-        worker. Where they differ, each worker reads those of all.
+        worker. Where they differ, each worker reads all of them.
 
         Raises:
             WorkerLostError: when a worker has not come after `timeout_seconds`, by default those of this object.
@@ -132,7 +130,7 @@ class Coordination:
     def of_chief(self, name: str, value: Any) -> Any:
         """Return worker 0's JSON value, in the n-th call of a name on each worker: one message a worker.
 
-        Between two calls of one name all workers must have come to an exchange: then worker 0 removes what it told before.
+        Between two calls of one name all workers must have come to an exchange: then worker 0 removes the value before.
         """
         number = self._num_told.get(name, 0)
         self._num_told[name] = number + 1
@@ -150,7 +148,7 @@ class Coordination:
         self.put(f"for_chief/{name}/{self.worker}", json.dumps(value))
 
     def for_chief(self, name: str, value: Any) -> Sequence[Any]:
-        """Return on worker 0 what each worker has told it last with `tell_chief`; on the others their own value."""
+        """Return on worker 0 the value that each worker gave last to `tell_chief`; on the others their own value."""
         if self.worker or self.num_workers == 1:
             return [value]
         return [decoded(text, worker, name) for worker, text in sorted(self.by_worker(f"for_chief/{name}").items())]
@@ -160,22 +158,6 @@ class Coordination:
         number = self._num_opened
         self._num_opened += 1
         return Channel(self, f"exchange/{name}:{number}", number)
-
-    def leave_over(self, thread: int, prefix: str) -> None:
-        """Take the last keys of a channel that is closed here, and that this thread opened: other workers may still read them.
-
-        What another thread does says nothing of this one on other workers.
-        """
-        with self._lock:
-            self._left_over.append((thread, self._num_opened, prefix))
-
-    def clean_up(self, thread: int, number: int) -> None:
-        """Remove the keys of a thread's channels that were closed before it opened another: all workers have closed them."""
-        with self._lock:
-            due = [entry for entry in self._left_over if entry[0] == thread and entry[1] <= number]
-            self._left_over = [entry for entry in self._left_over if entry not in due]
-        for _, _, prefix in due:
-            self.delete(prefix)
 
     def barrier(self, name: str, value: Any = None) -> Sequence[Any]:
         """Wait until every worker has come to a barrier of this name, and return the JSON values that they give with it."""
@@ -190,13 +172,14 @@ class Coordination:
 class Channel:
     """Exchanges of values with all workers, one after the other.
 
-    Each worker counts itself under the digest of its value, and waits for one key. Who comes last of all under one digest sets
-    it: all are equal. Who comes first under a second one sets it to say so; then each gives its value, and reads all. After a
-    round in which values differed, the next begins with the values.
+    Each worker counts itself under the digest of its value, and waits for one key. The last worker under one common digest sets
+    it: all values are equal. The first worker under a second digest sets it to say that values differ; then each worker gives its
+    value, and reads all. After a round in which values differed, the next begins with the values.
     """
 
-    def __init__(self, coordination: Coordination, prefix: str, number: int | None = None) -> None:
-        self._coordination, self._prefix, self._number = coordination, prefix, number
+    def __init__(self, coordination: Coordination, prefix: str, number: int = -1) -> None:
+        self._coordination, self._prefix = coordination, prefix
+        self.number = number  # of those that were opened, the same on all workers; -1 of one that has a name
         self._opened_by = threading.get_ident()
         self._round, self._are_same = 0, True
         self._counted, self._has_given = "", False  # in this round: an exchange that was interrupted may be made again
@@ -222,13 +205,8 @@ class Channel:
         self._is_waiting = False
         return values
 
-    @property
-    def number(self) -> int:
-        """Which channel it is: the same on all workers; -1 of one that has a name."""
-        return -1 if self._number is None else self._number
-
     def next_pass(self) -> int:
-        """Return how often this was called before: over how much data has been gone whose batches it is for."""
+        """Return how often this was called before: the number of passes over the data whose batches it is for."""
         self._num_passes += 1
         return self._num_passes - 1
 
@@ -240,7 +218,8 @@ class Channel:
         """End the exchange that a thread is waiting in: it raises `ChannelClosed`."""
         if not self._closed.is_set():
             self._closed.set()
-            self._coordination.leave_over(self._opened_by, self._prefix)
+            this = self._coordination
+            this._closed.append((self._opened_by, this._num_opened, self._prefix))  # at any line: garbage collection closes too
 
     @property
     def _name(self) -> str:
@@ -282,11 +261,16 @@ class Channel:
         return [found.get(worker, "") for worker in range(this.num_workers)]
 
     def _end_round(self, is_last: bool) -> None:
-        """Go on to the next round; who was the last to come to this one knows that all have read the one before."""
+        """Go on to the next round; the last worker to come to this one knows that all have read the one before."""
+        this = self._coordination
         if is_last and self._round:
-            self._coordination.delete(f"{self._prefix}/{self._round - 1}")
-        if self._round == 0 and self._number is not None:
-            self._coordination.clean_up(self._opened_by, self._number)
+            this.delete(f"{self._prefix}/{self._round - 1}")
+        if self._round == 0:  # all workers have opened this channel, and closed what this thread had closed before
+            for entry in list(this._closed):
+                thread, num_opened, prefix = entry
+                if thread == self._opened_by and num_opened <= self.number:
+                    this._closed.remove(entry)
+                    this.delete(prefix)
         self._round += 1
         self._counted, self._has_given = "", False
 

@@ -1,15 +1,13 @@
 """How does a job of several workers end when one of them cannot go on? Soon, on all of them, and with the reason. No jax here.
 
-A thread tells the others where this worker is, and listens for a verdict. Whoever fails, or finds that the job cannot go
-on, publishes one; everybody logs it and leaves with `os._exit`, because the main thread may wait in native code for
-ever, and JAX's own end of the program for minutes: docs/design/failures.md.
+A thread publishes this worker's position, and listens for a verdict. The first worker that fails, or finds that the job cannot
+go on, publishes one; all log it and leave with `os._exit`, because the main thread may wait in native code for ever, and JAX's
+own end of the program for minutes: docs/design/failures.md.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import logging
 import os
 import sys
@@ -20,15 +18,15 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from .._errors import FAILED, INTERRUPTED, RESTART, ProgramMismatchError
+from .._errors import FAILED, INTERRUPTED, RESTART, ProgramMismatchError, WorkerLostError
 from .._text import numbered
 from .coordination import Coordination
 from .links import Links
 from .neighbours import Neighbours
-from .progress import UNKNOWN, Progress, in_main_thread
-from .same_program import ONE_DATASET, data_ended, decode_history, other_order, require_same_history
+from .progress import Progress, in_main_thread
+from .same_program import ONE_DATASET, data_ended, other_order, require_same_history
 from .shutdown import CALL, DONE, LAST_RESORT_SECONDS, LEAVE, VERDICT, Shutdown, told_apart
-from .stall import SETTLED_SECONDS, Others, Own, Position, decode, judge, judge_all, listed, may_be_stuck, shorter_data
+from .stall import SETTLED_SECONDS, JobView, Others, Own, Position, decode, judge, judge_all, shorter_data
 from .verdict import Verdict, exit_code_of, last_error, tells_of_loss, tells_of_lost_service, title_of
 
 _logger = logging.getLogger("mirrored")
@@ -39,13 +37,11 @@ ROUND_SECONDS = 0.5
 _MANY_WORKERS, _MAX_ROUND_SECONDS = 128, 4.0
 #: How long another worker has to show its own error of the same moment.
 _GRACE_SECONDS = 0.2
-_SERVICE_SILENT_TICKS = 4
-#: Who has been silent for so long is not waited for when all leave.
-_UNHEARD_SECONDS = 2.0
+#: After so long a worker, or the service, is said to be silent; and not waited for when all leave.
+_SILENT_SECONDS, _UNHEARD_SECONDS = 4.0, 2.0
 _END_WARNING_SECONDS = 30.0
 _PROBE_SECONDS = 0.02
-
-_POSITION, _ENDED, _ALL_ENDED = (f"guard/{name}" for name in ("position", "ended", "all_ended"))
+_POSITION, _ENDED = "guard/position", "guard/ended"
 
 
 def seconds_of_round(num_workers: int) -> float:
@@ -69,17 +65,18 @@ class Guard:
     ) -> None:
         self._coordination, self._progress = coordination, progress
         self._worker, self._num_workers = coordination.worker, coordination.num_workers
-        self._own, self._others = Own(progress, stall_seconds), Others(2 * (seconds_of_round(self._num_workers) - ROUND_SECONDS))
+        self._round_seconds = seconds_of_round(self._num_workers)
+        self._own, self._others = Own(progress, stall_seconds), Others(2 * (self._round_seconds - ROUND_SECONDS))
+        self._silent: set[int] = set()
         self._process = 0
         self._threads: list[threading.Thread] = []
         self._stopped, self._failing, self._has_ended = threading.Event(), threading.Event(), False
         self._speaking = threading.Lock()
         self._sys_exit_code = 0
-        self._ticks_in_service, self._was_late = 0, False
+        self._looks_in_call, self._was_late = 0, False  # looks of another thread since a call into the service began
         self._hooks: tuple[Any, Any] = (None, None)
         self._last_error: BaseException | None = None
-        self._neighbours, self._links = Neighbours(self._worker, self._num_workers), Links(coordination)
-        self._round_seconds = seconds_of_round(self._num_workers)
+        self._neighbours, self._links = Neighbours(coordination), Links(coordination)
         self._shutdown = Shutdown(coordination, self._neighbours, progress, self._stopped, exit)
 
     def start(self) -> None:
@@ -91,7 +88,7 @@ class Guard:
         # Exceptions of other threads do not end a Python program, so they do not end a job.
         sys.excepthook, sys.exit = self._on_exception, self._on_sys_exit  # pyrefly: ignore[bad-assignment]
         # Daemons, because Python waits for other threads before it runs what is registered with atexit; `stop` joins them.
-        for work in (self._watch, self._watch_service, self._watch_neighbours):
+        for work in (self._watch, self._watch_host):
             thread = threading.Thread(target=work, name=f"mirrored-guard-{work.__name__.strip('_')}", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -125,7 +122,7 @@ class Guard:
         if sys.exit == self._on_sys_exit:
             sys.exit = self._hooks[1]
 
-    # ---- what the main thread runs into
+    # ---- the main thread
 
     def _on_sys_exit(self, code: Any = None, /) -> None:
         """Take note of the code, which Python tells nobody else; the exception may still be caught, or end a thread only."""
@@ -139,64 +136,60 @@ class Guard:
         is_lost = tells_of_loss(error)
         if is_ours:
             self._failing.set()  # before it is printed, which takes a while on a busy machine: another worker's error may come
-        if not (is_ours and is_lost and self._shutdown.has_begun):  # else it follows from what is being reported
+        if not (is_ours and is_lost and self._shutdown.begun.locked()):  # else it follows from what is being reported
             self._hooks[0](kind, error, trace)
         if is_ours:
             self._fail_with(error)
 
     def _fail_with(self, error: BaseException) -> None:
-        """Leave because of an error that ends this worker's program, and tell the others, or find out who is lost."""
+        """Leave because of an error that ends this worker's program, and tell the others; or find out who is lost."""
         title = title_of(error)
         if tells_of_loss(error):
             self._fail(self._shutdown.lost(title))
             return
         shown = Verdict(f"worker {self._worker} failed at step {self._progress.step} with {title}")
-        whole = dataclasses.replace(shown, detail="".join(traceback.format_exception(error)))
+        whole = Verdict(shown.title, "".join(traceback.format_exception(error)))
         self._fail(whole, exit_code_of(error), shown)  # the traceback has just been printed
 
     def _end(self) -> None:
         """Wait for all workers to come to their end."""
-        self._progress.phases = (self._progress.phase(f"sys.exit({code})"),) if (code := self._sys_exit_code) else ()
+        code = self._sys_exit_code
+        self._progress.phases = (self._progress.phase(f"sys.exit({code})"),) if code else ()
         self._has_ended = True
         self._say_where(0.0)  # at once: who waits for this worker waits in vain
-        self._coordination.put(f"{_ENDED}/{self._worker}", json.dumps(self._progress.history()))
-        histories = [decode_history(text) for text in self._await_ends()]
+        self._coordination.put(f"{_ENDED}/{self._worker}", "1")
         try:
-            require_same_history(histories, self._shutdown.trails)
-            if all(UNKNOWN not in history for history in histories):  # so all have started the same programs, and these will end
-                self._progress.finish()
+            are_known = require_same_history(self._await_ends(), self._shutdown.trails)
         except ProgramMismatchError as error:
             self._fail(told_apart(str(error)))
+            return
+        try:
+            if are_known:  # so all have started the same programs, and these will end
+                self._progress.finish()
         except Exception as error:  # such as an argument of the last step that differs by worker
             self._on_exception(type(error), error, error.__traceback__)
         else:
             self._coordination.put(CALL, DONE)  # wakes the guards
 
-    def _await_ends(self) -> Sequence[str]:
-        """Return what all workers say at their end; worker 0 collects it."""
-        waited, warn_at = 0.0, _END_WARNING_SECONDS
-        keys = [f"{_ENDED}/{worker}" for worker in range(self._num_workers)] if self._worker == 0 else [_ALL_ENDED]
-        texts: list[str] = []
-        for key in keys:
-            while (text := self._coordination.get(key, ROUND_SECONDS)) is None:
-                waited += ROUND_SECONDS
-                if waited >= warn_at:
-                    missing = sorted(set(range(self._num_workers)) - self._coordination.by_worker(_ENDED).keys())
-                    message = "worker %d has come to the end of its program, and has waited for %s for %.0f s"
-                    _logger.warning(message, self._worker, numbered(missing), waited)
-                    warn_at *= 2
-            texts.append(text)
-        if self._worker:
-            return json.loads(texts[0])
-        self._coordination.put(_ALL_ENDED, json.dumps(texts))
-        return texts
+    def _await_ends(self) -> Sequence[Any]:
+        """Return the histories of all workers, when all have come to their end."""
+        waited, seconds = 0.0, _END_WARNING_SECONDS
+        while True:
+            try:
+                return self._coordination.exchange("end", self._progress.history(), seconds)
+            except WorkerLostError:
+                waited += seconds
+                seconds = waited
+                missing = sorted(set(range(self._num_workers)) - self._coordination.by_worker(_ENDED).keys())
+                message = "worker %d has come to the end of its program, and has waited for %s for %.0f s"
+                _logger.warning(message, self._worker, numbered(missing), waited)
 
-    # ---- what the thread of the guard does
+    # ---- the guard's threads
 
     def _watch(self) -> None:
         last = time.monotonic()
         try:
-            self._shutdown.introduce()
+            self._neighbours.introduce()
             while not self._stopped.is_set():
                 now = time.monotonic()
                 elapsed = min(now - last, 2 * self._round_seconds)  # a process that was stopped has not waited in that time
@@ -207,24 +200,24 @@ class Guard:
             self._on_service_error(error)
 
     def _round(self, elapsed: float) -> bool:
-        """Say where this worker is, look at the others where that may be needed, and listen; tell whether this was the last."""
-        # A process that was paused looks first at what has come meanwhile.
+        """Publish this worker's position, judge the others', and listen for a call; tell whether this was the last round."""
+        # After a pause of this process, the others may have gone on meanwhile: it judges them in its next round.
         was_late, self._was_late = self._was_late, elapsed >= 2 * self._round_seconds
-        self._ticks_in_service = 1
+        self._looks_in_call = 1
         try:
             own = self._say_where(elapsed)
         finally:
-            self._ticks_in_service = 0
-        self._shutdown.meet()
+            self._looks_in_call = 0
+        self._neighbours.meet()
         if self._is_left_alone():
             return True
-        self._look_at_others(own, elapsed)
+        view = self._look_at_others(own, elapsed)
         is_on_time = was_late or not self._was_late
-        if verdict := self._find_difference(own) or (self._find_stuck(own) if is_on_time else None):
+        verdict = self._find_difference(view) or (self._find_stuck(view) if is_on_time else None)
+        if not verdict and own.waits_in_program and own.still >= SETTLED_SECONDS:
+            verdict = self._links.look(own.started, elapsed)
+        if verdict:
             self._fail(verdict)
-            return True
-        if own.waits_in_program and own.still >= SETTLED_SECONDS and (cut := self._links.look(own.started, elapsed)):
-            self._fail(cut)
             return True
         call = self._coordination.get(CALL, self._round_seconds)
         if call is None or self._stopped.is_set():
@@ -233,30 +226,30 @@ class Guard:
             self._follow(call)
         return True
 
-    def _find_difference(self, own: Position) -> Verdict | None:
+    def _find_difference(self, view: JobView) -> Verdict | None:
         """Return the verdict on workers that have done different things, or whose data is of different lengths."""
-        if any(self._progress.trail.contradicts(there.done, there.trail) for there in self._others.positions.values()):
+        if any(self._progress.trail.contradicts(there.done, there.trail) for there in view.positions.values()):
             return told_apart(other_order(self._shutdown.trails()), wants_stacks=True)
-        if ended := shorter_data({**self._others.positions, self._worker: own}):
+        if ended := shorter_data(view.positions):
             return Verdict(f"{ValueError.__name__}: {data_ended(*ended)}. {ONE_DATASET}", code=FAILED)
         return None
 
-    def _find_stuck(self, own: Position) -> Verdict | None:
-        """Return the verdict on a worker that waits in vain: this one for worker 0, and where this is worker 0, any for any."""
-        positions = {**self._others.positions, self._worker: own}
+    def _find_stuck(self, view: JobView) -> Verdict | None:
+        """Return the verdict where this worker waits in vain for worker 0; on worker 0, where any worker waits for another."""
+        limit = self._own.limit
         if self._worker == 0:
-            text = judge_all(self._own.limit, positions, self._others.silent)
-        elif not may_be_stuck(own, positions):
+            text = judge_all(view, limit)
+        elif not view.may_be_stuck(self._worker):
             return None
-        elif text := judge(self._worker, self._own.limit, positions, self._others.silent, sees_all=False):
+        elif text := judge(self._worker, view, limit, sees_all=False):
             texts = self._coordination.by_worker(_POSITION)  # now those of all, to name all
             everyone = {worker: there for worker, text in texts.items() if worker < self._num_workers and (there := decode(text))}
-            text = judge(self._worker, self._own.limit, {**everyone, **positions}, self._others.silent) or text
+            text = judge(self._worker, view._replace(positions={**everyone, **view.positions}), limit) or text
         if not text:
             return None
         title, _, detail = text.partition("\n")
         # Worker 0 may be silent, but its service answers: one call that lets no other Python thread run is enough.
-        silent = [worker for worker, seconds in self._others.silent.items() if worker and seconds >= _UNHEARD_SECONDS]
+        silent = [worker for worker, seconds in view.silent.items() if worker and seconds >= _UNHEARD_SECONDS]
         return Verdict(title, detail, tuple(silent), wants_stacks=True)
 
     def _say_where(self, elapsed: float) -> Position:
@@ -265,17 +258,36 @@ class Guard:
             self._coordination.put(f"{_POSITION}/{self._worker}", own.encode())
             return own
 
-    def _watch_neighbours(self) -> None:
+    def _watch_host(self) -> None:
         """Leave at once when a worker of this host has died: JAX aborts this one within 50 ms when it was worker 0."""
         try:
             while not self._stopped.is_set():
-                if self._neighbours.await_death(ROUND_SECONDS) and not self._stopped.is_set() and self._is_left_alone():
+                has_died = self._neighbours.await_death(ROUND_SECONDS)
+                if self._stopped.is_set() or (has_died and self._is_left_alone()) or self._is_unanswered():
                     return
         except Exception as error:  # jaxlib's errors have no classes of their own
             self._on_service_error(error)
 
+    def _is_unanswered(self) -> bool:
+        """Warn when the service does not answer; JAX ends this process a few seconds later, and names nobody."""
+        if not self._looks_in_call:
+            return False
+        self._looks_in_call += 1
+        looks_of_silence = round(_SILENT_SECONDS / ROUND_SECONDS)
+        if self._looks_in_call == looks_of_silence + 1:
+            _logger.warning(
+                "worker 0, which hosts the coordination service, has not answered worker %d for %.0f s: it is stopped, cut "
+                "off, or dead", self._worker, _SILENT_SECONDS,
+            )  # fmt: skip
+        limit = self._own.limit
+        if self._looks_in_call <= max(limit / ROUND_SECONDS, looks_of_silence) or not self._progress.is_waiting():
+            return False
+        title = f"worker 0, which hosts the coordination service, has not answered for {limit:.0f} s"
+        self._leave(Verdict(title, lost=(0,), wants_stacks=True), is_first=False)
+        return True
+
     def _is_left_alone(self) -> bool:
-        """Leave when others of this host are gone, unless somebody has said why, or this worker is about to; tell whether."""
+        """Leave when workers of this host have ended, for the reason that one has published, if any; tell whether it leaves."""
         dead = self._neighbours.dead()
         if dead and 0 not in dead and self._has_ended:  # after their end, workers may go
             dead = tuple(sorted(set(dead) - self._coordination.by_worker(_ENDED).keys()))
@@ -289,34 +301,20 @@ class Guard:
             self._fail(self._shutdown.gone(dead))
         return True
 
-    def _look_at_others(self, own: Position, elapsed: float) -> None:
-        """Take the positions: worker 0 of all, the others of worker 0; so of any two that differ one differs from it."""
-        before = dict(self._others.silent)
-        texts = {0: self._coordination.peek(f"{_POSITION}/0") or ""} if self._worker else self._coordination.by_worker(_POSITION)
-        self._others.look({worker: text for worker, text in texts.items() if worker < self._num_workers}, elapsed)
-        for worker, seconds in self._others.silent.items():
-            if worker != self._worker and before.get(worker, 0.0) < _SERVICE_SILENT_TICKS <= seconds:
-                _logger.warning(
-                    "worker %d has been silent for %.0f s: it is stopped, cut off, dead, or in one long call that lets no other "
-                    "Python thread run; it was last seen so:\n%s",
-                    worker, seconds, listed({**self._others.positions, self._worker: own}, self._others.silent),
-                )  # fmt: skip
-
-    def _watch_service(self) -> None:
-        """Warn when the service does not answer; JAX ends this process a few seconds later, and names nobody."""
-        while not self._stopped.wait(1.0):
-            if self._ticks_in_service:
-                self._ticks_in_service += 1
-                if self._ticks_in_service > max(self._own.limit, _SERVICE_SILENT_TICKS) and self._progress.is_waiting():
-                    title = f"worker 0, which hosts the coordination service, has not answered for {self._own.limit:.0f} s"
-                    self._leave(Verdict(title, lost=(0,), wants_stacks=True), is_first=False)
-                    return
-                if self._ticks_in_service == _SERVICE_SILENT_TICKS + 1:
-                    _logger.warning(
-                        "worker 0, which hosts the coordination service, has not answered worker %d for %d s: it is stopped, cut "
-                        "off, or dead",
-                        self._worker, _SERVICE_SILENT_TICKS,
-                    )  # fmt: skip
+    def _look_at_others(self, own: Position, elapsed: float) -> JobView:
+        """Read the positions: worker 0 reads all, the others worker 0's; if two histories differ, one differs from worker 0's."""
+        if self._worker:
+            texts = {0: self._coordination.peek(f"{_POSITION}/0") or "", self._worker: own.encode()}
+        else:
+            texts = self._coordination.by_worker(_POSITION)
+        view = self._others.look({worker: text for worker, text in texts.items() if worker < self._num_workers}, elapsed)
+        before, self._silent = self._silent, {worker for worker in view.silent if view.silence(worker) >= _SILENT_SECONDS}
+        for worker in sorted(self._silent - before):
+            _logger.warning(
+                "worker %d has been silent for %.0f s: it is stopped, cut off, dead, or in one long call that lets no other "
+                "Python thread run; it was last seen so:\n%s", worker, view.silence(worker), view,
+            )  # fmt: skip
+        return view
 
     def _follow(self, call: str) -> None:
         """Answer a call, and leave with the verdict that follows."""
@@ -351,7 +349,7 @@ class Guard:
     # ---- leaving
 
     def _leave(self, verdict: Verdict, is_first: bool, code: int | None = None) -> None:
-        """Leave with the code of this worker's own error, or of its sys.exit() when it has ended, or of the verdict."""
+        """Leave with the code of this worker's own error, or of its `sys.exit` when it has ended, or of the verdict."""
         code = (self._has_ended and self._sys_exit_code) or verdict.code if code is None else code
         self._shutdown.leave(verdict, code, is_first, self._threads)
 

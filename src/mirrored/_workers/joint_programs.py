@@ -18,7 +18,7 @@ Compiled = Any
 
 
 def agree(name: str, text: str) -> None:
-    """Compare a program that is about to run for the first time with what the other workers are about to run.
+    """Compare a program that is about to run for the first time with those that the other workers are about to run.
 
     Its text is equal on two workers exactly when they may run it together; else ProgramMismatchError is raised on every worker.
     """
@@ -38,7 +38,7 @@ def of_chief(name: str, value: Any) -> Any:
 
 
 def note(what: str) -> None:
-    """Note that something is done, besides programs, that all workers must do alike and in the same order."""
+    """Add to the history an operation other than a program, which all workers must do alike and in the same order."""
     if (agreement := _required().agreement).checks_order:
         agreement.check_order(what, what)
     progress.did(what, digest(what).encode())
@@ -46,7 +46,7 @@ def note(what: str) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Announced:
-    """A program that is announced before each start; apart, for those who let no signal in between its start and its results."""
+    """A program that is announced before each start; two functions, so that a caller can keep signals out of the second."""
 
     program: Callable[..., Any]
     announce: Callable[..., None]  # takes the program's arguments
@@ -57,9 +57,9 @@ class Announced:
 
 
 def prepared(name: str, text: str, program: Compiled, *, is_run: bool = False, is_update: bool = False) -> Announced:
-    """Agree on a program, and return it so that it tells the guard when it starts, and that it is being compiled before.
+    """Agree on a program, and return one that tells the guard when it is compiled and when it starts.
 
-    A run is a step or an `mr.function` of the user's, and an update one that also writes mirrored variables, as training does.
+    A run is a step or an `mr.function` of the user's, and an update a run that also writes mirrored variables, as training does.
     """
     agree(name, text)
     start, is_compiled = started(name, text, program, is_run, is_update), False
@@ -90,7 +90,7 @@ def started(name: str, text: str, program: Callable[..., Any], is_run: bool = Fa
 
 
 def agreed(name: str, text: str, program: Compiled) -> Callable[..., Any]:
-    """Return a program of an array, or a list of some, that is `prepared` for each new shape and dtype."""
+    """Return a program of one array or a list of arrays that is `prepared` for each new shape and dtype."""
     known: dict[Any, Callable[..., Any]] = {}
 
     def call(given: jax.Array | list[jax.Array]) -> Any:

@@ -1,8 +1,8 @@
 """Which other workers does this one no longer reach, although both reach worker 0? Asked of the kernel. No jax here.
 
 A collective waits for ever when packets between two workers are lost: nobody has died, and both speak with the service. But the
-kernel of one of them sends again and again what the other does not confirm. A process that is stopped or busy is no such case:
-its kernel confirms.
+kernel of one of them resends packets that the other does not acknowledge. A process that is stopped or busy is no such case: its
+kernel acknowledges them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from .._text import numbered
 from .coordination import Coordination
-from .messages import parse, read
+from .messages import read_all
 from .verdict import Verdict
 
 _logger = logging.getLogger("mirrored")
@@ -34,7 +34,7 @@ _KEY = "guard/links"
 
 
 class Connection(NamedTuple):
-    """A TCP connection of this process: its ends as the kernel writes them, and how often the same was sent again in vain."""
+    """A TCP connection of this process: its ends as the kernel writes them, and the number of retransmissions in vain."""
 
     local: str
     remote: str
@@ -48,29 +48,21 @@ class Links:
         self._coordination = coordination
         self._has_told = False
         self._since_look = LOOK_SECONDS  # the first look is at once
-        self._stuck: dict[int, float] = {}  # for how many seconds, by worker
+        self._stuck: dict[int, float] = {}  # worker -> seconds
 
     def look(self, step: int, elapsed: float) -> Verdict | None:
-        """Tell the others which connections get no answer, and return that one to this worker is lost; for one that waits.
+        """Publish the connections without an answer, and return the verdict when one to this worker is lost; for one that waits.
 
-        The kernel knows addresses. So one worker tells both ends of the connection, and the worker that has the other end
-        knows who the two are. It does nothing until it is time again, `elapsed` seconds after the last call.
+        The kernel knows addresses, not workers: one worker publishes both ends of a connection, and the worker that has the other
+        end knows the two workers. Does nothing until it is time again, `elapsed` seconds after the last call.
         """
         self._since_look += elapsed
         if self._since_look < LOOK_SECONDS:
             return None
         since, self._since_look = self._since_look, 0.0
-        this = self._coordination
-        stuck = list(connections(STUCK_RETRIES))
-        if stuck or self._has_told:
-            this.put(f"{_KEY}/{this.worker}", json.dumps(stuck))
-            self._has_told = True
-        told = {worker: decode(text) for worker, text in this.by_worker(_KEY).items() if worker != this.worker}
-        ends = {(connection.local, connection.remote) for connection in connections()} if any(told.values()) else set()
-        cut = sorted(worker for worker, those in told.items() if any((one.remote, one.local) in ends for one in those))
-        before, self._stuck = self._stuck, {worker: self._stuck.get(worker, -since) + since for worker in cut}
+        before, self._stuck = self._stuck, {worker: self._stuck.get(worker, -since) + since for worker in self._unreached()}
         for worker, seconds in self._stuck.items():
-            pair = numbered(sorted((worker, this.worker)))
+            pair = numbered(sorted((worker, self._coordination.worker)))
             if seconds >= LOST_SECONDS:
                 title = f"lost the connection between {pair} at step {step}: what one sends does not reach the other"
                 return Verdict(title, "All workers reach worker 0, so it is the network between these two.")
@@ -78,11 +70,17 @@ class Links:
                 _logger.warning("what one of %s sends does not reach the other: the network between them is cut", pair)
         return None
 
-
-def decode(text: str) -> list[Connection]:
-    """Return the connections in a text of another worker; none when there are none."""
-    told = parse(text)
-    return list(filter(None, [read(Connection, one) for one in told])) if isinstance(told, list) else []
+    def _unreached(self) -> list[int]:
+        """Publish the stuck connections of this worker, and return the workers whose stuck connections end here."""
+        this, stuck = self._coordination, list(connections(STUCK_RETRIES))
+        if stuck or self._has_told:
+            this.put(f"{_KEY}/{this.worker}", json.dumps(stuck))
+            self._has_told = True
+        told = {
+            worker: read_all(Connection, text) or [] for worker, text in this.by_worker(_KEY).items() if worker != this.worker
+        }
+        ends = {(one.local, one.remote) for one in connections()} if any(told.values()) else set()
+        return sorted(worker for worker, stuck in told.items() if any((one.remote, one.local) in ends for one in stuck))
 
 
 def connections(min_retries: int = 0) -> Iterator[Connection]:
@@ -99,7 +97,7 @@ def connections(min_retries: int = 0) -> Iterator[Connection]:
             if state == _ESTABLISHED and count >= min_retries:
                 own = set(_sockets()) if own is None else own
                 if inode in own:
-                    yield Connection(_end(local), _end(remote), count)
+                    yield Connection(local.removeprefix(_IPV4_IN_IPV6), remote.removeprefix(_IPV4_IN_IPV6), count)
 
 
 def _sockets() -> Iterator[str]:
@@ -110,7 +108,3 @@ def _sockets() -> Iterator[str]:
             continue
         if target.startswith("socket:["):
             yield target[len("socket:[") : -1]
-
-
-def _end(text: str) -> str:
-    return text.removeprefix(_IPV4_IN_IPV6)

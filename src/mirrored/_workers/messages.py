@@ -14,16 +14,27 @@ Record = TypeVar("Record")
 MAX_TEXT = 1_000_000
 
 
-def parse(text: str, max_text: int = MAX_TEXT) -> Any:
+def parse(text: str) -> Any:
     """Return the JSON value in a text; None where there is none, or it is too long or nested too deeply."""
     try:
-        return json.loads(text) if len(text) <= max_text else None
+        return json.loads(text) if len(text) <= MAX_TEXT else None
     except (ValueError, RecursionError):
         return None
 
 
-def read(kind: Callable[..., Record], value: object) -> Record | None:
-    """Make a named tuple of a JSON value; None when that is no list of its fields, each of its type."""
+def read(kind: Callable[..., Record], text: str) -> Record | None:
+    """Return the named tuple in a text; None when that is no list of its fields, each of its type."""
+    return _made(kind, parse(text))
+
+
+def read_all(kind: Callable[..., Record], text: str) -> list[Record] | None:
+    """Return the list of named tuples in a text, None when it is none."""
+    values = parse(text)
+    records = [_made(kind, value) for value in values] if isinstance(values, list) else [None]
+    return None if None in records else typing.cast(list[Record], records)
+
+
+def _made(kind: Callable[..., Record], value: object) -> Record | None:
     is_one = isinstance(value, list) and list(map(type, value)) == _types_of(kind)
     return kind(*value) if is_one else None
 

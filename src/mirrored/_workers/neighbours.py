@@ -1,4 +1,4 @@
-"""Which processes of this host still run? Asked of the kernel, which knows at once. No jax here."""
+"""Which workers of this host still run? Asked of the kernel, which knows at once. No jax here."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import contextlib
 import json
 import os
 import select
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from .messages import parse, read
-
-_MAX_TEXT = 200
+from .coordination import Coordination
+from .messages import read
 
 
 class Process(NamedTuple):
@@ -35,11 +33,11 @@ class Process(NamedTuple):
     @classmethod
     def decode(cls, text: str) -> Process | None:
         """Return the process in a text of another worker, None when it is none, or its host is not known."""
-        process = read(cls, parse(text, _MAX_TEXT))
+        process = read(cls, text)
         return process if process and process.host and process.number > 0 else None
 
     def encode(self) -> str:
-        """Return it as what `decode` takes."""
+        """Return the text that `decode` takes."""
         return json.dumps(self)
 
     def is_dead(self) -> bool:
@@ -54,46 +52,50 @@ class Process(NamedTuple):
 
 
 class Neighbours:
-    """The workers of this host other than `worker`, of `num_workers` on all hosts."""
+    """The other workers of this host."""
 
-    def __init__(self, worker: int, num_workers: int) -> None:
+    def __init__(self, coordination: Coordination) -> None:
         self.own = Process.own()
-        self._worker, self._num_workers = worker, num_workers
+        self._coordination = coordination
+        self._key = f"guard/process/{self.own.host.replace(' ', '-') or 'unknown'}"
+        self._num_meetings = 0
         self._found: dict[int, Process | None] = {}  # None: of another host
         self._handles: list[int] = []  # become readable when the process has ended
         self._woken, self._wakes = os.pipe()
 
-    @property
-    def host(self) -> str:
-        """The name of this host, as part of a key."""
-        return self.own.host.replace(" ", "-") or "unknown"
+    def introduce(self) -> None:
+        """Tell the others of this host which process this is."""
+        self._coordination.put(f"{self._key}/{self._coordination.worker}", self.own.encode())
 
-    @property
-    def are_known(self) -> bool:
-        """Whether all workers have been met."""
-        return len(self._found) == self._num_workers - 1
+    def meet(self) -> None:
+        """Take note of the others of this host, soon after the start and then now and then: some come late."""
+        this = self._coordination
+        self._num_meetings += 1
+        if len(self._found) == this.num_workers - 1 or (self._num_meetings > 20 and self._num_meetings % 16):
+            return
+        for worker, text in this.by_worker(self._key).items():
+            if worker < this.num_workers and worker != this.worker and worker not in self._found:
+                self._found[worker] = self._near(Process.decode(text))
 
-    def meet(self, texts: Mapping[int, str]) -> None:
-        """Take note of workers that introduce themselves."""
-        for worker in texts.keys() - self._found.keys() - {self._worker}:
-            if worker < self._num_workers:
-                process = Process.decode(texts[worker])
-                is_near = process is not None and process.host == self.own.host
-                if process is not None and is_near and hasattr(os, "pidfd_open"):
-                    with contextlib.suppress(OSError):  # it has ended, or too many files are open: `dead` sees it later
-                        self._handles.append(os.pidfd_open(process.number))
-                self._found[worker] = process if is_near else None
+    def _near(self, process: Process | None) -> Process | None:
+        """Return a process of this host, to be heard of when it ends; else None."""
+        if process is None or process.host != self.own.host:
+            return None
+        if hasattr(os, "pidfd_open"):
+            with contextlib.suppress(OSError):  # it has ended, or too many files are open: `dead` sees it later
+                self._handles.append(os.pidfd_open(process.number))
+        return process
 
     def near(self) -> set[int]:
-        """Return those of this host."""
+        """Return the workers of this host."""
         return {worker for worker, process in self._found.items() if process is not None}
 
     def dead(self) -> tuple[int, ...]:
-        """Return those of this host that have ended."""
+        """Return the workers of this host that have ended."""
         return tuple(worker for worker, process in sorted(dict(self._found).items()) if process is not None and process.is_dead())
 
     def await_death(self, seconds: float) -> bool:
-        """Wait for a death among those of this host, or `wake`, and tell whether there was one; each is told once, at once."""
+        """Wait for a worker of this host to end, or for `wake`; tell whether one has, each once."""
         poll = select.poll()
         for handle in (self._woken, *self._handles):
             poll.register(handle, select.POLLIN)
@@ -112,12 +114,13 @@ class Neighbours:
         os.write(self._wakes, b"1")
 
     def close(self) -> None:
-        """Give back what the kernel lent; after this, nothing may be asked."""
+        """Close the file descriptors; the last call."""
         for handle in (self._woken, self._wakes, *self._handles):
             os.close(handle)
         self._handles.clear()
 
 
 def _state_of(number: int) -> tuple[str, str]:
+    """Return the state of a process and when it began, in ticks since the boot."""
     fields = Path(f"/proc/{number}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return fields[0], fields[19]

@@ -1,7 +1,7 @@
 """What is this process doing right now? Written by every step for almost nothing, read by the guard. No jax here.
 
-The fields are plain attributes, so that a step pays one or two assignments; how long nothing has changed is for the
-reader to find out, who looks twice a second.
+The fields are plain attributes, so that a step pays one or two assignments; the guard looks twice a second, and measures for
+how long nothing has changed.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ _logger = logging.getLogger("mirrored")
 Detail: TypeAlias = str | Callable[[], str]
 
 #: The phase in which a worker wants the next batch of its input, whose pipeline runs in another thread. It may wait for its
-#: own records or for what the other workers have, so nobody is waited for in particular.
+#: own records or for the other workers' input, so nobody is waited for in particular.
 NEXT_BATCH = "the next batch"
-#: What its detail says in the latter case.
+#: The detail of that phase where it waits for the other workers.
 OTHERS_INPUT = "its own is ready; it waits for the other workers' input"
 #: The name, in a history, of taking a batch.
 BATCH = "a batch"
-#: Stands in a history for what another thread has done, in no order that can be compared.
+#: Stands in a history for the work of another thread, whose order cannot be compared.
 UNKNOWN = "unknown"
-#: Of how many things that it did a worker keeps the checksum: more than any does between two looks at the others.
+#: The length of the history that a worker keeps: longer than what any worker does between two looks at the others.
 SIZE = 4096
-#: How many of them it tells when they differ, and how much of a name.
+#: How many entries it tells when they differ, and how much of a name.
 _NUM_TOLD, _MAX_NAME = 500, 200
 
 
 class BatchPlace(NamedTuple):
-    """Which batch it is, of those that all workers read."""
+    """The place of a batch among those that all workers read."""
 
     channel: int  # of the iterator
     of_pass: int  # the number of its pass over the data
-    count: int  # how many batches of the pass were read with it
+    count: int  # number of batches of the pass up to it
     checksum: int  # of these batches, in order
 
 
 class Entry(NamedTuple):
-    """One thing that a worker has done, and that all must do alike."""
+    """One entry of a worker's history: a program, a batch or a variable that all workers must use alike."""
 
     number: int  # from 1 on
-    checksum: int  # of all that was done up to it, in order
-    step: int  # how many programs of several workers had been started before
+    checksum: int  # of all entries up to it, in order
+    step: int  # number of programs of several workers started before
     what: str
 
 
 class ProgramTrail:
-    """All that this worker has done and that the others must do alike, of which the last is kept.
+    """The history of this worker's programs, batches and variables, of which the last entries are kept.
 
-    All workers must do the same, in one order, but at no common time: each may be ahead of another by many programs. So each
-    compares its own checksum with what another has said of the same number. One thread adds; others may ask at the same time.
+    All workers must have the same history, but at no common time: each may be ahead of another by many programs. So each compares
+    its own checksum with another worker's of the same number. One thread adds; others may ask at the same time.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class ProgramTrail:
         self.is_known = True  # until a thread other than the main one adds, in an order of chance
 
     def add(self, what: str, digest: bytes, step: int) -> None:
-        """Note something; `digest` is equal for equal things only."""
+        """Add an entry; `digest` is equal for equal entries only."""
         if self.is_known and not in_main_thread():
             self.is_known = False
             _logger.info(
@@ -79,16 +79,15 @@ class ProgramTrail:
 
     @property
     def last(self) -> Entry:
-        """What was done last."""
         return Entry(*self._last)
 
     def so_far(self) -> tuple[int, int]:
-        """Return how many things were done, and the checksum of them; -1 where the order is not known."""
+        """Return the length of the history, and its checksum; -1 where the order is not known."""
         last = self.last  # first: who adds in another thread says so before
         return (last.number, last.checksum) if self.is_known else (-1, 0)
 
     def contradicts(self, number: int, checksum: int) -> bool:
-        """Tell whether this worker had another checksum after the thing of that number; False where that is not known."""
+        """Tell whether this worker had another checksum after the entry of that number; False where that is not known."""
         own_number, own_checksum, _, _ = self._ring[(number - 1) % SIZE]
         return own_number == number and own_checksum != checksum and self.is_known
 
@@ -130,25 +129,25 @@ class Progress:
 
     def __init__(self) -> None:
         self.started = 0  # programs in which other workers take part, of users and of this library
-        self.runs = 0  # of them, calls of `strategy.run` or of an `mr.function`
-        self.updates = 0  # of these, those that have written mirrored variables, as training does and evaluation does not
-        self.finished = 0  # how many of the started ones are known to have finished
+        self.runs = 0  # calls of `strategy.run` or of an `mr.function`
+        self.updates = 0  # runs that have written mirrored variables, as training does and evaluation does not
+        self.finished = 0  # started programs that are known to have finished
         self.program = ""  # the name of the one started last
         # A result of it that nobody donates (it has `is_deleted` and `is_ready`), so that the guard can see whether this process
         # waits for it; None while the call that starts it has not come back.
         self.witness: Any = None
         self.phases: tuple[Phase, ...] = ()  # what goes on between programs; the last one is the innermost
-        self.lock = threading.Lock()  # for changes of them, because input may be read by a thread of the user's
-        self.batches = 0  # of all workers, that the main thread has taken
-        self.batch: BatchPlace | None = None  # the last of those that all workers read
-        # After which batch, by channel, the data of an iterator ended here, while the others are asked about it.
+        self.lock = threading.Lock()  # for changes of `phases`, because input may be read by a thread of the user's
+        self.batches = 0  # of distributed datasets, that the main thread has taken
+        self.batch: BatchPlace | None = None  # the last of the batches that all workers read
+        # Channel -> the last batch of an iterator whose data ended here, while the others are asked about theirs.
         self.data_ends: dict[int, BatchPlace] = {}
-        self.trail = ProgramTrail()  # all that must be done alike and in the same order on all workers
-        self.finish: Callable[[], None] = lambda: None  # waits for what is in flight, and raises what it found
+        self.trail = ProgramTrail()
+        self.finish: Callable[[], None] = lambda: None  # waits for programs in flight, and raises what they found
 
     @property
     def step(self) -> int:
-        """What messages call a step, as users count them: those that train; where nothing is trained, all that they run."""
+        """The step of messages, as users count them: the runs that train; where nothing is trained, all runs."""
         return self.updates or self.runs
 
     def enter(self, program: str, digest: bytes) -> None:
@@ -162,7 +161,7 @@ class Progress:
         self.started += 1
 
     def did(self, what: str, digest: bytes) -> None:
-        """Note something that all workers must do alike and in the same order."""
+        """Add to the history, which must be the same on all workers."""
         self.trail.add(what, digest, self.started)
 
     def phase(self, text: str, detail: Detail = "", *, waits: bool = False, is_patient: bool = False) -> Phase:
@@ -190,13 +189,13 @@ class Progress:
             self.did(BATCH, repr((place, tuple(sizes))).encode())
 
     def history(self) -> list[str]:
-        """Return what is the same on all workers at the same program, for `require_same_history`, or that it is not known."""
+        """Return the number of batches and the history's checksum, for `require_same_history`; UNKNOWN where they are not."""
         if not in_main_thread():
             return [UNKNOWN] * 2
         return [str(self.batches), f"{self.trail.last.checksum:08x}" if self.trail.is_known else UNKNOWN]
 
     def tell(self) -> str:
-        """Return the last things that were done, for `require_same_history`."""
+        """Return the last entries of the history, for `require_same_history`."""
         return self.trail.encode()
 
 
@@ -204,7 +203,7 @@ _main = threading.main_thread().ident
 
 
 def in_main_thread() -> bool:
-    """Tell whether this is the thread whose batches and waiting can be compared with programs: others are not in step."""
+    """Tell whether this is the main thread: batches and programs of other threads come in an order of chance."""
     return threading.get_ident() == _main  # asked in every step, so by number: the objects take three times as long
 
 

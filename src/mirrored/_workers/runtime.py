@@ -31,13 +31,13 @@ from .same_program import Agreement
 
 _logger = logging.getLogger("mirrored")
 
-#: How long to wait for the other workers to start, when nobody says.
+#: The default time for the other workers to start.
 START_SECONDS = 300.0
 #: A worker that the service has not heard of for so long is dead; one that is paused for half of it is not.
 HEARTBEAT_SECONDS = 10
-#: How long the workers may take from having met to being connected: who does not come any more has died in between.
+#: How long the workers may take to connect after they have met: one that does not come any more has died in between.
 CONNECT_SECONDS, _CONNECT_WARNING_SECONDS = 30.0, 5.0
-#: Worker 0 hosts what the others connect to, and so gives up after them.
+#: Worker 0 hosts the service to which the others connect, and so gives up after them.
 _CHIEF_SECONDS = 2.0
 #: How long JAX waits at the end for the others, which our own guard has seen ending already.
 SHUTDOWN_SECONDS = 30
@@ -45,7 +45,7 @@ SHUTDOWN_SECONDS = 30
 
 @dataclasses.dataclass(frozen=True)
 class Runtime:
-    """What this process shares with the other workers, from the start of the cluster to the end of the process."""
+    """This process's connection to the other workers, from the start of the cluster to the end of the process."""
 
     coordination: Coordination
     agreement: Agreement
@@ -57,7 +57,7 @@ _starting = threading.Lock()
 
 
 def current() -> Runtime | None:
-    """Return what was started; None in a process that is not part of a cluster of several workers."""
+    """Return the runtime that was started; None in a process that is not part of a cluster of several workers."""
     return _current
 
 
@@ -68,7 +68,7 @@ def is_connected() -> bool:
 
 @contextlib.contextmanager
 def exit_codes() -> Iterator[None]:
-    """Let a script that ends with an error of its cluster end with the code that says whether to start it again."""
+    """Let a script that ends with an error of its cluster exit with the code that says whether to start it again."""
     try:
         yield
     except (ClusterConfigError, ClusterStartError):
@@ -89,7 +89,7 @@ def _install_exit_codes() -> None:
 
 
 def attach(options: CommunicationOptions, cluster: Cluster | None = None) -> Runtime | None:
-    """Use what the user has initialised; None when it has one process. A cluster that is given besides must say the same."""
+    """Use the `jax.distributed` that the user has initialised; None when it has one process. A given cluster must be the same."""
     worker, num_workers = distributed.place()
     if cluster is not None:
         if (cluster.worker_index, cluster.num_workers) != (worker, num_workers):
@@ -167,10 +167,10 @@ def _connect(cluster: Cluster, meeting: Meeting, seconds: float) -> None:
 
 @contextlib.contextmanager
 def starting_devices() -> Iterator[None]:
-    """Be in the phase in which JAX starts this worker's devices, and waits for what the other workers have.
+    """Be in the phase in which JAX starts this worker's devices, and then waits for the other workers'.
 
     JAX's keys tell the two apart, so that the guard can name the worker whose devices do not start. JAX has a limit too, which
-    may be over before the guard's.
+    may end before the guard's.
     """
 
     def look() -> str:  # called by the guard, twice a second
@@ -214,7 +214,7 @@ def _name_of(cluster: Cluster) -> str:
 
 
 def _refuse_child(cluster: Cluster) -> None:
-    """Refuse a process that a worker has started to be that worker once more: it would wait for its parent's port."""
+    """Refuse a child process that would be the worker that has started it: it would wait for its parent's port."""
     process, _, name = (_env.MIRRORED_WORKER.get() or "").partition(" ")
     if name == _name_of(cluster) and process != str(os.getpid()):
         raise ClusterConfigError(
@@ -244,8 +244,7 @@ def _require_no_backend() -> None:
 
 
 def _versions() -> dict[str, str]:
-    names = {"mirrored", "jax", "jaxlib", "numpy"}
-    found = {name: version_of(name) for name in sorted(names)}
+    found = {name: version_of(name) for name in ("jax", "jaxlib", "mirrored", "numpy")}
     return {**found, "python": ".".join(platform.python_version_tuple()[:2])}
 
 

@@ -14,14 +14,14 @@ from .. import _env
 from .._errors import ProgramMismatchError
 from .._text import escape, escape_lines, numbered
 from .coordination import Coordination, digest
-from .messages import parse, read
+from .messages import read_all
 from .progress import BATCH, UNKNOWN, Entry, Progress, progress
 
 #: Lines shown before and after the first that differs, and characters of them.
 _LINES_BEFORE, _LINES_AFTER = 2, 5
 _MAX_LINE, _MAX_EXCERPT = 300, 2000
 _MAX_NAME = 200
-#: How many of the last things that a worker has done are shown, and characters of them.
+#: How many of a worker's last entries are shown, and characters of them.
 _NUM_SHOWN, _MAX_SHOWN = 8, 500
 _ADVICE = (
     "Every worker must run the same programs in the same order, with arrays of the same shapes and dtypes.\n"
@@ -30,7 +30,7 @@ _ADVICE = (
     "`if strategy.is_chief:` around strategy.run, batches of other shapes, other versions of the code, variables that are "
     "created or used in an order that differs, such as that of a set."
 )
-#: Follows what is wrong with batches that all workers read.
+#: Ends an error about batches that all workers read.
 ONE_DATASET = (
     "Under AutoShardPolicy.DATA every worker reads the same batches and takes its rows of each; now rows would be lost and "
     "others used twice. Give what shuffles one seed on all workers, and read the same files in the same order; or let each "
@@ -48,39 +48,35 @@ class Agreement:
 
     def __init__(self, coordination: Coordination, progress: Progress = progress) -> None:
         self._coordination, self._progress = coordination, progress
-        self._num_checked = self._num_started = 0
+        self._num_compared = {"agreement": 0, "order": 0}
         self.checks_order = _env.DEBUG.get() == "detail"
 
     def check(self, name: str, program_text: str) -> None:
         """See that the next new program is the same on all workers; all workers call it, in the order of their programs.
 
-        The text says all that matters and nothing else: no addresses, no places in files. The name, for a person, may differ.
+        The text is equal exactly for programs that workers can run together: no addresses, no places in files. The name, which is
+        shown, may differ.
         """
-        number = self._num_checked + 1
-        self._compare("agreement", f"new program {number}", name, program_text)
-        self._num_checked = number  # only now, so that a call that was interrupted may be made again
+        self._compare("agreement", "new program {}", name, program_text)
 
     def check_order(self, name: str, program_text: str) -> None:
         """See the same of the program that is about to start, new or not; for `checks_order`."""
-        number = self._num_started + 1
-        self._compare("order", f"start {number} of a program", name, program_text)
-        self._num_started = number
+        self._compare("order", "start {} of a program", name, program_text)
 
     def _compare(self, channel: str, what: str, name: str, text: str) -> None:
+        number = self._num_compared[channel] + 1
+        what = what.format(number)
         with self._progress.phase(f"the comparison of {what}", repr(name), waits=True):
-            seen = self._exchange(channel, [name[:_MAX_NAME], digest(text), *self._progress.history()])
-            if all(own == seen[0][1] for _, own, *_ in seen):
-                trails = functools.partial(self._coordination.exchange, channel, self._progress.tell())
-                require_same_history([history for _, _, *history in seen], trails)
-                return
-            excerpts = self._exchange_excerpts(channel, text)
-        raise ProgramMismatchError(_mismatch(what, [shown for shown, *_ in seen], excerpts))
-
-    def _exchange(self, channel: str, entry: list[str]) -> list[list[str]]:
-        return [_words(other, len(entry), "?") for other in self._coordination.exchange(channel, entry)]
+            entry = [name[:_MAX_NAME], digest(text), *self._progress.history()]
+            seen = [_words(other, len(entry), "?") for other in self._coordination.exchange(channel, entry)]
+            if any(own != seen[0][1] for _, own, *_ in seen):
+                raise ProgramMismatchError(_mismatch(what, [shown for shown, *_ in seen], self._exchange_excerpts(channel, text)))
+            trails = functools.partial(self._coordination.exchange, channel, self._progress.tell())
+            require_same_history([history for _, _, *history in seen], trails)
+        self._num_compared[channel] = number  # only now, so that a call that was interrupted may be made again
 
     def _exchange_excerpts(self, channel: str, text: str) -> list[str]:
-        """Return what each worker has around the first difference; few bytes are sent, however long the programs are."""
+        """Return each worker's lines around the first difference; few bytes are sent, however long the programs are."""
         same, differ = 0, max(map(_count, self._coordination.exchange(channel, len(text))))
         while differ - same > 1:  # the first `same` characters are equal everywhere, the first `differ` are not
             middle = (same + differ) // 2
@@ -106,16 +102,19 @@ def _excerpt(text: str, position: int) -> str:
     return "\n".join(shown)
 
 
-def require_same_history(histories: Sequence[Sequence[str]], trails: Callable[[], Sequence[Any]]) -> None:
-    """See that all workers have taken as many batches and done the same: at the same program, they are at the same place.
+def require_same_history(histories: Sequence[Sequence[str]], trails: Callable[[], Sequence[Any]]) -> bool:
+    """Refuse workers that have taken different numbers of batches, or have different histories of programs and variables.
 
-    Takes each worker's `Progress.history`, and what returns their `Progress.tell`: called on all, when it is not the same.
+    Tells whether all are known. Takes each worker's `Progress.history`, and a function that returns their `Progress.tell`: called
+    on all workers where they differ.
     """
-    batches, done = zip(*histories, strict=True)
+    batches, done = zip(*(_words(history, 2, UNKNOWN) for history in histories), strict=True)
     if UNKNOWN not in batches and len(set(batches)) > 1:
-        raise ProgramMismatchError(_other_number(_listed(batches)))
+        listed = "; ".join(f"worker {worker}: {escape(text, _MAX_NAME)}" for worker, text in enumerate(batches))
+        raise ProgramMismatchError(_other_number(listed))
     if UNKNOWN not in done and len(set(done)) > 1:
         raise ProgramMismatchError(other_order(list(map(str, trails()))))
+    return UNKNOWN not in (*batches, *done)
 
 
 def _other_number(where: str) -> str:
@@ -126,13 +125,8 @@ def _other_number(where: str) -> str:
     )
 
 
-def decode_history(text: str) -> list[str]:
-    """Return the `Progress.history` in a text of another worker; where there is none, it is not known."""
-    return _words(parse(text, _MAX_NAME), 2, UNKNOWN)
-
-
 def other_order(texts: Sequence[str]) -> str:
-    """Say since when workers have done different things, or the same in another order, from each one's `Progress.tell`."""
+    """Say since when the workers' histories differ, from each one's `Progress.tell`."""
     trails = _trails(texts)
     since, parted = parting(trails)
     if parted == {BATCH}:
@@ -149,23 +143,17 @@ def other_order(texts: Sequence[str]) -> str:
 
 
 def is_other_order(texts: Sequence[str]) -> bool:
-    """Tell whether what the workers say shows that it is so, and not only that one of them is behind."""
+    """Tell whether the workers' histories differ, and not only in that one is behind."""
     return any(map(_contradicts, _rows(_trails(texts))))
 
 
-def decode_trail(text: str) -> list[Entry] | None:
-    """Return the entries in a text of another worker; None when it is none, as of a worker that has not answered."""
-    told = parse(text)
-    entries = [read(Entry, one) for one in told] if isinstance(told, list) else [None]
-    return None if None in entries else [entry for entry in entries if entry]
-
-
 def _trails(texts: Sequence[str]) -> dict[int, list[Entry]]:
-    return {worker: entries for worker, text in enumerate(texts) if (entries := decode_trail(text)) is not None}
+    """Return the histories of the workers that have told one."""
+    return {worker: entries for worker, text in enumerate(texts) if (entries := read_all(Entry, text)) is not None}
 
 
 def parting(trails: Mapping[int, Sequence[Entry]]) -> tuple[str, set[str]]:
-    """Say since when workers have done different things, and what each did first that another did not; and name these things."""
+    """Say since when histories differ, with each worker's first entry that differs; and return the names of these entries."""
     rows = _rows(trails)
     found = next(iter([row for row in rows if _contradicts(row)] or [row for row in rows if None in row.values()]), None)
     if found is None:
@@ -179,7 +167,7 @@ def parting(trails: Mapping[int, Sequence[Entry]]) -> tuple[str, set[str]]:
 
 
 def _rows(trails: Mapping[int, Sequence[Entry]]) -> list[dict[int, Entry | None]]:
-    """Return for each number that all workers still know what each of them did, None for one that has not come to it."""
+    """Return for each number that all workers still know the entry of each worker, None of one that has not come to it."""
     by_number = {worker: {entry.number: entry for entry in entries} for worker, entries in trails.items()}
     first = max((min(entries) for entries in by_number.values() if entries), default=1)
     last = max((max(entries) for entries in by_number.values() if entries), default=0)
@@ -205,10 +193,6 @@ def _sides(found: Mapping[int, Entry | None], after: Mapping[int, Entry | None])
     return "; ".join(sides)
 
 
-def _listed(texts: Sequence[str]) -> str:
-    return "; ".join(f"worker {worker}: {escape(text, _MAX_NAME)}" for worker, text in enumerate(texts))
-
-
 def _mismatch(what: str, names: Sequence[str], excerpts: Sequence[str]) -> str:
     groups: dict[tuple[str, str], list[int]] = {}
     for worker, side in enumerate(zip(names, excerpts, strict=True)):
@@ -220,7 +204,7 @@ def _mismatch(what: str, names: Sequence[str], excerpts: Sequence[str]) -> str:
 
 
 def _words(value: object, count: int, unknown: str) -> list[str]:
-    """Return so many words that another worker has given; where it has given something else, they are not known."""
+    """Return the `count` words that another worker has given; `unknown` in place of each where it has given something else."""
     return list(map(str, value)) if isinstance(value, list) and len(value) == count else [unknown] * count
 
 

@@ -1,8 +1,7 @@
 """How does a job end together? One worker calls the roll, and each leaves after those whom its end would hurt. No jax here.
 
-The first to ask who is still there, and who has done something else, asks for all: the others wait for what it finds. Who answers
-compares what it has done with what was told, and tells it only where it was something else, so that an answer has one length
-whatever the number of workers.
+The first worker to call the roll calls it for all: the others wait for its verdict. A worker that answers compares its history
+with the published ones, and publishes it only where it differs, so that a call needs few messages for any number of workers.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .._errors import FAILED, ProgramMismatchError
@@ -32,18 +31,17 @@ CALL, VERDICT = "guard/call", "guard/verdict"
 LEAVE, TELL, DONE = "leave", "tell", "done"
 #: Where workers say that they have heard the call, and that they leave.
 _HERE, _LEFT = "guard/here", "guard/left"
-_CALLERS, _TRAIL, _PROCESS = "guard/callers", "guard/trail", "guard/process"
-#: How long the others have to answer, and who asks later to hear what the first has found.
+_CALLERS, _TRAIL = "guard/callers", "guard/trail"
+#: How long the others have to answer the roll; a worker that calls it later waits twice as long for the first one's verdict.
 _ANSWER_SECONDS = 0.6
 #: Whatever blocks while a worker leaves (a full pipe, a dead service) blocks for so long only.
 LAST_RESORT_SECONDS = 3.0
-#: How long the others have to leave: before the first to know, and before worker 0, which waits longer because JAX aborts those
-#: who are late.
+#: How long the first to know, and worker 0, wait for the others to leave: worker 0 longer, because JAX aborts those who are late.
 _LEAVE_SECONDS, _LAST_LEAVE_SECONDS = 0.6, 1.5
 
 
 class Shutdown:
-    """The end of a job, of which this process is a worker; `stopped` is set when the guard has been stopped."""
+    """The end of this worker in its job; `stopped` is set when the guard has been stopped."""
 
     def __init__(
         self,
@@ -56,51 +54,41 @@ class Shutdown:
         self._coordination, self._neighbours, self._progress = coordination, neighbours, progress
         self._stopped, self._exit = stopped, exit
         self._worker, self._num_workers = coordination.worker, coordination.num_workers
-        self._num_meetings = 0
-        self._begun = threading.Lock()
+        self._others = set(range(coordination.num_workers)) - {coordination.worker}
+        self.begun = threading.Lock()  # held by the thread that leaves
 
     # ---- the roll
 
-    def introduce(self) -> None:
-        """Tell the others of this host which process this is."""
-        self._coordination.put(f"{self._of_host}/{self._worker}", self._neighbours.own.encode())
-
-    def meet(self) -> None:
-        """Take note of the others of this host, soon after the start and then now and then: some come late."""
-        self._num_meetings += 1
-        if not self._neighbours.are_known and (self._num_meetings <= 20 or self._num_meetings % 16 == 0):
-            self._neighbours.meet(self._coordination.by_worker(self._of_host))
-
-    @property
-    def _of_host(self) -> str:
-        return f"{_PROCESS}/{self._neighbours.host}"
-
     def lost(self, title: str) -> Verdict:
-        """Find out after an error of a collective who was lost: who does not answer."""
-        step, others = self._progress.step, set(range(self._num_workers)) - {self._worker}
-        present: set[int] = set()
+        """Find out after an error of a collective which worker was lost: one that does not answer."""
         try:
-            if not self._neighbours.dead():
-                self.meet()
-                if known := self._known(0.0):
-                    return known
-                if not self._call() and (known := self._known(2 * _ANSWER_SECONDS)):
-                    return known
-            deadline = time.monotonic() + _ANSWER_SECONDS
-            while len(present) < len(others) and time.monotonic() < deadline:
-                if dead := self._neighbours.dead():
-                    return self.gone(dead)
-                time.sleep(0.01)
-                present = self._coordination.by_worker(_HERE).keys() & others
-            if is_other_order(trails := self._told()):  # so collectives of different programs have met
-                return told_apart(other_order(trails), wants_stacks=True)
+            return self._found_before() or self._await_answers(title)
         except Exception:  # jaxlib's errors have no classes of their own
+            step = self._progress.step
             return Verdict(f"lost worker 0, which hosts the coordination service, at step {step}", title, (0,))
-        missing = sorted(others - present)
+
+    def _found_before(self) -> Verdict | None:
+        """Return the verdict of another worker that has called the roll; else call it, unless the kernel knows of a death."""
+        if self._neighbours.dead():
+            return None
+        self._neighbours.meet()
+        return self._known(0.0) or (None if self._call() else self._known(2 * _ANSWER_SECONDS))
+
+    def _await_answers(self, title: str) -> Verdict:
+        present: set[int] = set()
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while present != self._others and time.monotonic() < deadline:
+            if dead := self._neighbours.dead():
+                return self.gone(dead)
+            time.sleep(0.01)
+            present = self._coordination.by_worker(_HERE).keys() & self._others
+        if is_other_order(trails := self._told()):  # so collectives of different programs have met
+            return told_apart(other_order(trails), wants_stacks=True)
         who, why = "lost a connection", "all workers answered"
-        if missing:
+        if missing := sorted(self._others - present):
             who, why = f"lost {numbered(missing)}", f"{named(missing)} not answered"
-        return Verdict(f"{who} at step {step}: a collective failed on worker {self._worker}, and {why}", title, tuple(missing))
+        what = f"at step {self._progress.step}: a collective failed on worker {self._worker}, and {why}"
+        return Verdict(f"{who} {what}", title, tuple(missing))
 
     def gone(self, dead: Sequence[int]) -> Verdict:
         """Return the verdict on workers of this host that have ended."""
@@ -109,11 +97,10 @@ class Shutdown:
         return Verdict(f"lost {who} at step {self._progress.step}: the process is gone", lost=tuple(dead))
 
     def trails(self) -> list[str]:
-        """Call all workers to say what they have done last where it is something else, before they leave."""
+        """Ask all workers for their history where it differs from this worker's, before they leave."""
         if not self._call():
-            self._known(2 * _ANSWER_SECONDS)  # of which all are told
-        others = set(range(self._num_workers)) - {self._worker}
-        self._coordination.await_workers(_HERE, others, time.monotonic() + _ANSWER_SECONDS)
+            self._known(2 * _ANSWER_SECONDS)
+        self._coordination.await_workers(_HERE, self._others, time.monotonic() + _ANSWER_SECONDS)
         return self._told()
 
     def answer(self, call: str) -> None:
@@ -121,7 +108,8 @@ class Shutdown:
         if call == TELL:
             own, told = self._progress.tell(), self._told()
             told[self._worker] = own
-            if not any(others for index, others in enumerate(told) if index != self._worker) or is_other_order(told):
+            is_first = not any(told[index] for index in self._others)
+            if is_first or is_other_order(told):
                 self._coordination.put(f"{_TRAIL}/{self._worker}", own)
         self._coordination.put(f"{_HERE}/{self._worker}", "1")
 
@@ -134,25 +122,20 @@ class Shutdown:
         return is_first
 
     def _known(self, seconds: float) -> Verdict | None:
-        """Return what another worker has found, if it has found it so soon."""
+        """Return the verdict that another worker has published, or publishes so soon."""
         text = self._coordination.get(VERDICT, seconds) if seconds else self._coordination.peek(VERDICT)
         return None if text is None else Verdict.decode(text)
 
     def _told(self) -> list[str]:
-        """Return what each worker has done last; empty of one that has not said it."""
+        """Return each worker's history; empty of one that has not told it."""
         told = self._coordination.by_worker(_TRAIL)
         return [told.get(worker, "") for worker in range(self._num_workers)]
 
     # ---- leaving
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether some thread is leaving."""
-        return self._begun.locked()
-
     def leave(self, verdict: Verdict, code: int, is_first: bool, own_threads: Sequence[threading.Thread]) -> None:
-        """End this process; `is_first` where it is the first to know why, `own_threads` are those that matter to no person."""
-        if not self._begun.acquire(blocking=False):  # another thread is leaving
+        """End this process; `is_first` where no other worker knows why, `own_threads` are threads whose stacks help nobody."""
+        if not self.begun.acquire(blocking=False):  # another thread is leaving
             self._stopped.wait(2 * LAST_RESORT_SECONDS)
             return
         with contextlib.suppress(Exception):
@@ -175,8 +158,8 @@ class Shutdown:
         timer.start()
 
     def _let_others_go(self, verdict: Verdict, is_first: bool) -> None:
-        """Wait for some: who leaves breaks the collectives of the others, and with worker 0 the service goes."""
-        others = set(range(1, self._num_workers)) - {self._worker, *verdict.lost}
+        """Wait for the workers that this one's end would hurt: it breaks their collectives, and worker 0's stops the service."""
+        others = self._others - {0, *verdict.lost}
         if is_first and self._worker:
             deadline = time.monotonic() + _LEAVE_SECONDS
             self._coordination.await_workers(_LEFT, others, deadline)
@@ -185,14 +168,10 @@ class Shutdown:
         if self._worker == 0:
             deadline = time.monotonic() + _LAST_LEAVE_SECONDS
             self._coordination.await_workers(_LEFT, others, deadline)
-            self._await_gone(others, deadline)
-
-    def _await_gone(self, workers: Set[int], deadline: float) -> None:
-        """Wait from "I leave" to having left; those of other hosts get a moment."""
-        time.sleep(0.05)
-        near = self._neighbours.near() & workers
-        while not near <= set(self._neighbours.dead()) and time.monotonic() < deadline:
-            time.sleep(0.01)
+            time.sleep(0.05)  # from "I leave" to having left; the workers of other hosts get this moment only
+            near = self._neighbours.near() & others
+            while not near <= set(self._neighbours.dead()) and time.monotonic() < deadline:
+                time.sleep(0.01)
 
 
 def told_apart(text: str, wants_stacks: bool = False) -> Verdict:

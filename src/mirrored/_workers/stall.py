@@ -1,7 +1,7 @@
-"""Where is each worker, and can this job still go on? Decided from what the workers say of themselves. No jax here.
+"""Where is each worker, and can this job still go on? Decided from the positions that workers publish. No jax here.
 
-What is certain is said at once: a worker waits for one that has ended, or two wait for different things. What may be
-only slow is given the stall limit: docs/design/failures.md.
+Two verdicts are certain, and come at once: a worker waits for one that has ended, or two wait for different things. A worker that
+may only be slow has the stall limit: docs/design/failures.md.
 """
 
 from __future__ import annotations
@@ -13,42 +13,41 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from .._text import escape, named, numbered
-from .messages import parse, read
+from .messages import read
 from .progress import NEXT_BATCH, OTHERS_INPUT, Progress
 
 #: The default of the limit: at least so many seconds, and so many steps.
 MIN_STALL_SECONDS = 300.0
 STALL_STEPS = 20
-#: A worker whose position is as old as this is told from one that speaks; they speak twice a second.
+#: A worker whose position is as old as this is shown as silent; workers write theirs twice a second.
 SILENT_SECONDS = 3.0
 #: For so long two workers must have waited for different things before that is called certain.
 SETTLED_SECONDS = 2.0
 #: A worker that has waited for so long may be stuck.
 _SUSPICIOUS_SECONDS = 0.5
-#: What a worker gave before it ended may take so long to reach the others.
+#: What a worker sent before it ended may take so long to reach the others.
 _ARRIVED_SECONDS = 0.4
-#: What a worker said so long ago may be over; only an end is for ever.
+#: A position as old as this may be left behind; only an end is for ever.
 _OLD_SECONDS = 1.0
 _MAX_WORD = 200
-_LONGER = "If it only needs longer: mr.CommunicationOptions(timeout_seconds=...)."
 
 
 class Position(NamedTuple):
     """A worker's position in its program."""
 
     beat: int  # counts up while its guard lives
-    started: int  # how many programs of several workers it has started; "step" in messages
+    started: int  # number of programs of several workers that it has started; "step" in messages
     program: str  # the name of the one started last
     phase: str  # what it does between programs, or how it has ended; empty when nothing special
     detail: str  # more about that
     waits: bool  # whether it can go on only with other workers
     is_patient: bool  # whether what it does may take as long as it likes
     has_ended: bool  # whether its program has come to its end
-    still: float  # for how many seconds nothing of this has changed
-    done: int  # how many things it has done that all workers do alike and in the same order; -1 where that cannot be compared
-    trail: int  # the checksum of them
-    batch: list[int]  # which of those that all workers read was taken last: the first numbers of a `BatchPlace`; empty before
-    ends: list[list[int]]  # the same of those after which data has ended here, while the others are asked whether theirs has
+    still: float  # seconds in which nothing of this has changed
+    done: int  # length of its history of programs, batches and variables; -1 where that cannot be compared
+    trail: int  # the checksum of that history
+    batch: list[int]  # the batch taken last of those that all workers read: the first numbers of a `BatchPlace`, or empty
+    ends: list[list[int]]  # the last batches of data that has ended here, while the others are asked about theirs
 
     @property
     def waits_in_phase(self) -> bool:
@@ -64,32 +63,27 @@ class Position(NamedTuple):
         return self.waits_in_phase or (self.phase == NEXT_BATCH and self.detail == OTHERS_INPUT)
 
     def encode(self) -> str:
-        """Return it as what `decode` takes."""
+        """Return the text that `decode` takes."""
         return json.dumps(self)
 
     def __str__(self) -> str:
-        step = (
-            f"after step {self.started} (program {escape(self.program, _MAX_WORD)!r})"
-            if self.started
-            else "before its first step"
-        )
+        program = escape(self.program, _MAX_WORD)
+        step = f"after step {self.started} (program {program!r})" if self.started else "before its first step"
         phase = escape(self.phase, _MAX_WORD) + (f" ({escape(self.detail, _MAX_WORD)})" if self.detail else "")
         if self.has_ended:
             return f"has ended its program {step}" + (f", by {phase}" if phase else "")
         if self.waits_in_program:
             where = f"waits in {step.removeprefix('after ')}"
-        elif self.waits:
-            where = f"waits at {phase}, {step}"
-        elif self.phase == NEXT_BATCH:
-            where = f"waits for {phase}, {step}"
+        elif self.waits or self.phase == NEXT_BATCH:
+            where = f"waits {'at' if self.waits else 'for'} {phase}, {step}"
         else:
-            where = f"{phase or 'in its own code'}{',' if phase else ''} {step}"
+            where = f"{phase}, {step}" if phase else f"in its own code {step}"
         return f"{where}, for {self.still:.0f} s"
 
 
 def decode(text: str) -> Position | None:
     """Return the position in a text of another worker, None when it is none."""
-    position = read(Position, parse(text))
+    position = read(Position, text)
     return position if position and all(map(_is_place, [position.batch, *position.ends])) else None
 
 
@@ -112,25 +106,22 @@ class Own:
         phases, started, waits = progress.phases, progress.started, progress.is_waiting()
         state = (started, progress.finished, phases, waits, has_ended)
         self._beat += 1
-        self._still += elapsed
+        self._still = self._still + elapsed if state == self._state else 0.0
+        self._state = state
         self._since_step += elapsed
         if started > self._started:
             self._step_times.append(self._since_step / (started - self._started))
             self._started, self._since_step = started, 0.0
-        if state != self._state:
-            self._state, self._still = state, 0.0
         phase, detail = (phases[-1].text, phases[-1].detail) if phases else ("", "")
-        detail = detail() if callable(detail) else detail
-        is_patient = any(phase.is_patient for phase in phases)
         done, trail = progress.trail.so_far()
         return Position(
             beat=self._beat,
             started=started,
             program=progress.program,
             phase=phase,
-            detail=detail,
+            detail=detail() if callable(detail) else detail,
             waits=waits,
-            is_patient=is_patient,
+            is_patient=any(phase.is_patient for phase in phases),
             has_ended=has_ended,
             still=self._still,
             done=done,
@@ -147,24 +138,48 @@ class Own:
         return max(MIN_STALL_SECONDS, STALL_STEPS * statistics.median(self._step_times or (0.0,)))
 
 
+class JobView(NamedTuple):
+    """What one worker knows of the job at one moment."""
+
+    positions: Mapping[int, Position]
+    silent: Mapping[int, float]  # seconds for which a worker that should speak has not
+
+    def silence(self, worker: int) -> float:
+        return self.silent.get(worker, 0.0)
+
+    def may_be_stuck(self, worker: int) -> bool:
+        """Tell whether a worker has waited for so long, or while another has ended, that `judge` should be asked."""
+        here = self.positions[worker]
+        if here.phase == NEXT_BATCH:
+            return here.still >= SETTLED_SECONDS
+        return here.waits and (here.still >= _SUSPICIOUS_SECONDS or any(there.has_ended for there in self.positions.values()))
+
+    def __str__(self) -> str:
+        """Return a line for each worker."""
+        lines = []
+        for worker, position in sorted(self.positions.items()):
+            seconds = self.silence(worker)
+            note = f"; it has been silent for {seconds:.0f} s: stopped, cut off, or dead" if seconds >= SILENT_SECONDS else ""
+            lines.append(f"  worker {worker}: {position}{note}")
+        return "\n".join(lines)
+
+
 class Others:
-    """The positions of all workers, and for how long each has been silent; for `pause` nobody is expected to speak again."""
+    """What the workers have said, from one look to the next; nobody is expected to speak again within `pause` seconds."""
 
     def __init__(self, pause: float = 0.0) -> None:
-        self.positions: dict[int, Position] = {}
-        self.silent: dict[int, float] = {}
-        self._pause, self._unheard = pause, dict[int, float]()
+        self._pause, self._positions, self._unheard = pause, dict[int, Position](), dict[int, float]()
 
-    def look(self, texts: Mapping[int, str], elapsed: float) -> None:
-        """Take the positions as of `elapsed` seconds after the last look."""
+    def look(self, texts: Mapping[int, str], elapsed: float) -> JobView:
+        """Take the positions that workers have written, `elapsed` seconds after the last look."""
         for worker, text in texts.items():
-            position, before = decode(text), self.positions.get(worker)
-            if position is None:
-                continue
-            is_new = before is None or position.beat != before.beat
-            self._unheard[worker] = 0.0 if is_new else self._unheard[worker] + elapsed
-            self.silent[worker] = max(0.0, self._unheard[worker] - self._pause)
-            self.positions[worker] = position
+            if position := decode(text):
+                before = self._positions.get(worker)
+                speaks = before is None or position.beat != before.beat
+                self._unheard[worker] = 0.0 if speaks else self._unheard[worker] + elapsed
+                self._positions[worker] = position
+        silent = {worker: max(0.0, seconds - self._pause) for worker, seconds in self._unheard.items()}
+        return JobView(dict(self._positions), silent)
 
 
 def shorter_data(positions: Mapping[int, Position]) -> tuple[int, int] | None:
@@ -177,92 +192,70 @@ def shorter_data(positions: Mapping[int, Position]) -> tuple[int, int] | None:
     return None
 
 
-def may_be_stuck(position: Position, positions: Mapping[int, Position]) -> bool:
-    """Tell whether a worker has waited for so long, or while another has ended, that `judge` should be asked."""
-    if position.phase == NEXT_BATCH and position.still >= SETTLED_SECONDS:
-        return True
-    return position.waits and (position.still >= _SUSPICIOUS_SECONDS or any(there.has_ended for there in positions.values()))
-
-
-def judge_all(limit: float, positions: Mapping[int, Position], silent: Mapping[int, float]) -> str | None:
+def judge_all(view: JobView, limit: float) -> str | None:
     """Say why one of the workers that wait will wait for ever, or has waited too long; None while there is hope.
 
-    Workers that wait in the same place are one question, of the one that has waited there for the longest time.
+    Workers that wait in the same place are one question, of the one that has waited there for the longest time: a thousand
+    workers would be asked about a thousand others.
     """
-    places: dict[object, int] = {}
-    for worker, position in sorted(positions.items()):
-        is_heard = silent.get(worker, 0.0) < _OLD_SECONDS
-        if is_heard and not position.has_ended and may_be_stuck(position, positions):
-            place = (position.started, position.phase, position.detail, position.waits)
-            longest = places.setdefault(place, worker)
-            if position.still > positions[longest].still:
-                places[place] = worker
-    reasons = (judge(worker, limit, positions, silent) for worker in sorted(places.values()))
+    longest: dict[object, int] = {}
+    for worker, here in sorted(view.positions.items()):
+        if view.silence(worker) < _OLD_SECONDS and not here.has_ended and view.may_be_stuck(worker):
+            place = (here.started, here.phase, here.detail, here.waits)
+            if here.still > view.positions[longest.setdefault(place, worker)].still:
+                longest[place] = worker
+    reasons = (judge(worker, view, limit) for worker in sorted(longest.values()))
     return next(filter(None, reasons), None)
 
 
-def judge(
-    own: int, limit: float, positions: Mapping[int, Position], silent: Mapping[int, float], sees_all: bool = True
-) -> str | None:
+def judge(own: int, view: JobView, limit: float, sees_all: bool = True) -> str | None:
     """Say why a worker that waits will wait for ever, or has waited for longer than the limit; None while there is hope.
 
-    Knows the positions of those that have spoken, and for how long each has been silent. Says nothing of nobody, unless it
-    `sees_all` that matter.
+    Where all that are seen have come to the same place, nobody is late: no verdict, unless the view is of all workers.
     """
-    here = positions[own]
-    others = {worker: position for worker, position in sorted(positions.items()) if worker != own}
+    here = view.positions[own]
+    others = {worker: there for worker, there in sorted(view.positions.items()) if worker != own}
     for worker, there in others.items():
-        is_old = silent.get(worker, 0.0) >= _OLD_SECONDS and not there.has_ended
-        if not is_old and (reason := _cannot_meet(here, there)):
-            # Whoever says it first says it alike: one that has ended comes first, else the lower number.
-            first, second = sorted((worker, own), key=lambda one: (not positions[one].has_ended, one))
-            pair = f"worker {first} {positions[first]}, and worker {second} {positions[second]}"
-            return f"{pair}. {reason}\n{listed(positions, silent)}"
+        is_old = view.silence(worker) >= _OLD_SECONDS and not there.has_ended
+        if not is_old and (reason := _never_meet(here, there)):
+            # In the same order whoever says it: first the one that has ended, else the lower number.
+            first, second = sorted((worker, own), key=lambda one: (not view.positions[one].has_ended, one))
+            pair = f"worker {first} {view.positions[first]}, and worker {second} {view.positions[second]}"
+            return f"{pair}. {reason}\n{view}"
     if here.still < limit:
         return None
-    quiet = [worker for worker in others if silent.get(worker, 0.0) >= SILENT_SECONDS]
-    if here.phase == NEXT_BATCH:
-        late = [worker for worker, there in others.items() if _has_no_batch(here, there)]
-        late = sorted({*late, *quiet, *([] if here.detail == OTHERS_INPUT else [own])})
-        others = {**others, own: here}
-    else:
-        late = [worker for worker, there in others.items() if _is_late(here, there) or worker in quiet]
-    if not (late or sees_all) or any(others[worker].is_patient and worker not in quiet for worker in late):
+    silent = {worker for worker in others if view.silence(worker) >= SILENT_SECONDS}
+    late = sorted({worker for worker, there in others.items() if _is_late(here, there)} | silent)
+    if here.phase == NEXT_BATCH and here.detail != OTHERS_INPUT:  # its own input has given nothing
+        late = sorted([*late, own])
+    if not (late or sees_all) or any(view.positions[worker].is_patient and worker not in silent for worker in late):
         return None
     is_between = here.waits_in_phase or here.phase == NEXT_BATCH
     place = escape(here.phase if is_between else f"step {here.started} (program {here.program!r})", _MAX_WORD)
     who = f"{named(late)} not entered {place}" if late else f"no worker has finished {place}"
-    if late and all(others[worker].phase == NEXT_BATCH for worker in late):
+    if late and all(view.positions[worker].phase == NEXT_BATCH for worker in late):
         who = f"the input of {numbered(late)} has given no batch"
-    return f"{who} for {here.still:.0f} s, which is the limit. {_LONGER}\n{listed(positions, silent)}"
+    longer = "If it only needs longer: mr.CommunicationOptions(timeout_seconds=...)."
+    return f"{who} for {here.still:.0f} s, which is the limit. {longer}\n{view}"
 
 
-def listed(positions: Mapping[int, Position], silent: Mapping[int, float]) -> str:
-    """Return a line for each worker."""
-    lines = []
-    for worker, position in sorted(positions.items()):
-        seconds = silent.get(worker, 0.0)
-        note = f"; it has been silent for {seconds:.0f} s: stopped, cut off, or dead" if seconds >= SILENT_SECONDS else ""
-        lines.append(f"  worker {worker}: {position}{note}")
-    return "\n".join(lines)
-
-
-def _cannot_meet(here: Position, there: Position) -> str | None:
+def _never_meet(here: Position, there: Position) -> str | None:
+    """Say why a worker waits in vain for another one that has ended, or that waits for it in turn."""
     still = min(here.still, there.still)
     if there.has_ended:
         has_arrived = still >= (_ARRIVED_SECONDS if here.waits_in_phase else SETTLED_SECONDS)
-        stuck = here.started > there.started or (here.waits_between and has_arrived)
-        return "All workers must take the same number of steps and batches, and come to the same barriers." if stuck else None
-    if still < SETTLED_SECONDS:
+        is_stuck = here.started > there.started or (here.waits_between and has_arrived)
+        return "All workers must take the same number of steps and batches, and come to the same barriers." if is_stuck else None
+    between, other = (here, there) if here.waits_between else (there, here)
+    if still < SETTLED_SECONDS or not between.waits_between:
         return None
-    # One that waits in a program has met all phases before it; so one in a phase must have started that program too. And all
-    # workers' batches are ready for one that has come past the next one.
-    differ = (
-        (here.waits_between and there.waits_between and here.phase != there.phase)
-        or (here.waits_between and there.waits_in_program and there.started > here.started)
-        or (there.waits_between and here.waits_in_program and here.started > there.started)
-    )
-    if not differ:
+    # A worker that waits in a program has met all phases before it, and has taken its batch: so one that waits between
+    # programs has only to start the same program.
+    if other.waits_between:
+        is_elsewhere = other.phase != between.phase
+    else:
+        is_elsewhere = other.waits_in_program and other.started > between.started
+    if not is_elsewhere:
         return None
     return (
         "They wait for each other. Every worker must run the same programs and barriers, and take the same batches, in the same "
@@ -270,11 +263,10 @@ def _cannot_meet(here: Position, there: Position) -> str | None:
     )
 
 
-def _has_no_batch(here: Position, there: Position) -> bool:
+def _is_late(here: Position, there: Position) -> bool:
+    """Tell whether another worker has not come to the place where this one waits."""
+    if here.phase != NEXT_BATCH:
+        return not there.waits or there.started < here.started
     if there.waits_in_program and there.started > here.started:  # with the batch that this one wants
         return False
     return there.phase != NEXT_BATCH or there.detail != OTHERS_INPUT
-
-
-def _is_late(here: Position, there: Position) -> bool:
-    return not there.waits or there.started < here.started

@@ -1,4 +1,4 @@
-"""Why does a job end? What the first worker to know tells all the others, and how it is shown. No jax here."""
+"""Why does a job end? The message of the first worker to know, and how it is shown; which errors mean a loss. No jax here."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class Verdict:
 
     title: str  # one line
     detail: str = ""
-    lost: tuple[int, ...] = ()  # workers that are known not to hear it
+    lost: tuple[int, ...] = ()  # workers that cannot hear it
     wants_stacks: bool = False  # whether the stacks of all threads of all workers help
-    code: int = RESTART  # of workers to which nothing else has happened
+    code: int = RESTART  # the exit code of workers without an error of their own
 
     def encode(self) -> str:
-        """Return it as what `decode` takes."""
+        """Return the text that `decode` takes."""
         return json.dumps({**dataclasses.asdict(self), "title": self.title[:MAX_TEXT], "detail": self.detail[-MAX_TEXT:]})
 
     @staticmethod
     def decode(text: str) -> Verdict:
-        """Read what a worker has published; whatever it is, it is a verdict."""
+        """Read a published verdict; a malformed text becomes the reason."""
         try:
-            fields = parse(text, 16 * MAX_TEXT)
+            fields = parse(text)
             lost = tuple(int(worker) for worker in fields["lost"])
             code = FAILED if fields.get("code") == FAILED else RESTART
             return Verdict(str(fields["title"]), str(fields["detail"]), lost, fields["wants_stacks"] is True, code)
@@ -43,7 +43,7 @@ class Verdict:
         return escape_titled(self.title, self.detail, MAX_TEXT)
 
 
-#: What errors say when another worker has died. Their class says nothing: it is JaxRuntimeError or ValueError.
+#: In the texts of errors after another worker's death. Their class says nothing: it is JaxRuntimeError or ValueError.
 _SIGNS_OF_LOSS = (
     "Gloo",
     "Connection closed by peer",
@@ -54,12 +54,12 @@ _SIGNS_OF_LOSS = (
     "GetKeyValue() timed out",
     "NCCL",
 )
-#: What an error of the coordination service says when there is none any more.
+#: In the texts of errors of a coordination service that is gone.
 _SIGNS_OF_SERVICE_LOSS = ("UNAVAILABLE", "Socket closed", "Connection reset by peer", "Connection refused")
 
 
 def last_error() -> BaseException | None:
-    """Return the error that has ended the main thread: Python notes it before it calls the hook, whoever's that is."""
+    """Return the error that has ended the main thread: Python notes it before it calls any exception hook."""
     error = getattr(sys, "last_value", None)
     trace = getattr(error, "__traceback__", None)
     return error if trace is not None and trace.tb_frame.f_back is None else None  # else somebody has caught it
@@ -82,7 +82,7 @@ def title_of(error: BaseException) -> str:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return what the program leaves with: what the error says itself, if that is a code of failure."""
+    """Return the exit code of the program: the error's own, if that is a code of failure."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     code = getattr(error, "exit_code", FAILED)

@@ -1,10 +1,8 @@
 """Kill the workers of a training at random moments, and see that it ends exactly as if nothing had happened.
 
-    python tests/chaos.py --runs 100 --kills 3 --workers 2 --replicas 1     # kills at any moment; SIGTERM now and then
-    python tests/chaos.py --saves --runs 50 --kills 20                      # 1000 kills around saves
-    python tests/chaos.py --resize                                          # 2, 3 and 1 workers, one after the other
+    python tests/multiprocess/chaos.py --runs 100 --kills 3 --workers 2 --replicas 1  # kills at any moment; SIGTERM now and then
 
-The program is tests/multiprocess/chaos_worker.py under `mirrored launch`. A run's moments come from its seed, and are
+The program is chaos_worker.py under `mirrored launch`. A run's moments come from its seed, and are
 relative to what the program says that it does, so that a run that failed can be repeated, also on a slower machine.
 """
 
@@ -17,18 +15,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import chaos_checks as checks
 import numpy as np
-from chaos_checks import (
-    check_commits,
-    check_lives,
-    check_preemptions,
-    check_rows,
-    check_same_bits,
-    read_lives,
-    read_results,
-    seconds_to_step,
-    steps_redone,
-)
+from chaos_checks import check_lives, check_rows, read_lives, read_results
 from chaos_job import Fault, Hit, job
 
 
@@ -65,7 +54,7 @@ def undisturbed(setting: Setting) -> tuple[dict[int, list[int]], list[dict[str, 
             assert running.end() == 0, "the undisturbed run failed"
         rows = check_lives(read_lives(folder))
         check_rows(rows, setting.num_rows, setting.num_epochs)
-        return rows, read_results(folder, 0, setting.num_workers)
+        return rows, read_results(folder, setting.num_workers)
 
 
 def disturbed(setting: Setting, faults: Sequence[Fault]) -> Outcome:
@@ -83,11 +72,11 @@ def disturbed(setting: Setting, faults: Sequence[Fault]) -> Outcome:
             rows = check_lives(lives)
             check_rows(rows, setting.num_rows, setting.num_epochs)
             assert rows == expected_rows, "the order of the data is another one"
-            check_same_bits(read_results(folder, 0, setting.num_workers), expected)
-            check_commits(running.events)
-            check_preemptions(running.events, hits)
+            checks.check_same_bits(read_results(folder, setting.num_workers), expected)
+            checks.check_commits(running.events)
+            checks.check_preemptions(running.events, hits)
             num_attempts = 1 + max(event.attempt for event in running.events)
-            return Outcome(hits, seconds_to_step(running.events, hits), steps_redone(lives), num_attempts)
+            return Outcome(hits, checks.seconds_to_step(running.events, hits), checks.steps_redone(lives), num_attempts)
 
 
 # -- moments
@@ -126,72 +115,26 @@ def random_faults(seed: int, num_faults: int, num_workers: int, num_steps: int) 
 
 def faults_around_saves(rng: random.Random, num_faults: int, num_workers: int) -> list[Fault]:
     """Choose moments around saves, in turn of each worker: while the state is copied, written, takes its place, and after."""
-    faults = []
-    for number in range(num_faults):
-        worker = number % num_workers
-        faults.append(Fault("SAVE", 2 * number + rng.randrange(1, 4), (worker,), rng.choice([0.01, 0.05, 0.12]) * rng.random()))
-    return faults
-
-
-def resized(setting: Setting, sizes: Sequence[tuple[int, int]], seed: int = 0) -> None:
-    """Go on with other numbers of workers, after a kill or a preemption; check rows, order and result."""
-    rng = random.Random(seed)
-    expected_rows, expected = undisturbed(setting)
-    with tempfile.TemporaryDirectory(prefix="chaos-") as name:
-        folder = Path(name)
-        for life, (num_workers, num_replicas) in enumerate(sizes):
-            arguments = [*setting.arguments(), "--life", life]
-            with job(folder, num_workers, num_replicas, *arguments, max_restarts=0) as running:
-                if life < len(sizes) - 1:
-                    step = (life + 1) * len(expected_rows) // len(sizes)
-                    number = signal.SIGTERM if life % 2 else signal.SIGKILL
-                    fault = Fault("STEP", step, (rng.randrange(num_workers),), rng.uniform(0, 0.03), number)
-                    assert running.strike(fault, None) is not None and running.end() != 0
-                else:
-                    assert running.end() == 0
-        rows = check_lives(read_lives(folder))
-        check_rows(rows, setting.num_rows, setting.num_epochs)
-        assert rows == expected_rows, "the order of the data is another one"
-        first = read_results(folder, len(sizes) - 1, sizes[-1][0])[0]
-        for name in first:
-            if not name.startswith("copies_"):
-                np.testing.assert_allclose(first[name], expected[0][name], rtol=1e-5, atol=1e-6, err_msg=name)
+    steps, delays = (1, 4), [0.01, 0.05, 0.12]
+    return [
+        Fault("SAVE", 2 * i + rng.randrange(*steps), (i % num_workers,), rng.choice(delays) * rng.random())
+        for i in range(num_faults)
+    ]
 
 
 def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=100)
-    parser.add_argument("--kills", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--replicas", type=int, default=1, help="of each worker")
-    parser.add_argument("--seed", type=int, default=0, help="of the first run; the next has the next")
-    parser.add_argument("--saves", action="store_true", help="kills around saves")
-    parser.add_argument("--resize", action="store_true", help="go on with other numbers of workers")
+    for name, number in {"runs": 100, "kills": 3, "workers": 2, "replicas": 1, "seed": 0}.items():
+        parser.add_argument(f"--{name}", type=int, default=number)
     options = parser.parse_args()
-    setting = Setting(options.workers, options.replicas, options=("--noise-by-row",) if options.resize else ())
-    if options.resize:
-        resized(setting, RESIZES[options.replicas], options.seed)
-        return
+    setting = Setting(options.workers, options.replicas)
     for seed in range(options.seed, options.seed + options.runs):
-        if options.saves:
-            setting = saves_setting(options.kills, options.workers, options.replicas)
-            faults = faults_around_saves(random.Random(seed), options.kills, options.workers)
-        else:
-            faults = random_faults(seed, options.kills, options.workers, len(undisturbed(setting)[0]))
+        faults = random_faults(seed, options.kills, options.workers, len(undisturbed(setting)[0]))
         outcome = disturbed(setting, faults)
         restarts = " ".join(f"{seconds:.1f}" for seconds in outcome.seconds_to_step)
         print(f"seed {seed}: {len(outcome.hits)} of {len(faults)} hit, {outcome.num_attempts} attempts, s to a step: {restarts}")
 
-
-def saves_setting(num_kills: int, num_workers: int = 2, num_replicas: int = 1) -> Setting:
-    """Return a run that saves every step, with enough steps for the kills."""
-    options = ("--save-every", 1, "--wait-every", 2, "--pause", 0)
-    return Setting(num_workers, num_replicas, num_rows=20, num_epochs=num_kills, options=options)
-
-
-#: By replicas of a worker: workers and replicas of one start after the other.
-RESIZES = {1: [(2, 1), (3, 1), (1, 1)], 2: [(2, 2), (3, 2), (1, 2)]}
 
 if __name__ == "__main__":
     main()

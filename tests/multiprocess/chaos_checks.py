@@ -25,8 +25,8 @@ def read_lives(folder: Path) -> list[Life]:
     """Read the records of all attempts, in order."""
     files: dict[str, dict[int, Path]] = collections.defaultdict(dict)
     for path in sorted(folder.glob("records-*")):
-        _, life, attempt, worker = path.name.split("-")
-        files[f"{life}-{attempt}"][int(worker)] = path
+        _, attempt, worker = path.name.split("-")
+        files[attempt][int(worker)] = path
     lives = []
     for by_worker in files.values():
         steps: dict[int, dict[int, dict[str, Any]]] = collections.defaultdict(dict)
@@ -48,24 +48,20 @@ def read_lives(folder: Path) -> list[Life]:
 def check_lives(lives: Sequence[Life]) -> dict[int, list[int]]:
     """Check that each attempt began with exactly the state that it should; return the rows of each step in the end."""
     final: dict[int, dict[int, dict[str, Any]]] = {}
-    sizes: dict[int, int] = {}
     for life in lives:
-        begun, num_replicas = life.first["first"], life.first["num_replicas"]
+        begun = life.first["first"]
         if begun:
             saved = final[begun]
             assert life.first["mirrored"] == saved[0]["mirrored"], f"step {begun} was restored with other values than were saved"
-            if sizes[begun] == num_replicas:
-                for worker, copies in life.first["copies"].items():
-                    assert copies == saved[worker]["copies"], f"step {begun}: worker {worker} has other copies than it saved"
+            for worker, copies in life.first["copies"].items():
+                assert copies == saved[worker]["copies"], f"step {begun}: worker {worker} has other copies than it saved"
         for step, by_worker in life.steps.items():
             for worker, record in by_worker.items():
-                if sizes.get(step) == num_replicas and worker in final.get(step, {}):
+                if worker in final.get(step, {}):
                     assert record == final[step][worker], f"step {step} was not redone as it had been done, on worker {worker}"
-        final = {step: records for step, records in final.items() if step <= begun} | life.steps
-        sizes |= dict.fromkeys(life.steps, num_replicas)
-        for step, by_worker in life.steps.items():
             if step < max(life.steps):
                 assert len(by_worker) == life.num_workers, f"step {step} has no record of some worker"
+        final = {step: records for step, records in final.items() if step <= begun} | life.steps
     return {
         step: [row for worker in sorted(by_worker) for rows in by_worker[worker]["rows"] for row in rows]
         for step, by_worker in sorted(final.items())
@@ -82,13 +78,9 @@ def check_rows(rows: dict[int, list[int]], num_rows: int, num_epochs: int) -> No
         assert of_epoch == list(range(num_rows)), f"epoch {epoch} used the rows {of_epoch}"
 
 
-def read_results(folder: Path, life: int, num_workers: int) -> list[dict[str, np.ndarray]]:
+def read_results(folder: Path, num_workers: int) -> list[dict[str, np.ndarray]]:
     """Read what the workers had in the end."""
-    found = []
-    for worker in range(num_workers):
-        with np.load(folder / f"result-{life:03d}-{worker}.npz") as file:
-            found.append({name: file[name] for name in file.files})
-    return found
+    return [dict(np.load(folder / f"result-{worker}.npz")) for worker in range(num_workers)]
 
 
 def check_same_bits(results: list[dict[str, np.ndarray]], expected: list[dict[str, np.ndarray]]) -> None:

@@ -1,0 +1,184 @@
+"""A worker that computes what one device computes; arguments: a folder, and names of PARTS. It says which were right.
+
+Each part returns arrays that must have the same bits on all workers.
+"""
+
+import itertools
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import mirrored as mr
+
+folder, *parts = sys.argv[1:]
+strategy = mr.MultiWorkerMirroredStrategy()
+alone = mr.OneDeviceStrategy()
+count = strategy.num_replicas_in_sync
+large = np.arange(count * 300_000, dtype=np.float32).reshape(count * 3, -1)
+
+
+def trees() -> list[Any]:
+    """Distribute, reduce and gather trees, and large values."""
+
+    def values(context: mr.ValueContext) -> dict[str, object]:
+        i = context.replica_id_in_sync_group
+        small = [np.float32([k, i]) for k in range(30)]
+        return {"small": small, "ints": np.arange(3) + i, "large": large[3 * i :][:3], "uneven": np.full((i, 2), 0.5, np.float32)}
+
+    tree = strategy.distribute_values_from_function(values)
+    even = {name: value for name, value in tree.items() if name != "uneven"} | {"number": 3.0, "array": np.float32([1, 2])}
+    ids = sum(range(count))
+    for _ in range(2):
+        total, mean = strategy.reduce("sum", even), strategy.reduce("mean", tree, axis=0)
+        gathered = strategy.gather(tree, axis=0)
+        assert [np.asarray(leaf).tolist() for leaf in total["small"]] == [[k * count, ids] for k in range(30)]
+        assert (float(total["number"]), np.asarray(total["array"]).tolist()) == (3.0 * count, [count, 2 * count])
+        assert np.asarray(mean["ints"]).item() == 1 + ids / count and np.asarray(mean["uneven"]).tolist() == [0.5, 0.5]
+        np.testing.assert_array_equal(gathered["large"], large)
+        assert gathered["uneven"].shape == (ids, 2)
+        np.testing.assert_array_equal(gathered["ints"], np.concatenate([np.arange(3) + i for i in range(count)]))
+    for dataset in ([large, large], strategy.make_numpy_dataset(large).batch(count * 3 - 1)):
+        rows = [np.asarray(strategy.gather(batch, axis=0)) for batch in strategy.distribute_dataset(dataset)]
+        np.testing.assert_array_equal(np.concatenate(rows)[: len(large)], large)
+    return [total, mean, gathered]
+
+
+def combined() -> list[Any]:
+    """Combine values by a function of the user's in place of sums."""
+    largest = mr.ReductionToOneDevice(accumulation_fn=lambda rows: jnp.stack(rows).max(axis=0))
+    strategy = mr.MultiWorkerMirroredStrategy(cross_device_ops=largest)
+    number = strategy.distribute_values_from_function(lambda ctx: np.float32(ctx.replica_id_in_sync_group))
+    found = strategy.run(lambda x: mr.get_replica_context().all_reduce("sum", x), args=(number,))
+    assert int(found) == int(strategy.reduce("sum", number)) == count - 1
+    return [found]
+
+
+class Model:
+    """Three variables, an optimizer, and how they train."""
+
+    rows = np.random.default_rng(0).normal(size=(22, 5)).astype(np.float32)
+
+    def __init__(self, strategy: mr.Strategy, **options: bool) -> None:
+        self.strategy = strategy
+        with strategy.scope():
+            self.w = mr.Variable(np.linspace(-1, 1, 40, dtype=np.float32).reshape(5, 8), name="w")
+            self.b = mr.Variable(np.full(7, 0.1, np.float32), name="b")
+            self.scale = mr.Variable(np.float32(2), name="scale")
+            tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
+            self.optimizer = mr.Optimizer(tx, [self.w, self.b, self.scale], **options)
+
+    def train(self) -> None:
+        """Train an epoch; its last batch has 6 rows instead of 8."""
+
+        def step(x: jax.Array) -> None:
+            losses = lambda: jnp.sum((x @ self.w.value) ** 2, axis=-1) * self.scale.value + jnp.sum(self.b.value**2)  # noqa: E731
+            self.optimizer.minimize(lambda: mr.losses.compute_average_loss(losses()))
+
+        for batch in self.strategy.distribute_dataset(self.strategy.make_numpy_dataset(self.rows).batch(8)):
+            self.strategy.run(step, args=(batch,))
+
+    def checkpoint(self, name: str) -> mr.Checkpoint:
+        with self.strategy.scope():
+            return mr.Checkpoint(Path(folder, name), w=self.w, b=self.b, scale=self.scale, optimizer=self.optimizer)
+
+    def state(self) -> list[mr.Variable]:
+        return jax.tree.leaves(self.optimizer.state, is_leaf=lambda x: isinstance(x, mr.Variable))
+
+    def numbers(self) -> list[np.ndarray]:
+        """Return all that is saved, as whole arrays."""
+        return list(map(np.asarray, [self.w, self.b, self.scale, self.optimizer.iterations, *self.state()]))
+
+    def bytes_by_device(self) -> list[int]:
+        """Return how much of the optimizer's state each device of this worker holds."""
+        shards = [shard for variable in self.state() for shard in variable._array.addressable_shards]
+        return [sum(s.data.nbytes for s in shards if s.device == device) for device in jax.local_devices()]
+
+
+def sharded() -> list[Any]:
+    """Go on from one device's checkpoint with `shard_state=True` and without, and on one device from the former's."""
+
+    def compare(one: Model, other: Model, **tolerance: float) -> None:
+        for ours, theirs in zip(one.numbers(), other.numbers(), strict=True):
+            np.testing.assert_allclose(ours, theirs, **tolerance)
+
+    single, whole, parts = Model(alone), Model(strategy), Model(strategy, shard_state=True)
+    single.train()
+    if strategy.is_chief:
+        with single.checkpoint("alone") as checkpoint:
+            checkpoint.save(1)
+    strategy.barrier("the first checkpoint is written")
+    for model in (whole, parts):
+        assert model.checkpoint("alone").restore_latest() == 1
+    compare(whole, parts, rtol=0, atol=0)
+    for model in (single, whole, parts):
+        model.train()
+    strategy.assert_mirrored()
+    compare(whole, parts, rtol=2e-5, atol=2e-6)
+    sizes, num_devices = (40, 7, 1), jax.local_device_count()
+    assert whole.bytes_by_device() == [4 * (1 + 2 * sum(sizes))] * num_devices
+    of_parts = 4 * (1 + 2 * sum(-(-size // count) for size in sizes))  # 1/R, rounded up for each variable; the count is on each
+    assert parts.bytes_by_device() == [of_parts] * num_devices
+    with parts.checkpoint("workers") as checkpoint:
+        checkpoint.save(2)
+    strategy.barrier("the second checkpoint is written")
+    again, back = Model(strategy, shard_state=True), Model(alone)
+    for model in (again, back):
+        assert model.checkpoint("workers").restore_latest() == 2
+    compare(again, parts, rtol=0, atol=0)
+    for _ in range(2):
+        compare(back, single, rtol=1e-4, atol=1e-5)
+        for model in (back, single):
+            model.train()
+    return whole.numbers() + again.numbers()
+
+
+def libraries() -> list[Any]:
+    """Train nets of Flax NNX, Linen and Equinox, with batches that do not divide."""
+    from parity import test_model_libraries
+
+    weights = []
+    for train in test_model_libraries.LIBRARIES.values():
+        weights += (ours := list(map(np.asarray, train(strategy))))
+        for own, right in zip(ours, train(None), strict=True):
+            np.testing.assert_allclose(own, right, atol=1e-5)
+    return weights
+
+
+def programs() -> list[Any]:
+    """Run the table of tests/parity, each program in one way."""
+    from parity import test_programs as table
+
+    class OnWorkers(table.Way):
+        def strategy(self) -> mr.Strategy:
+            return strategy
+
+    odd = (2 * count, count + 1)
+    ways = {
+        "odd": OnWorkers(count, odd, table.one_by_one),
+        "function, odd": OnWorkers(count, odd, table.in_a_function),
+        "sharded, odd": OnWorkers(count, odd, table.one_by_one, shard_state=True),
+        "scan": OnWorkers(count, (2 * count,) * 2, table.in_a_scan),
+    }
+    table.WAYS.update(ways)
+    for (name, program), way in zip(table.PROGRAMS.items(), itertools.cycle(ways), strict=False):
+        print("PROGRAM", name, way, flush=True)
+        table.check(name, way if program.has_optimizer or way != "sharded, odd" else "odd")
+    return []
+
+
+PARTS: dict[str, Callable[[], list[Any]]] = {
+    "trees": trees, "combined": combined, "sharded": sharded, "libraries": libraries, "programs": programs,
+}  # fmt: skip
+
+for part in parts:
+    bits = b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(PARTS[part]()))
+    print("RIGHT", part, zlib.crc32(bits), flush=True)

@@ -1,0 +1,286 @@
+"""A worker that records the results of verbs, variables and datasets: any number of workers with as many replicas has the same.
+
+Argument: a folder. What must be one value in spite of it differs by worker here: initial values, and what is assigned outside of
+a step.
+"""
+
+import gc
+import itertools
+import json
+import sys
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mirrored as mr
+
+strategy, other = mr.MultiWorkerMirroredStrategy(), mr.MultiWorkerMirroredStrategy()
+R, W = strategy.num_replicas_in_sync, strategy.num_workers
+worker = int(not strategy.is_chief) and strategy.cluster.worker_index
+first_own = worker * (R // W)
+FLOATS, OTHERS = ["float32", "bfloat16", "complex64"], ["int32", "int8", "bool", "uint8", "key"]
+AGGREGATIONS = ["sum", "mean", "only_first_replica"]
+#: The numbers of rows of all replicas: even, uneven, and with an empty one.
+SIZES = ([2] * R, [(3 * replica + 1) % 4 for replica in range(R)], [2] * (R - 1) + [0])
+KINDS = ["numpy", "jax", "committed", "last device"]
+found: dict[str, np.ndarray] = {}
+
+
+def array_of(dtype: str, shape: Sequence[int], seed: int = 0) -> Any:
+    """Make an array on this worker: numpy, or a key of jax."""
+    if dtype == "key":
+        return jax.random.split(jax.random.key(seed), tuple(shape)) if shape else jax.random.key(seed)
+    rng = np.random.default_rng(seed)
+    values = rng.normal(size=tuple(shape)) * 4
+    if dtype == "complex64":
+        values = values + 1j * rng.normal(size=tuple(shape))
+    if dtype in ("uint8", "bool"):
+        values = np.abs(values)
+    return np.asarray(values.astype(jnp.dtype(dtype)) if dtype != "bool" else values > 2)
+
+
+def host(dtype: str, shape: Sequence[int], kind: str, seed: int = 0) -> Any:
+    """Make a value of this worker alone, of one of KINDS."""
+    array = array_of(dtype, shape, seed)
+    if kind == "numpy":
+        return array
+    return jnp.asarray(array) if kind == "jax" else jax.device_put(array, jax.local_devices()[0 if kind == "committed" else -1])
+
+
+def by_replica(dtype: str, sizes: Sequence[int], *more: int) -> mr.PerReplica:
+    def values(context: mr.ValueContext) -> Any:
+        replica = context.replica_id_in_sync_group
+        return array_of(dtype, (sizes[replica], *more), replica)
+
+    return strategy.distribute_values_from_function(values)
+
+
+def as_numpy(value: Any) -> np.ndarray:
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+    return np.asarray(value).astype(np.float32) if value.dtype == jnp.bfloat16 else np.asarray(value)
+
+
+def record(name: str, value: Any) -> None:
+    """Keep a nest of results: each replica's own values apart, by its number."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda x: isinstance(x, mr.PerReplica | mr.Variable))
+    for path, leaf in leaves:
+        key = f"{name}{jax.tree_util.keystr(path)}"
+        assert key not in found, key
+        if isinstance(leaf, mr.PerReplica):
+            for place, row in enumerate(leaf.values):
+                found[f"{key} {leaf.dtype} @{first_own + place}"] = as_numpy(row)
+        elif isinstance(leaf, str):
+            found[key] = np.array(leaf)
+        else:
+            array = leaf.value if isinstance(leaf, mr.Variable) else jnp.asarray(leaf)
+            found[f"{key} {array.dtype}"] = as_numpy(array)
+
+
+def record_verbs() -> None:
+    shapes: list[tuple[int, ...]] = [(), (3,), (2, 2)]
+    for (i, dtype), (j, sizes) in itertools.product(enumerate(FLOATS + OTHERS), enumerate(SIZES)):
+        name, value = f"{dtype} {j} ", by_replica(dtype, sizes, *shapes[(i + j) % 3])
+        record(name + "gather", strategy.gather(value, 0))
+        if value.ndim > 1 and None not in value.shape:
+            record(name + "gather 1", [strategy.gather(value, axis) for axis in (1, -1)])
+        local = strategy.local_results(value)
+        assert len(local) == R // W
+        for place, own in enumerate(local):
+            found[f"{name}local @{first_own + place}"] = as_numpy(own)
+        for op in ("sum", "mean") if dtype not in ("key", "bool") else ():
+            record(name + op, strategy.reduce(op, value, axis=0))
+            if value.ndim == 2:
+                record(f"{name}{op} all", [strategy.reduce(op, value, axis=axes) for axes in ((0, 1), (-1, 0))])
+            if None not in value.shape:
+                nests = [value, {"a": value, "b": [value, 1.5]}, (value, np.arange(3))]
+                record(f"{name}{op} nest", [strategy.reduce(op, nest) for nest in nests])
+    for kind, dtype, shape in zip(KINDS, ["float32", "int32", "bfloat16", "float32"], [(), (3,), (2, 2), (3,)], strict=True):
+        value = host(dtype, shape, kind)
+        total = strategy.reduce("sum", value)
+        record(f"plain {kind}", [total, strategy.reduce("mean", {"a": value, "b": 2}), strategy.reduce("sum", 0.1)])
+        if shape:
+            record(f"plain {kind} gathered", strategy.gather(value, 0))
+
+
+def record_the_chief_s_values() -> None:
+    """To the bit, those of worker 0 win."""
+    bits = np.array([-0.0, np.nan, np.inf, 1e-45], np.float32)
+    with strategy.scope():
+        tricky = [mr.Variable(value) for value in (bits, np.array([True, worker == 0]), np.array([-0.0 - 1j]) * (1 + worker))]
+        own = mr.Variable(lambda: np.float32(worker))
+    assert tricky[0].numpy().tobytes() == bits.tobytes() and float(own) == 0.0
+    record("tricky", [jax.lax.bitcast_convert_type(tricky[0].value, jnp.uint32), tricky[1:], own])
+    own.assign(np.float32(20 + worker))
+    record("the chief's", own)
+
+
+def record_variables() -> None:
+    kinds = itertools.cycle(KINDS)
+    rows = by_replica("float32", SIZES[1], 2)
+    cases = [*itertools.product(FLOATS, ["none", *AGGREGATIONS]), *itertools.product(OTHERS, ["none"])]
+    for (dtype, aggregation), shape in zip(cases, itertools.cycle([(2,), (), (2, 3)]), strict=False):
+        name = f"variable {dtype} {aggregation} "
+        own = [host(dtype, shape, next(kinds), seed=worker + number) for number in range(5)]
+        with strategy.scope():
+            v = mr.Variable(own[0], aggregation=aggregation)
+            made = mr.Variable(lambda own=own: own[1])
+        record(name + "created", [v, made])
+        sources: dict[str, Any] = {"host": lambda own=own: own[2], "variable": lambda made=made: made}
+        sources["run"] = lambda v=v: strategy.run(lambda: v.value)
+        if dtype == "float32":
+            sources["computed"] = lambda v=v: v.value * 0.5 + 1
+            sources["mirrored"] = lambda v=v: jnp.broadcast_to(strategy.reduce("sum", rows, axis=0).sum(), v.shape)
+        if aggregation != "none" and shape:
+            sources["replicas"] = lambda shape=shape, dtype=dtype: by_replica(dtype, [shape[0]] * R, *shape[1:])
+        for source, make in sources.items():
+            can_add = source == "host" and jnp.issubdtype(v.dtype, np.number)
+            for verb in ("assign", "assign_add", "assign_sub") if can_add else ("assign",):
+                getattr(v, verb)(make())
+                record(f"{name}{verb} {source}", v)
+        if dtype == "float32":
+            record(name + "in a step", strategy.run(lambda x, v=v: x.sum() + v.value.sum(), args=(rows,)))
+
+
+def record_steps() -> None:
+    """Write variables of all kinds in steps, functions, and in the middle of a step."""
+    rows = by_replica("float32", SIZES[1], 2)
+    with strategy.scope():
+        v = [mr.Variable(np.float32(1 + worker), aggregation=a) for a in ("none", *AGGREGATIONS)]
+
+    def write(x: Any) -> None:
+        context = mr.get_replica_context()
+        v[0].assign_add(context.all_reduce("sum", x.sum()))
+        for variable in v[1:]:
+            own = context.replica_id_in_sync_group * 1.0
+            variable.assign_add(own if variable.aggregation is mr.VariableAggregation.MEAN else x.sum() + own)
+        context.merge_call(lambda strategy, y: v[0].assign(v[0] * 0.5 + strategy.reduce("mean", y)), args=(x.sum(),))
+
+    taken = [variable.value for variable in v] if worker else None  # only some workers copy
+    for _ in range(3):
+        strategy.run(write, args=(rows,))
+    record("written", v)
+    del taken
+    for aggregation, dtype in (("none", "int32"), ("sum", "int32"), ("mean", "float32"), ("only_first_replica", "float32")):
+        with strategy.scope():
+            counter = mr.Variable(array_of(dtype, (2,), worker), synchronization="on_read", aggregation=aggregation)
+        record_on_read(aggregation, counter)
+
+
+def record_on_read(aggregation: str, v: mr.Variable) -> None:
+    is_read = aggregation != "none"
+
+    def step() -> Any:
+        v.assign_add(jnp.full(2, mr.get_replica_context().replica_id_in_sync_group).astype(v.dtype))
+        return v.value
+
+    @mr.function
+    def whole() -> Any:
+        own = strategy.run(step)
+        return (own, v.value) if is_read else own
+
+    for number in range(2):
+        record(f"on read {aggregation} {number}", [strategy.run(step), strategy.gather(v, 0), strategy.reduce("sum", v)])
+        with strategy.scope():
+            record(f"on read {aggregation} {number} in a function", whole())
+        if is_read:
+            merged = strategy.run(lambda: mr.get_replica_context().merge_call(lambda strategy: v.value * 1))
+            getattr(v, ["assign", "assign_add"][number])(array_of(v.dtype.name, (2,), worker))
+            record(f"on read {aggregation} {number} outside", [merged, v])
+
+
+def record_beside() -> None:
+    """Collect garbage at another time than other workers; use the default strategy, and one of this worker's devices."""
+    with strategy.scope():
+        cycle: list[Any] = [mr.Variable(np.zeros(3))]
+    cycle.append(cycle)
+    del cycle
+    if worker % 2:
+        gc.collect()
+    strategy.assert_mirrored()
+    local = mr.MirroredStrategy()
+    x = local.distribute_values_from_function(lambda c: np.ones(2, np.float32) + worker)
+    with local.scope():
+        v = mr.Variable(np.full(2, float(worker)))
+    local.run(lambda x: v.assign_add(mr.get_replica_context().all_reduce("mean", x)), args=(x,))
+    default = mr.Variable(np.full(2, float(worker)))
+    assert v.numpy().tolist() == [1.0 + 2 * worker] * 2 and default.numpy().tolist() == [float(worker)] * 2
+    total = mr.function(lambda y: default.assign_add(y).value)(np.ones(2, np.float32))
+    assert total.tolist() == [1.0 + worker] * 2
+    local.assert_mirrored()
+    with other.scope():
+        record("beside", mr.Variable(default))  # the chief's
+
+
+def record_two_datasets() -> None:
+    for kind, size in itertools.product(("numpy", "batches"), (2, 11)):
+        rows = [np.arange(size + extra, dtype=dtype) for extra, dtype in ((0, np.int64), (4, np.float64))]
+        if kind == "numpy":
+            data = [strategy.make_numpy_dataset(r).repeat(2).batch(3) for r in rows]
+        else:
+            data = [[r[:2], r[2:5], r[5:]] for r in rows]
+        one, two = (strategy.distribute_dataset(one, mr.InputOptions(auto_shard_policy="data")) for one in data)
+        for number, (a, b) in enumerate(zip(one, two, strict=False)):
+            record(f"pair {kind} {size} {number}", [a, strategy.gather(b, 0)])
+        iterator = iter(one)
+        next(iterator, None)
+        state = iterator.get_state()
+        record(f"state {kind} {size}", json.dumps(state))  # it holds for any number of workers
+        iterator.close()
+        again = iter(one)
+        again.set_state(state)
+        record(f"rest {kind} {size}", list(again))
+
+
+def record_files(policy: str, batch: int, prefetch: int) -> None:
+    """Use every record once, whoever reads it: files of uneven sizes, left early and resumed."""
+    sizes = [3, 0, 6, 1, 5]
+    ends = np.cumsum([0, *sizes])
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / f"{i}.tfrecord" for i in range(5)]
+        for file, first, last in zip(files, ends, ends[1:], strict=False):
+            mr.data.write_tfrecords(file, [np.int32(number).tobytes() for number in range(first, last)])
+
+        def read(paths: Sequence[Path], size: int) -> Any:
+            return mr.data.tfrecord_dataset(paths).map(lambda record: np.frombuffer(record, np.int32)[0]).batch(size)
+
+        def of(context: mr.InputContext) -> Any:
+            mine = files[context.input_pipeline_id :: context.num_input_pipelines]
+            return read(mine, context.get_per_replica_batch_size(batch * R))
+
+        if policy == "function":
+            dataset = strategy.distribute_datasets_from_function(of, mr.InputOptions(prefetch=prefetch))
+        else:
+            dataset = strategy.distribute_dataset(
+                read(files, batch), mr.InputOptions(auto_shard_policy=policy, prefetch=prefetch)
+            )
+        list(zip(dataset, range(2), strict=False))  # a pass that is left early
+        iterator = iter(dataset)
+        begun = next(iterator)
+        state = iterator.get_state()
+        iterator.close()
+        again = iter(dataset)
+        again.set_state(state)
+        rows = [np.asarray(strategy.gather(rows, 0)) for rows in (begun, *again)]
+    numbers = np.sort(np.concatenate(rows))
+    assert numbers[:: W if policy == "off" else 1].tolist() == list(range(sum(sizes))), (policy, numbers)
+
+
+warnings.simplefilter("ignore", mr.RecompilationWarning)
+record_verbs()
+record_the_chief_s_values()
+record_variables()
+record_steps()
+record_beside()
+record_two_datasets()
+for number, policy in enumerate(("file", "auto", "data", "off", "function")):
+    record_files(policy, batch=1 + 2 * number, prefetch=number % 3)
+strategy.assert_mirrored()
+np.savez(Path(sys.argv[1]) / f"{W}x{R // W}-{worker}.npz", **found)
+strategy.barrier("end")

@@ -1,0 +1,25 @@
+"""Several workers compute what one device computes: trees, large values, shared-out updates, models, the table of programs."""
+
+from pathlib import Path
+
+import pytest
+from processes import run_workers
+
+SCRIPT = Path(__file__).with_name("numbers_worker.py")
+VERBS = ("trees", "combined", "sharded")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize(
+    ("workers", "devices", "parts"),
+    [(2, 2, (*VERBS, "libraries")), (3, 1, VERBS), (2, 2, ("programs",))],
+    ids=["2x2", "3x1", "programs"],
+)
+def test_workers_compute_what_one_device_computes(workers: int, devices: int, parts: tuple[str, ...], tmp_path: Path) -> None:
+    for library in ("equinox", "flax") if "libraries" in parts else ():
+        pytest.importorskip(library)
+    ended = run_workers(SCRIPT, workers, tmp_path, *parts, devices=devices, timeout=400)
+    assert [worker.code for worker in ended] == [0] * workers, [worker.output for worker in ended]
+    right = [[line for line in worker.output.splitlines() if line.startswith("RIGHT")] for worker in ended]
+    assert [line.split()[1] for line in right[0]] == list(parts) and right == [right[0]] * workers, "to the bit"

@@ -1,0 +1,52 @@
+"""Verbs, variables and datasets of several workers give what they give on one worker with as many replicas, in every run."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from processes import run_workers
+
+SCRIPT = Path(__file__).parent / "same_results.py"
+
+
+def found(folder: Path, num_workers: int, devices: int, **options: Any) -> list[dict[str, np.ndarray]]:
+    folder.mkdir(exist_ok=True)
+    env = {"XLA_FLAGS": "", **options.pop("env", {})}  # XLA optimizes, as for users
+    for worker in run_workers(SCRIPT, num_workers, folder, devices=devices, timeout=200, env=env, **options):
+        assert worker.code == 0 and "Warning" not in worker.output, worker.output
+    return [dict(np.load(folder / f"{num_workers}x{devices}-{worker}.npz")) for worker in range(num_workers)]
+
+
+def assert_same(several: list[dict[str, np.ndarray]], one: dict[str, np.ndarray]) -> None:
+    """Compare: what is one value must be it on every worker to the bit, what is a replica's must be on its worker."""
+    assert set().union(*several) == one.keys()
+    for own in several:
+        assert {name for name in one if "@" not in name} <= own.keys()
+        for name, value in own.items():
+            if "@" not in name:
+                assert value.tobytes() == several[0][name].tobytes(), name
+            assert value.dtype == one[name].dtype and value.shape == one[name].shape, name
+            if value.dtype.kind in "fc":
+                tolerance = 0.03 if "bfloat16" in name else 2e-6
+                scale = np.max(np.abs(one[name]), initial=1.0)
+                np.testing.assert_allclose(value, one[name], rtol=0, atol=tolerance * scale, err_msg=name)
+            else:
+                np.testing.assert_array_equal(value, one[name], err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_three_workers_give_what_one_gives_and_the_same_bits_every_time(tmp_path: Path) -> None:
+    [one] = found(tmp_path, 1, 3)
+    several = found(tmp_path, 3, 1)
+    assert_same(several, one)
+    for own, again in zip(several, found(tmp_path / "again", 3, 1), strict=True):
+        assert own.keys() == again.keys() and all(value.tobytes() == own[name].tobytes() for name, value in again.items())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_two_workers_give_in_64_bits_what_one_gives_without_a_warning(tmp_path: Path) -> None:
+    [one] = found(tmp_path, 1, 4, env={"JAX_ENABLE_X64": "1"})
+    assert_same(found(tmp_path, 2, 2, env={"JAX_ENABLE_X64": "1", "PYTHONWARNINGS": "error"}, fresh=True), one)
