@@ -152,11 +152,7 @@ def test_one_worker_and_an_evaluator_need_nobody() -> None:
 
 
 def test_workers_may_start_in_any_order_leave_and_come_again(start: Start) -> None:
-<<<<<<< HEAD
-    workers = addresses(3)
-=======
     workers = addresses(4)
->>>>>>> 25000209c633fc52cd1eb28d3967de9373188ba5
     early = start(worker(workers, 2))
     time.sleep(0.1)
     assert not early.done()
@@ -164,11 +160,7 @@ def test_workers_may_start_in_any_order_leave_and_come_again(start: Start) -> No
     with connected(workers[0]) as sock:
         sock.sendall(hello(worker(workers, 1)))
         assert b"waiting" in sock.recv(1000)
-<<<<<<< HEAD
-    assert met(early, chief, start(worker(workers, 1)))
-=======
     assert met(early, chief, start(worker(workers, 1)), start(worker(workers, 3)))
->>>>>>> 25000209c633fc52cd1eb28d3967de9373188ba5
 
 
 def test_a_worker_that_left_unseen_may_come_again() -> None:
