@@ -150,11 +150,15 @@ def test_what_an_update_sends():
     """Two replicas: gradients of 16 + 8 elements, of which each replica gets 8 + 4, and gives the new ones."""
     plain, clipped = optax.adam(0.1), optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1))
     of_shapes = optax.adamw(0.1, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p))
-    for tx, more in ((plain, ""), (clipped, "1 all-reduce of 4 B, "), (of_shapes, "")):
+    needs_whole = lambda x: jnp.flip(x) - jnp.sort(x, None).reshape(x.shape)  # noqa: E731
+    twice = optax.stateless(lambda gradients, _: jax.tree.map(needs_whole, gradients))  # gathers each once
+    of_new = "1 all-gather of 48 B"
+    clips, gathers = "1 all-reduce of 4 B, " + of_new, "2 all-gather of 48 B"
+    for tx, sends in ((plain, of_new), (clipped, clips), (of_shapes, of_new), (twice, gathers)):
         strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
         _, optimizer = make(strategy, tx, shard_state=True)
         strategy.run(lambda g: optimizer.apply_gradients({**g, "scale": None}), args=(gradients_of(strategy),))  # noqa: B023
-        assert strategy.explain().rpartition("; ")[2] == f"1 reduce-scatter of 96 B, {more}1 all-gather of 48 B"
+        assert strategy.explain().rpartition("; ")[2] == f"1 reduce-scatter of 96 B, {sends}"
 
 
 def test_what_differs_by_replica_is_refused_before_it_is_gathered(strategy2):
