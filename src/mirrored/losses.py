@@ -286,7 +286,8 @@ def _global_batch_size(given: object, losses: jax.Array, replicas: _ReplicaAxis)
     if given is None:
         return sum(replicas.each(losses.shape[0]))
     is_number = isinstance(given, int | float | np.integer | np.floating | np.ndarray | jax.Array) and not isinstance(given, bool)
-    if is_number and jnp.ndim(given) == 0 and (isinstance(given, jax.core.Tracer) or (given >= 1 and given == given // 1)):
+    known = np.asarray(given) if is_number and not isinstance(given, jax.core.Tracer) else None
+    if is_number and jnp.ndim(given) == 0 and (known is None or (known >= 1 and known == known // 1)):
         return given
     raise ValueError(
         f"global_batch_size is {given!r}; expected the whole number of examples on all replicas together, at least 1."

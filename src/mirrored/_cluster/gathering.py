@@ -120,9 +120,9 @@ class Gathering:
                 else:
                     self.clock.report(self._waiting())
                     self._turn(min(self.clock.deadline, self.clock.next_report))
-            if self.failure:
-                self._tell_all()
-                raise self.failure
+            if failure := self.failure:
+                self._tell_all()  # meanwhile a worker that comes late may find another
+                raise failure
             self._release()
         finally:
             for peer in list(self.peers):
@@ -229,7 +229,7 @@ class Gathering:
         port = split_address(self.cluster.coordinator_address or "")[1]
         if hello.index and self.clock.has_met_a_run and not hello.is_late:
             text = f"{difference}. Or port {port} belongs to another job, which has started again: give each its own"
-            self.failure = ClusterStartError(text)
+            self.failure = self.failure or ClusterStartError(text)
         else:
             peer.answer(ClusterStartError(f"port {port} is taken: another cluster starts there ({difference})"))
         self._drop(peer)

@@ -84,7 +84,7 @@ def wait(modules: Sequence[str], command: list[str]) -> None:
         spec: Any = importlib.util.find_spec(command[1])
         if spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(f"{command[1]}.__main__")
-        main.__spec__, main.__package__ = spec, spec.parent
+        main.__spec__, main.__package__, main.__loader__ = spec, spec.parent, spec.loader
         main.__file__ = sys.argv[0] = spec.origin
         code = spec.loader.get_code(spec.name)
     else:

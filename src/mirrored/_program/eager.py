@@ -81,7 +81,7 @@ def run_eagerly(frame_with: Callable[..., Frame], mesh: ReplicaMesh, program: St
     replicated, stacked = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
     value_specs = [stacked if spec_of(v).is_on_read else replicated for v in lifted.variables]
     array_specs = [stacked if leaf.is_per_replica else replicated for leaf in call.array_leaves()]
-    arrays = place(mesh, call.arrays, call.array_leaves(), lambda: argument_names(call))
+    arrays = place(mesh, call.arrays, call.array_leaves, lambda: argument_names(call))
 
     def compute(values: list[Any], caches: Callable[[], Any]) -> list[Any]:
         own_body = functools.partial(body, caches)

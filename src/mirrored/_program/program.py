@@ -205,22 +205,25 @@ def _mirrored_number(everywhere: Any, kind: type, text: str, is_wide: bool) -> j
     return jax.device_put(kind(text), everywhere)
 
 
-def place(mesh: ReplicaMesh, arrays: Sequence[Any], leaves: Sequence[ArrayLeaf], names: Callable[[], Sequence[str]]) -> list[Any]:
+def place(
+    mesh: ReplicaMesh, arrays: Sequence[Any], leaves_of: Callable[[], Sequence[ArrayLeaf]], names: Callable[[], Sequence[str]]
+) -> list[Any]:
     """Bring the array arguments that are elsewhere, or are this worker's only, to the mesh; `names` are for messages."""
     placed = list(arrays)
     if mesh.is_alone:
         placed = [_mirrored_number(mesh.mirrored, type(a), repr(a), is_wide()) if type(a) in NUMBERS else a for a in arrays]
     elsewhere = [position for position, array in enumerate(placed) if not is_placed(mesh, array)]
-    for position in elsewhere:
-        may_move = mesh.is_alone and (isinstance(placed[position], _ON_HOST) or not getattr(placed[position], "committed", True))
-        if leaves[position].is_per_replica and not may_move:
+    if not elsewhere:
+        return placed
+    leaves = leaves_of()
+    for position in (each for each in elsewhere if leaves[each].is_per_replica):
+        array = placed[position]
+        if not (mesh.is_alone and (isinstance(array, _ON_HOST) or not getattr(array, "committed", True))):
             raise StrategyMismatchError(
                 f"the argument {names()[position]} is a PerReplica whose values lie on "
                 f"{sorted(str(d) for d in arrays[position].sharding.device_set)}, but this strategy runs on "
                 f"{[str(d) for d in mesh.devices]}; it comes from another strategy."
             )
-    if not elsewhere:
-        return placed
     moving = [placed[position] for position in elsewhere]
     if mesh.is_alone:
         targets = [mesh.stacked if leaves[position].is_per_replica else mesh.mirrored for position in elsewhere]

@@ -64,7 +64,7 @@ class Steps:
         program = self.programs.get(key, functions, args if is_plain and not kwargs else None)
         if program is not None and is_plain:
             names = lambda: argument_names(take_apart(function, args, kwargs))  # noqa: E731
-            result = program.run(place(self._mesh, arrays, array_leaves(key), names))
+            result = program.run(place(self._mesh, arrays, lambda: array_leaves(key), names))
             self._took(start, waited_before)
             return result
         self.spent.last = None
@@ -114,7 +114,7 @@ class Steps:
         names = functools.partial(argument_names, call)
         if is_new and not mesh.is_alone:
             placement.check_later(mesh, call.arrays, lambda index: f"the argument {names()[index]}")
-        return program.run(place(mesh, call.arrays, call.array_leaves(), names))
+        return program.run(place(mesh, call.arrays, call.array_leaves, names))
 
     def _made_for_last(self, call: Call, coming: Any, frame_with: Callable[..., Frame]) -> list[tuple[Call, StepProgram]]:
         """Make the program for the arguments of the last batch, unless these are unknown or it exists. It compiles later."""
@@ -183,13 +183,13 @@ def _make_program(mesh: ReplicaMesh, call: Call, frame_with: Callable[[Any], Fra
     if call.is_uneven():
         lifted, findings = traces.lift_uneven(call, frame_with, functools.partial(_input_states, call))
     else:
-        lifted = trace_step(call, [leaf.shape for leaf in leaves], even).lifted()
-        findings = proof.prove(lifted.shown.jaxpr, _input_states(call, lifted))
+        lifted, findings = trace_step(call, [leaf.shape for leaf in leaves], even).lifted(), None
     if any(lifted.plan.stacked):
         raise TypeError(
             "the step returned a PerReplica, which it must have taken from outside. Pass the PerReplica to the step in "
             "strategy.run(fn, args=(...)): inside it is this replica's own array, and may be returned."
         )
+    findings = findings or proof.prove(lifted.shown.jaxpr, _input_states(call, lifted))
     refusals.check_assignments(lifted, findings)
     if not call.is_uneven():  # else `lift_uneven` has looked at each kind of replicas
         refusals.check_gradients(findings, mesh.num_replicas)

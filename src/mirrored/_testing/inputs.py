@@ -183,10 +183,12 @@ def _make_workers(count: int) -> list[InputWorker]:
 
 def _run_together(read: Callable[[InputWorker], Any], workers: Sequence[InputWorker]) -> list[Any]:
     """Call a function for each worker, each in a thread; an error of one ends all, and is raised."""
+    is_x64 = jax.config.jax_enable_x64  # pyrefly: ignore[missing-attribute]
 
     def work(worker: InputWorker) -> Any:
         try:
-            return read(worker)
+            with jax.enable_x64(is_x64):  # in a thread it would be JAX's default
+                return read(worker)
         except BaseException:
             worker.close()
             raise

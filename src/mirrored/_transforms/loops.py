@@ -86,8 +86,8 @@ def fori_loop(lower: int | jax.Array, upper: int | jax.Array, body: Callable[[An
     """
     _check_callable(body, "mr.fori_loop")
     for limit in (lower, upper):
-        dtype = int if isinstance(limit, int) else getattr(limit, "dtype", float)
-        if not jnp.issubdtype(dtype, jnp.integer) or getattr(limit, "ndim", 0):
+        is_array = getattr(limit, "ndim", None) == 0 and jnp.issubdtype(getattr(limit, "dtype", float), jnp.integer)
+        if not isinstance(limit, int) and not is_array:
             raise TypeError(f"mr.fori_loop got the bounds {lower!r} and {upper!r}; expected two ints.")
     return call_compiled(functools.partial(_fori_loop, body), (lower, upper, init), {})
 

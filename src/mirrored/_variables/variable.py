@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import itertools
 import operator
@@ -128,12 +129,12 @@ class Variable(ScatterMethods, _Array):
         mesh = creation_mesh(name)
         value = initial_value() if callable(initial_value) else initial_value
         array = initial_array(value.value if isinstance(value, Variable) else value, dtype, name)
-        self._spec = VariableSpec(
+        spec = VariableSpec(
             name=name,
             shape=tuple(array.shape),
             dtype=array.dtype,
             mesh=mesh,
-            number=next(_created[mesh]),
+            number=-1,
             is_on_read=is_on_read,
             aggregation=how,
             trainable=(not is_on_read) if trainable is None else bool(trainable),
@@ -144,6 +145,8 @@ class Variable(ScatterMethods, _Array):
             self._slot.array = broadcast(placed(array, mesh))
         else:
             self._slot.array = placed_copy(array, mesh)
+        # Last, because a worker on which one of the steps above fails may go on, and its numbers are to be those of the others.
+        self._spec = dataclasses.replace(spec, number=next(_created[mesh]))
         _live.add(self)
         for tell in listeners:
             tell(self)

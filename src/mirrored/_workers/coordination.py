@@ -6,6 +6,7 @@ the time of one on the devices, and works while the devices are busy or stuck. N
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import threading
@@ -269,8 +270,9 @@ class Channel:
             for entry in list(this._closed):
                 thread, num_opened, prefix = entry
                 if thread == self._opened_by and num_opened <= self.number:
-                    this._closed.remove(entry)
                     this.delete(prefix)
+                    with contextlib.suppress(ValueError):  # another thread may have removed it, too
+                        this._closed.remove(entry)
         self._round += 1
         self._counted, self._has_given = "", False
 
