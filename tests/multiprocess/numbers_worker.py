@@ -141,18 +141,6 @@ def sharded() -> list[Any]:
     return whole.numbers() + again.numbers()
 
 
-def libraries() -> list[Any]:
-    """Train nets of Flax NNX, Linen and Equinox, with batches that do not divide."""
-    from parity import test_model_libraries
-
-    weights = []
-    for train in test_model_libraries.LIBRARIES.values():
-        weights += (ours := list(map(np.asarray, train(strategy))))
-        for own, right in zip(ours, train(None), strict=True):
-            np.testing.assert_allclose(own, right, atol=1e-5)
-    return weights
-
-
 def programs() -> list[Any]:
     """Run the table of tests/parity, each program in one way."""
     from parity import test_programs as table
@@ -176,7 +164,7 @@ def programs() -> list[Any]:
 
 
 PARTS: dict[str, Callable[[], list[Any]]] = {
-    "trees": trees, "combined": combined, "sharded": sharded, "libraries": libraries, "programs": programs,
+    "trees": trees, "combined": combined, "sharded": sharded, "programs": programs,
 }  # fmt: skip
 
 for part in parts:
