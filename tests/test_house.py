@@ -410,7 +410,7 @@ BUDGETS = {
     "_program": 4234,  # 4,000
     "_jax": 1362,  # 1,300
     "_replicas": 2319,  # 2,100
-    "_variables": 1876,  # 1,700
+    "_variables": 1873,  # 1,700
     "_models": 1258,  # 1,050
     "_updates": 264,  # 250
     "_strategy": 1165,  # 1,100

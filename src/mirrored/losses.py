@@ -287,7 +287,7 @@ def _global_batch_size(given: object, losses: jax.Array, replicas: _ReplicaAxis)
         return sum(replicas.each(losses.shape[0]))
     is_number = isinstance(given, int | float | np.integer | np.floating | np.ndarray | jax.Array) and not isinstance(given, bool)
     known = np.asarray(given) if is_number and not isinstance(given, jax.core.Tracer) else None
-    if is_number and jnp.ndim(given) == 0 and (known is None or (known >= 1 and known == known // 1)):
+    if is_number and jnp.ndim(given) == 0 and (known is None or (known >= 1 and float(known).is_integer())):
         return given
     raise ValueError(
         f"global_batch_size is {given!r}; expected the whole number of examples on all replicas together, at least 1."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import itertools
 import operator
@@ -129,24 +128,22 @@ class Variable(ScatterMethods, _Array):
         mesh = creation_mesh(name)
         value = initial_value() if callable(initial_value) else initial_value
         array = initial_array(value.value if isinstance(value, Variable) else value, dtype, name)
-        spec = VariableSpec(
-            name=name,
-            shape=tuple(array.shape),
-            dtype=array.dtype,
-            mesh=mesh,
-            number=-1,
-            is_on_read=is_on_read,
-            aggregation=how,
-            trainable=(not is_on_read) if trainable is None else bool(trainable),
-        )
         placement.check_later(mesh, [array], lambda _: f"the initial value of variable {name!r}")
         if is_on_read:
             broadcast = cross_replica.compiled(cross_replica.broadcast_stack, mesh.stacked, mesh.num_replicas)
             self._slot.array = broadcast(placed(array, mesh))
         else:
             self._slot.array = placed_copy(array, mesh)
-        # Last, because a worker on which one of the steps above fails may go on, and its numbers are to be those of the others.
-        self._spec = dataclasses.replace(spec, number=next(_created[mesh]))
+        self._spec = VariableSpec(
+            name=name,
+            shape=tuple(array.shape),
+            dtype=array.dtype,
+            mesh=mesh,
+            number=next(_created[mesh]),  # now: a worker on which placing fails may go on, with the numbers of the others
+            is_on_read=is_on_read,
+            aggregation=how,
+            trainable=(not is_on_read) if trainable is None else bool(trainable),
+        )
         _live.add(self)
         for tell in listeners:
             tell(self)

@@ -149,7 +149,7 @@ def _last_batch(dataset: object) -> LastBatch | None:
     elif isinstance(dataset, getattr(sys.modules.get("torch.utils.data"), "DataLoader", ())):
         try:
             num_rows, size, num_batches = len(dataset.sampler), dataset.batch_size or 0, len(dataset)
-        except (TypeError, NotImplementedError):  # a stream
+        except (TypeError, RuntimeError):  # a stream, or a loader that does not know
             return None
     else:
         return None
