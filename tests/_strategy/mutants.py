@@ -8,7 +8,7 @@ MUTANTS = [
      STRATEGY + "verbs_take_what_is_theirs_and_refuse_what_is_of_another_strategy"),
     ("_strategy/leaves.py", "tuple(map(jax.numpy.copy, copies))", "tuple(copies)",
      STRATEGY + "local_results_of_variables_are_their_copies"),
-    ("losses.py", "loss * (own / total) if own else", "loss * (own / total) if True else", RIGHT + "[empty]"),
+    ("losses.py", "loss * (own / total) if own else", "loss * (own / total) if True else", RIGHT + "[uneven]"),
     ("losses.py", "[total] = replicas.sum([jnp.sum(weights)])", "total = jnp.sum(weights)", RIGHT + "[even]"),
     ("optimizer.py", ".mirrored, op, (), None)", ".mirrored, ReduceOp.MEAN, (), None)",
      "tests/test_optimizer.py::test_outside_a_step_gradients_are_one_value_and_per_replica_ones_are_summed"),
