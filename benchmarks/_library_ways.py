@@ -14,9 +14,12 @@ import keras
 import numpy as np
 import optax
 from _harness import Contender, Row, check_losses, interleave, print_table, show_seconds
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import mirrored as mr
+
+ADAM = optax.adam(1e-3)
 
 #: A global batch: the examples and their labels.
 Rows = tuple[np.ndarray, np.ndarray]
@@ -103,12 +106,40 @@ def in_variable(strategy: mr.Strategy, step: Step, state: Any, rows: Rows) -> Co
     return Contender("mirrored, in a mr.Variable", run)
 
 
-def all_three(strategy: mr.Strategy, step: Step, state: Any, rows: Rows) -> list[Contender]:
-    return [
-        by_hand(step, state, rows, strategy.num_replicas_in_sync),
-        as_argument(strategy, step, state, rows),
-        in_variable(strategy, step, state, rows),
-    ]
+def with_mirrored(strategy: mr.Strategy, step: Step, state: Any, rows: Rows) -> list[Contender]:
+    return [as_argument(strategy, step, state, rows), in_variable(strategy, step, state, rows)]
+
+
+def nnx_steps(strategy: mr.Strategy, make: Callable[[str | None], nnx.Module], rows: Rows) -> list[Contender]:
+    """Steps of a Flax NNX model, which `make` makes for an axis of the replicas: by hand with its state, and as an object."""
+
+    def update(net: Any, optimizer: Any, batch: Any, total: Any, share: Any) -> jax.Array:
+        x, y = batch
+        loss, gradients = total(nnx.value_and_grad(lambda net: share(cross_entropy(net(x), y)))(net))
+        optimizer.update(net, gradients)
+        return loss
+
+    def made(axis_name: str | None) -> tuple[Any, Any]:
+        net = make(axis_name)
+        return net, nnx.Optimizer(net, ADAM, wrt=nnx.Param)
+
+    graph, state = nnx.split(made("data"))
+
+    def step(state: Any, batch: Any, total: Any, share: Any) -> tuple[Any, jax.Array]:
+        both = nnx.merge(graph, state)
+        loss = update(*both, batch, total, share)
+        return nnx.state(both), loss
+
+    net, optimizer = made(None)
+    [batch] = strategy.distribute_dataset([rows])
+    train = nnx.jit(lambda net, optimizer, batch: update(net, optimizer, batch, add_up, mr.losses.compute_average_loss))
+
+    def run(num_steps: int) -> float:
+        for _ in range(num_steps):
+            loss = strategy.run(train, args=(net, optimizer, batch))
+        return float(loss)
+
+    return [by_hand(step, state, rows, strategy.num_replicas_in_sync), Contender("mirrored", run)]
 
 
 def keras_fits(strategy: mr.Strategy, make_model: Callable[[], Any], rows: Rows, num_batches: int) -> list[Contender]:

@@ -17,14 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from _harness import Contender, parse
-from _library_ways import Step, add_up, all_three, by_hand, compare, cross_entropy, keras, keras_fits
+from _library_ways import ADAM, Step, by_hand, compare, cross_entropy, keras, keras_fits, nnx_steps, with_mirrored
 from flax import nnx
 from flax.training.train_state import TrainState
 
 import mirrored as mr
 
 WIDTH, DEPTH, BATCH = 256, 8, 64
-ADAM = optax.adam(1e-3)
 #: To the library by hand.
 GOALS = {"NNX": 1.05, "Linen": 1.05, "Equinox": 1.05, "Keras fit": 0.95, "bfloat16": 1.03, "four parts": 1.03}
 
@@ -48,6 +47,11 @@ def batch() -> tuple[np.ndarray, np.ndarray]:
     return rng.normal(size=(BATCH, WIDTH)).astype(np.float32), rng.integers(0, 10, BATCH).astype(np.int32)
 
 
+def all_ways(strategy: mr.Strategy, step: Step, state: Any) -> list[Contender]:
+    hand = by_hand(step, state, batch(), strategy.num_replicas_in_sync)
+    return [hand, *with_mirrored(strategy, step, state, batch())]
+
+
 class NNXNet(nnx.Module):  # noqa: D101
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.hidden = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(DEPTH - 1)])
@@ -60,33 +64,7 @@ class NNXNet(nnx.Module):  # noqa: D101
 
 
 def with_nnx(strategy: mr.Strategy) -> list[Contender]:
-    def made() -> tuple[Any, Any]:
-        model = NNXNet(nnx.Rngs(0))
-        return model, nnx.Optimizer(model, ADAM, wrt=nnx.Param)
-
-    def update(model: Any, optimizer: Any, batch: Any, total: Any, share: Any) -> jax.Array:
-        x, y = batch
-        loss, gradients = total(nnx.value_and_grad(lambda model: share(cross_entropy(model(x), y)))(model))
-        optimizer.update(model, gradients)
-        return loss
-
-    graph, state = nnx.split(made())
-
-    def step(state: Any, batch: Any, total: Any, share: Any) -> tuple[Any, jax.Array]:
-        both = nnx.merge(graph, state)
-        loss = update(*both, batch, total, share)
-        return nnx.state(both), loss
-
-    model, optimizer = made()
-    [rows] = strategy.distribute_dataset([batch()])
-    train = nnx.jit(lambda model, optimizer, batch: update(model, optimizer, batch, add_up, mr.losses.compute_average_loss))
-
-    def run(num_steps: int) -> float:
-        for _ in range(num_steps):
-            loss = strategy.run(train, args=(model, optimizer, rows))
-        return float(loss)
-
-    return [by_hand(step, state, batch(), strategy.num_replicas_in_sync), Contender("mirrored", run)]
+    return nnx_steps(strategy, lambda axis_name: NNXNet(nnx.Rngs(0)), batch())
 
 
 class LinenNet(nn.Module):  # noqa: D101
@@ -107,7 +85,7 @@ def with_linen(strategy: mr.Strategy) -> list[Contender]:
         loss, gradients = total(jax.value_and_grad(loss_fn)(state.params))
         return state.apply_gradients(grads=gradients), loss
 
-    return all_three(strategy, step, TrainState.create(apply_fn=net.apply, params=params, tx=ADAM), batch())
+    return all_ways(strategy, step, TrainState.create(apply_fn=net.apply, params=params, tx=ADAM))
 
 
 def with_equinox(strategy: mr.Strategy) -> list[Contender]:
@@ -120,7 +98,7 @@ def with_equinox(strategy: mr.Strategy) -> list[Contender]:
         updates, moments = ADAM.update(gradients, moments)
         return (eqx.apply_updates(arrays, updates), moments), loss
 
-    return all_three(strategy, step, (arrays, ADAM.init(arrays)), batch())
+    return all_ways(strategy, step, (arrays, ADAM.init(arrays)))
 
 
 def plain_step(dtype: Any, num_parts: int) -> tuple[Step, Any]:
@@ -164,8 +142,8 @@ MODELS: dict[str, Callable[[mr.Strategy], list[Contender]]] = {
     "Linen": with_linen,
     "Equinox": with_equinox,
     "Keras fit": with_keras,
-    "bfloat16": lambda strategy: all_three(strategy, *plain_step(jnp.bfloat16, 1), batch()),
-    "four parts": lambda strategy: all_three(strategy, *plain_step(jnp.float32, 4), batch()),
+    "bfloat16": lambda strategy: all_ways(strategy, *plain_step(jnp.bfloat16, 1)),
+    "four parts": lambda strategy: all_ways(strategy, *plain_step(jnp.float32, 4)),
 }
 
 if __name__ == "__main__":

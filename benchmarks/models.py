@@ -14,9 +14,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from _harness import Contender, parse
-from _library_ways import Rows, Step, add_up, all_three, by_hand, compare, cross_entropy, keras, keras_fits
+from _library_ways import ADAM, Rows, Step, by_hand, compare, cross_entropy, keras, keras_fits, nnx_steps, with_mirrored
 from flax import nnx
 from flax.training.train_state import TrainState
 
@@ -27,7 +26,6 @@ CONVOLUTIONS, TRANSFORMER = "convolutions", "transformer"
 CHANNELS, BLOCKS, SIDE = 32, 4, 16
 WIDTH, LAYERS, LENGTH, HEADS = 64, 4, 32, 4
 BATCH, CLASSES = 64, 10
-ADAM = optax.adam(1e-3)
 GOAL = 1.05
 KERAS_GOAL = 0.95
 
@@ -46,13 +44,8 @@ def main() -> None:
             for kind in (CONVOLUTIONS, TRANSFORMER):
                 if not options.only or library in options.only.split(","):
                     goal = KERAS_GOAL if library == "Keras fit" else GOAL
-                    compare(
-                        f"{library}: {kind}, Adam, batches of {BATCH}, R = {num_replicas}",
-                        make(kind, strategy),
-                        goal,
-                        rounds,
-                        turn,
-                    )
+                    title = f"{library}: {kind}, Adam, batches of {BATCH}, R = {num_replicas}"
+                    compare(title, make(kind, strategy), goal, rounds, turn)
 
 
 def batch(kind: str) -> Rows:
@@ -96,33 +89,8 @@ class NNXTransformer(nnx.Module):  # noqa: D101
 
 
 def with_nnx(kind: str, strategy: mr.Strategy) -> list[Contender]:
-    def made(axis_name: str | None) -> tuple[Any, Any]:
-        net = {CONVOLUTIONS: NNXConvolutions, TRANSFORMER: NNXTransformer}[kind](axis_name, nnx.Rngs(0))
-        return net, nnx.Optimizer(net, ADAM, wrt=nnx.Param)
-
-    def update(net: Any, optimizer: Any, rows: Any, total: Any, share: Any) -> jax.Array:
-        x, y = rows
-        loss, gradients = total(nnx.value_and_grad(lambda net: share(cross_entropy(net(x), y)))(net))
-        optimizer.update(net, gradients)
-        return loss
-
-    graph, state = nnx.split(made("data"))
-
-    def step(state: Any, rows: Any, total: Any, share: Any) -> tuple[Any, jax.Array]:
-        both = nnx.merge(graph, state)
-        loss = update(*both, rows, total, share)
-        return nnx.state(both), loss
-
-    net, optimizer = made(None)
-    [rows] = strategy.distribute_dataset([batch(kind)])
-    train = nnx.jit(lambda net, optimizer, rows: update(net, optimizer, rows, add_up, mr.losses.compute_average_loss))
-
-    def run(num_steps: int) -> float:
-        for _ in range(num_steps):
-            loss = strategy.run(train, args=(net, optimizer, rows))
-        return float(loss)
-
-    return [by_hand(step, state, batch(kind), strategy.num_replicas_in_sync), Contender("mirrored", run)]
+    make = {CONVOLUTIONS: NNXConvolutions, TRANSFORMER: NNXTransformer}[kind]
+    return nnx_steps(strategy, lambda axis_name: make(axis_name, nnx.Rngs(0)), batch(kind))
 
 
 class LinenConvolutions(nn.Module):  # noqa: D101
@@ -171,7 +139,7 @@ def with_linen(kind: str, strategy: mr.Strategy) -> list[Contender]:
         return state.apply_gradients(grads=gradients, statistics=changed.get("batch_stats", {})), loss
 
     hand = by_hand(step, state_of("data"), batch(kind), strategy.num_replicas_in_sync)
-    return [hand, *all_three(strategy, step, state_of(None), batch(kind))[1:]]
+    return [hand, *with_mirrored(strategy, step, state_of(None), batch(kind))]
 
 
 class EquinoxConvolutions(eqx.Module):  # noqa: D101
@@ -249,7 +217,7 @@ def with_equinox(kind: str, strategy: mr.Strategy) -> list[Contender]:
 
     (state, step), (own_state, own_step) = made(("rows", "data")), made(("rows",))
     hand = by_hand(step, state, batch(kind), strategy.num_replicas_in_sync)
-    return [hand, *all_three(strategy, own_step, own_state, batch(kind))[1:]]
+    return [hand, *with_mirrored(strategy, own_step, own_state, batch(kind))]
 
 
 def keras_layer(x: Any) -> Any:
