@@ -37,7 +37,7 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
 	$(BIN)/python -m sphinx -q -W -b html docs out/docs
-	$(BIN)/python -m pytest -q tests/test_docs.py tests/test_house.py
+	$(BIN)/python -m pytest -q -n $(JOBS) tests/test_docs.py tests/test_house.py
 
 ## mutants: damage the source in many small ways; each damage must fail its test
 mutants: setup
