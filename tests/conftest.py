@@ -6,8 +6,8 @@ import threading
 from pathlib import Path
 
 os.environ["KERAS_BACKEND"] = "jax"  # before any test imports keras
-# XLA's optimizations take a third of the default suite's time and decide none of its claims. `.ci/run` has them in the slow
-# tests, and where numbers are compared with those of one device.
+# XLA's optimizations take a third of the default suite's time and decide none of its claims. `.ci/run` has them where numbers
+# are compared with those of one device, and what slow tests start has them.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # What an earlier run, another process or another test has compiled is loaded, in a seventh of the time: `make clean` drops it.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".pytest_cache" / "jax"))
