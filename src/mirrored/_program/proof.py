@@ -177,8 +177,9 @@ class _Pass(Analysis[State]):
         if jaxprs.is_replica_number(equation):
             state = varying(f"the replica's own number (replica_id_in_sync_group, ctx.rng) at {where}")
         elif jaxprs.is_collective(equation):
-            state = self.collective(equation, join(values), where)
-            if not all(given.is_operand for given in values):
+            is_of_step = all(given.is_operand for given in values)
+            state = self.collective(equation, join(values), where, is_of_step)
+            if not is_of_step:
                 state = dataclasses.replace(state, came_back=where)
         else:  # a cast
             state = join(values)
@@ -228,7 +229,7 @@ class _Pass(Analysis[State]):
         # A mirrored variable's new value starts afresh, so that two updates in one step are judged like one in each of two.
         return SAME if note.purpose is Purpose.ASSIGN and state.is_mirrored else state
 
-    def collective(self, equation: Any, given: State, where: str) -> State:
+    def collective(self, equation: Any, given: State, where: str, is_of_step: bool) -> State:
         name = equation.primitive.name
         if self.within is not None:
             raise CollectiveHangError(
@@ -243,7 +244,9 @@ class _Pass(Analysis[State]):
             return varying(f"`{name}` at {where}, which gives each replica its own part").saying(given.said)
         if not given.is_mirrored:
             return State(Sameness.REDUCED, said=min(given.said, Said.COMBINED))
-        is_multiplied = name in SUMS and Said.ZERO < given.said <= Said.NOTHING
+        # In a backward pass also what was computed from a combined share, such as the derivative of its logarithm.
+        highest = Said.NOTHING if is_of_step else Said.COMBINED
+        is_multiplied = name in SUMS and Said.ZERO < given.said <= highest
         return dataclasses.replace(given, origin="", said=Said.WHOLE if is_multiplied else given.said)
 
 
@@ -252,7 +255,8 @@ def _said(name: str, inputs: Sequence[State]) -> Said:
     if name in ADDITIONS:
         return _lowest(inputs, above=Said.CONSTANT)
     if name == "add_any":  # adds up derivatives, of which a constant is one too
-        return _lowest(inputs, above=Said.ZERO)
+        is_whole = any(state.said is Said.WHOLE for state in inputs)
+        return Said.WHOLE if is_whole else _lowest(inputs, above=Said.ZERO)
     first = inputs[0].said if inputs else Said.CONSTANT
     if name == "div" and inputs[1].said is not Said.WHOLE:  # division by a sum over the replicas does not multiply by R
         return max(first, inputs[1].said, Said.CONSTANT)
