@@ -39,6 +39,12 @@ def num_all_reduces(strategy):
     return len(calls), sum(call.count(",") + 1 for call in calls)
 
 
+def test_sums_join_whether_or_not_jax_compiles(strategy2):
+    with jax.disable_jit():
+        twice = strategy2.run(lambda x: (all_reduce(x.sum()), all_reduce(x.max())), args=(rows(strategy2, 16),))
+    assert num_all_reduces(strategy2) == (1, 1) and float(twice[0]) == pytest.approx(ROWS.sum(), rel=1e-5)
+
+
 @pytest.mark.parametrize("count", [16, 13])
 def test_a_result_that_a_step_has_added_up_is_looked_up_with_the_same_bits(strategy, count):
     def step(x):

@@ -1,6 +1,5 @@
 """Copies that differ are found on the devices, and named."""
 
-import threading
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 
 import mirrored as mr
-from mirrored._transforms import function
 from mirrored._variables import equal_copies
 from mirrored._variables import variable as _variable
 from mirrored._workers import joint_programs
@@ -228,21 +226,6 @@ def test_threads_that_run_one_program_do_not_all_compare(strategy2, monkeypatch)
 
 
 # -- several workers
-
-
-@both_ways
-def test_with_several_workers_only_runs_in_the_main_thread_count(strategy2, as_function: bool) -> None:
-    _, step = train(strategy2, as_function)
-    step()
-    watch = next(reversed(list(function._programs))).watch if as_function else watch_of(strategy2)
-    for is_joint, expected in ((False, 2), (True, 2)):
-        watch.is_joint = is_joint
-        thread = threading.Thread(target=step)
-        thread.start()
-        thread.join()
-        assert watch.count == expected
-    step()
-    assert watch.count == 3
 
 
 @pytest.fixture

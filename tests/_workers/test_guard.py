@@ -402,7 +402,7 @@ def done(*names: str) -> Progress:
 
 def says_what_it_did(guarded: Guarded, worker: int, *names: str) -> None:
     """Let another worker be where it is after programs of these names, and let it tell them as it leaves."""
-    number, checksum = done(*names).trail.so_far()
+    number, checksum, *_ = done(*names).trail.last
     guarded.says(f"position/{worker}", OWN_CODE._replace(started=number, done=number, trail=checksum))
     guarded.says(f"trail/{worker}", done(*names).tell())
 
@@ -439,17 +439,6 @@ def test_a_collective_that_fails_because_different_programs_met_says_so(make: Ma
         guarded.guard._fail_with(LOSSES[1])
         assert guarded.codes.get(timeout=5) == code and re.search(f"leaves with code {code}: {said}", caplog.text)
         assert guarded.of_key("trail/0") == guarded.progress.tell()
-
-
-def test_what_threads_do_is_compared_with_nobody(make: Make) -> None:
-    guarded = make(is_started=False)
-    guarded.enter("train")
-    says_what_it_did(guarded, 1, "evaluate")
-    guarded.progress.trail.is_known = False
-    assert guarded.guard._round(0.5) is False
-    guarded.progress.trail.is_known = True
-    guarded.says("position/1", OWN_CODE._replace(started=1))
-    assert guarded.guard._round(0.5) is False and guarded.codes.empty()
 
 
 def test_a_worker_that_is_asked_tells_its_history_where_it_differs_and_leaves_with_the_code_of_the_verdict(make: Make) -> None:

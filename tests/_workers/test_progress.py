@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from mirrored._errors import ContextError
 from mirrored._workers.progress import UNKNOWN, Progress
 
 
@@ -98,7 +99,7 @@ def test_batches_that_another_thread_takes_are_not_counted() -> None:
     progress.took_batch(None, [4])
     seen: list[list[str]] = []
     on_threads(lambda: [progress.took_batch(None, [4]), seen.append(progress.history())])
-    assert progress.history()[0] == "1" and seen == [[UNKNOWN] * 2]
+    assert progress.history()[0] == "1" and seen[0][0] == UNKNOWN
 
 
 def test_the_trail_is_of_what_was_done_in_its_order() -> None:
@@ -113,18 +114,30 @@ def test_the_trail_is_of_what_was_done_in_its_order() -> None:
     assert len(set(trails)) == 5
 
 
-def test_the_trail_is_not_known_after_another_thread_had_part_in_it(caplog) -> None:
-    caplog.set_level("INFO", "mirrored")
-    progress = Progress()
-    progress.did("assign", b"0")
-    first = progress.trail.so_far()
-    assert first[0] == 1 and progress.history()[1] == f"{first[1]:08x}" and progress.trail.contradicts(1, first[1] + 1)
-    for _ in range(2):
-        on_threads(lambda: progress.did("assign", b"0"))
-    assert progress.history() == ["0", UNKNOWN] and progress.trail.last.number == 3
-    assert progress.trail.so_far() == (-1, 0) and not progress.trail.contradicts(1, first[1] + 1)
-    [message] = caplog.messages
-    assert "assign was started by the thread 'evaluation': the order of what the workers do is not compared" in message
+def test_one_thread_does_what_workers_do_together_until_it_ends_or_hands_over() -> None:
+    progress, refused = Progress(), []
+
+    def refuse(act: Callable[[], object]) -> None:
+        with pytest.raises(ContextError, match=r"in the thread .* one thread starts what .*strategy\.barrier") as raised:
+            act()
+        refused.append(str(raised.value))
+
+    wait = progress.phase("saving", waits=True)
+    on_threads(wait.__enter__, lambda: wait.__exit__(None, None, None))  # nobody has begun
+    on_threads(lambda: progress.enter("count", b"0"))
+    progress.enter("train", b"0")  # the other thread has ended
+    on_threads(lambda: refuse(lambda: progress.enter("count", b"0")), lambda: refuse(wait.__enter__))
+    on_threads(lambda: progress.took_batch(None, [1]))
+    assert progress.trail.last.number == 2 and progress.phases == () and progress.started == 2
+    assert refused[0].startswith("'count', in the thread 'evaluation'") and "'MainThread'" in refused[0]
+
+    def go_on() -> None:
+        progress.trail.take_over()
+        progress.enter("train", b"0")
+        on_threads(lambda: refuse(lambda: progress.enter("count", b"0")))
+
+    on_threads(go_on)
+    assert progress.trail.last.number == 3 and len(refused) == 3
 
 
 def test_a_step_pays_almost_nothing() -> None:

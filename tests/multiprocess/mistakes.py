@@ -5,6 +5,7 @@
 
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -112,6 +113,7 @@ mistakes: dict[str, Callable[[], Any]] = {
         lambda context: np.ones((2,) * (1 + context.replica_id_in_sync_group))
     ),
     "eager": lambda: eager(),
+    "another thread": lambda: in_a_thread(lambda: run(add, x)),
     "read on_read alone": lambda: in_a_step(lambda: counters[0].value),
     "assign mirrored alone": lambda: in_a_step(lambda: frozen.assign(frozen.value * 2)),
     "flipped bit": lambda: flipped_bit(variable, lambda: variable.assign_add(1.0)),
@@ -251,6 +253,11 @@ def batches(count: int, is_odd: Callable[[int], bool]) -> None:
         )
 
 
+def in_a_thread(act: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(act).result()
+
+
 def eager() -> None:
     with mr.eager():
         run(add, x)
@@ -267,6 +274,8 @@ for name in sys.argv[2:]:
             raise
         print(f"REFUSED {name}: {type(error).__name__}:", " ".join(str(error).split()), flush=True)
 if len(sys.argv) > 3:
+    in_a_thread(lambda: [strategy.barrier("hand over"), run(add, x)])
+    strategy.barrier("and back")
     for _ in range(3):
         run(add, x)
 result = np.asarray(strategy.reduce("sum", x))

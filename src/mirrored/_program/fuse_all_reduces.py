@@ -128,7 +128,8 @@ def _sum_of(buffer: _Buffer, like: Equation, num_replicas: int) -> Equation:
     """Return the equation that adds up a buffer, with the user's line and the settings of `like`."""
     avals = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in buffer.arrays.values()]
     add_up = jax.jit(lambda *arrays: sum_in_one_buffer(arrays))
-    [call] = jax.make_jaxpr(add_up, axis_env=[(REPLICA_AXIS, num_replicas)])(*avals).eqns
+    with jax.disable_jit(False):  # a user may have set it, and it would take the call apart
+        [call] = jax.make_jaxpr(add_up, axis_env=[(REPLICA_AXIS, num_replicas)])(*avals).eqns
     return call.replace(
         invars=list(buffer.arrays.values()), outvars=list(buffer.arrays), source_info=like.source_info, ctx=like.ctx
     )

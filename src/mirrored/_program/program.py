@@ -25,7 +25,6 @@ from .._variables.equal_copies import Watch
 from .._variables.storage import Home
 from .._variables.variable import spec_of
 from .._workers import joint_programs
-from .._workers.progress import in_main_thread
 from .call import NUMBERS, ArrayLeaf
 from .fuse_all_reduces import Joined
 from .lift import Lifted
@@ -133,7 +132,7 @@ class Program:
         results, _, witness = outputs
         if witness:
             (in_flight.started if self.mesh.is_alone else in_flight.joined)(witness[0])
-        if (watch := self.watch) is not None and (not watch.is_joint or in_main_thread()):
+        if (watch := self.watch) is not None:
             watch.count += 1
             if watch.count >= watch.next:
                 watch.look()

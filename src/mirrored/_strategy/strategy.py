@@ -126,6 +126,7 @@ class Strategy:
         with lent(live_variables(self._mesh)) as arrays:
             jax.block_until_ready(arrays)
         if not self._mesh.is_alone:
+            progress.trail.take_over()
             with progress.phase(f"the barrier {name!r}", waits=True):
                 in_flight.finish()
                 histories = self._coordination.barrier(name, progress.history())

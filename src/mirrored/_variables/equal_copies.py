@@ -123,14 +123,13 @@ class Watch:
     share it. The cheaper of the last two comparisons counts: one that a busy machine makes slow must not put the next off.
 
     Attributes:
-        is_joint: whether other workers take part. Then only runs in the main thread count: the workers share no order of others.
         count: runs of the program so far; its caller counts, and calls `look` when `next` is reached.
         next: the run before which copies are compared. An error leaves it, so that the next run finds the difference again.
         every: runs between the last comparison and the next; the same on all workers.
     """
 
     def __init__(self, mesh: ReplicaMesh, variables: Sequence[Variable]) -> None:
-        self._mesh, self._variables, self.is_joint = mesh, WeakVariables(variables), not mesh.is_alone
+        self._mesh, self._variables = mesh, WeakVariables(variables)
         self.count, self.next, self.every = 0, _MIN_RUNS, _MIN_RUNS
         self._since = 0.0  # when the last comparison ended, in seconds
         self._costs: collections.deque[float] = collections.deque(maxlen=2)  # seconds that the last two took

@@ -7,7 +7,6 @@ how long nothing has changed.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import threading
 import zlib
@@ -15,7 +14,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias
 
-_logger = logging.getLogger("mirrored")
+from .._errors import ContextError
 
 Detail: TypeAlias = str | Callable[[], str]
 
@@ -26,7 +25,7 @@ NEXT_BATCH = "the next batch"
 OTHERS_INPUT = "its own is ready; it waits for the other workers' input"
 #: The name, in a history, of taking a batch.
 BATCH = "a batch"
-#: Stands in a history for the work of another thread, whose order cannot be compared.
+#: Stands in a history for the number of batches, where another thread than the main one takes the steps.
 UNKNOWN = "unknown"
 #: The length of the history that a worker keeps: longer than what any worker does between two looks at the others.
 SIZE = 4096
@@ -56,24 +55,39 @@ class ProgramTrail:
     """The history of this worker's programs, batches and variables, of which the last entries are kept.
 
     All workers must have the same history, but at no common time: each may be ahead of another by many programs. So each compares
-    its own checksum with another worker's of the same number. One thread adds; others may ask at the same time.
+    its own checksum with another worker's of the same number. One thread adds, because the order of two is chance, and would be
+    another on each worker: the sum of one program would go into another one. Others may ask at the same time.
     """
 
     def __init__(self) -> None:
         self._last = (0, 0, 0, "")  # the fields of an Entry, which would take twice the time to make
         self._ring = [self._last] * SIZE
-        self.is_known = True  # until a thread other than the main one adds, in an order of chance
+        self._thread: threading.Thread | None = None  # that adds: the first one, while it lives
+        self._ident = 0  # its number, which is asked in every step
+
+    def take_over(self) -> None:
+        """Let this thread add from now on."""
+        self._thread, self._ident = threading.current_thread(), threading.get_ident()
+
+    def is_elsewhere(self) -> bool:
+        """Tell whether another thread adds."""
+        return self._ident != threading.get_ident() and self._thread is not None and self._thread.is_alive()
+
+    def require_this_thread(self, what: str) -> None:
+        """Raise ContextError when another thread than the first one does what all workers must do alike."""
+        if (first := self._thread) is not None and self.is_elsewhere():
+            raise ContextError(
+                f"{what!r}, in the thread {threading.current_thread().name!r}: one thread starts what several workers do together, "
+                f"here {first.name!r}. The order of two threads may be another on each worker, and the sum of one program would "
+                "go into that of another. Do it in that thread, between the steps; others may read mirrored variables. Or hand "
+                "over, on all workers: strategy.barrier('hand over') in the thread that goes on."
+            )
 
     def add(self, what: str, digest: bytes, step: int) -> None:
         """Add an entry; `digest` is equal for equal entries only."""
-        if self.is_known and not in_main_thread():
-            self.is_known = False
-            _logger.info(
-                "%s was started by the thread %r: the order of what the workers do is not compared from now on, since that of "
-                "threads is chance",
-                what,
-                threading.current_thread().name,
-            )
+        if self._ident != threading.get_ident():
+            self.require_this_thread(what)
+            self.take_over()
         number, checksum, _, _ = self._last
         self._ring[number % SIZE] = self._last = (number + 1, zlib.crc32(digest, checksum), step, what)
 
@@ -81,20 +95,13 @@ class ProgramTrail:
     def last(self) -> Entry:
         return Entry(*self._last)
 
-    def so_far(self) -> tuple[int, int]:
-        """Return the length of the history, and its checksum; -1 where the order is not known."""
-        last = self.last  # first: who adds in another thread says so before
-        return (last.number, last.checksum) if self.is_known else (-1, 0)
-
     def contradicts(self, number: int, checksum: int) -> bool:
-        """Tell whether this worker had another checksum after the entry of that number; False where that is not known."""
+        """Tell whether this worker had another checksum after the entry of that number; False where that is long ago."""
         own_number, own_checksum, _, _ = self._ring[(number - 1) % SIZE]
-        return own_number == number and own_checksum != checksum and self.is_known
+        return own_number == number and own_checksum != checksum
 
     def encode(self) -> str:
-        """Return the last entries, for other workers; empty where the order is not known."""
-        if not self.is_known:
-            return ""
+        """Return the last entries, for other workers."""
         known = sorted(entry for entry in self._ring if entry[0])[-_NUM_TOLD:]
         return json.dumps([(*numbers, what[:_MAX_NAME]) for *numbers, what in known])
 
@@ -116,6 +123,8 @@ class Phase:
         self.waits, self.is_patient = waits, is_patient
 
     def __enter__(self) -> None:
+        if self.waits:
+            self._progress.trail.require_this_thread(self.text)
         with self._progress.lock:
             self._progress.phases = (*self._progress.phases, self)
 
@@ -183,16 +192,14 @@ class Progress:
 
     def took_batch(self, place: BatchPlace | None, sizes: Sequence[int]) -> None:
         """Note that a batch was taken, with the rows of all replicas; None has no place among those that all workers read."""
-        if in_main_thread():  # what other threads take is not in step with the programs
+        if in_main_thread() and not self.trail.is_elsewhere():  # what other threads take is not in step with the programs
             self.batches += 1
             self.batch = place or self.batch
             self.did(BATCH, repr((place, tuple(sizes))).encode())
 
     def history(self) -> list[str]:
-        """Return the number of batches and the history's checksum, for `require_same_history`; UNKNOWN where they are not."""
-        if not in_main_thread():
-            return [UNKNOWN] * 2
-        return [str(self.batches), f"{self.trail.last.checksum:08x}" if self.trail.is_known else UNKNOWN]
+        """Return the number of batches and the history's checksum, for `require_same_history`."""
+        return [str(self.batches) if in_main_thread() else UNKNOWN, f"{self.trail.last.checksum:08x}"]
 
     def tell(self) -> str:
         """Return the last entries of the history, for `require_same_history`."""
@@ -203,7 +210,7 @@ _main = threading.main_thread().ident
 
 
 def in_main_thread() -> bool:
-    """Tell whether this is the main thread: batches and programs of other threads come in an order of chance."""
+    """Tell whether this is the main thread: batches of other threads come in an order of chance."""
     return threading.get_ident() == _main  # asked in every step, so by number: the objects take three times as long
 
 

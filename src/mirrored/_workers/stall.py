@@ -113,7 +113,7 @@ class Own:
             self._step_times.append(self._since_step / (started - self._started))
             self._started, self._since_step = started, 0.0
         phase, detail = (phases[-1].text, phases[-1].detail) if phases else ("", "")
-        done, trail = progress.trail.so_far()
+        last = progress.trail.last
         return Position(
             beat=self._beat,
             started=started,
@@ -124,8 +124,8 @@ class Own:
             is_patient=any(phase.is_patient for phase in phases),
             has_ended=has_ended,
             still=self._still,
-            done=done,
-            trail=trail,
+            done=last.number,
+            trail=last.checksum,
             batch=list((progress.batch or ())[:3]),
             ends=[list(place[:3]) for place in list(progress.data_ends.values())],
         )
