@@ -118,7 +118,7 @@ def test_one_thread_does_what_workers_do_together_until_it_ends_or_hands_over() 
     progress, refused = Progress(), []
 
     def refuse(act: Callable[[], object]) -> None:
-        with pytest.raises(ContextError, match=r"in the thread .* one thread starts what .*strategy\.barrier") as raised:
+        with pytest.raises(ContextError, match=r"in the thread .*; expected .*strategy\.barrier") as raised:
             act()
         refused.append(str(raised.value))
 
@@ -129,7 +129,7 @@ def test_one_thread_does_what_workers_do_together_until_it_ends_or_hands_over() 
     on_threads(lambda: refuse(lambda: progress.enter("count", b"0")), lambda: refuse(wait.__enter__))
     on_threads(lambda: progress.took_batch(None, [1]))
     assert progress.trail.last.number == 2 and progress.phases == () and progress.started == 2
-    assert refused[0].startswith("'count', in the thread 'evaluation'") and "'MainThread'" in refused[0]
+    assert refused[0].startswith("'count' was called in the thread 'evaluation'") and "'MainThread'" in refused[0]
 
     def go_on() -> None:
         progress.trail.take_over()

@@ -42,7 +42,7 @@ REFUSED = {
     "computed argument of a function": OTHERWISE.format("the argument `a`"),
     "computed and assigned": OTHERWISE.format("what variable 'frozen' was given by assign"),
     "eager": r"ContextError: mr\.eager\(\) runs each operation by itself, which works with one worker only",
-    "another thread": r"ContextError: 'add', in the thread .*: one thread starts what several workers do together, here 'MainTh",
+    "another thread": r"ContextError: 'add' was called in the thread .*; expected 'MainThread', which starts what several",
 }
 #: After these they cannot, and so the job ends: with 1 on every worker.
 FINAL = {

@@ -15,7 +15,7 @@ from .._errors import StrategyMismatchError
 from .._jax import tracing
 from .._models import equinox
 from .._replicas.arrays import check_range, is_numeric, refuse_mask
-from .._replicas.per_replica import PerReplica, require_whole, stack_of, uneven_shapes
+from .._replicas.per_replica import PerReplica, last_sizes, require_whole, stack_of, uneven_shapes
 from .._typing import PyTree, Shape, UserFunction
 from .._variables.variable import Variable
 from .guards import match
@@ -36,6 +36,7 @@ class ArrayLeaf(NamedTuple):
     is_weak: bool
     is_per_replica: bool
     shapes: tuple[Shape, ...] | None = None  # of the PerReplica, when they differ
+    is_batch: bool = False  # whether it is of a dataset, in a call of which some argument has different shapes
 
     def aval(self, shape: Shape) -> jax.ShapeDtypeStruct:
         """Return its type for a trace, with this shape."""
@@ -115,15 +116,18 @@ def key_of(
     name_of = lambda position: _names(function, jax.tree.structure((tuple(args), kwargs), is_leaf=_is_leaf))[position]  # noqa: E731
     arrays: list[Any] = []
     static: list[Any] = []
-    kinds: list[ArrayLeaf | Hashable] = []  # for each leaf, an ArrayLeaf or a static key
+    kinds: list[Any] = []  # for each leaf, an ArrayLeaf or a static key
+    is_uneven = False
     for leaf in flat:
         if isinstance(leaf, PerReplica):
             array = stack_of(leaf)
-            kinds.append(_array_leaf((array.shape[1:], array.dtype, False, True, uneven_shapes(leaf))))
+            shapes = uneven_shapes(leaf)
+            is_uneven = is_uneven or shapes is not None
+            kinds.append(_array_leaf((array.shape[1:], array.dtype, False, True, shapes, False)))
         elif isinstance(leaf, jax.Array):
             array = leaf
             is_weak = getattr(array, "weak_type", False)  # random keys have none
-            kinds.append(_array_leaf((array.shape, array.dtype, is_weak, False, None)))
+            kinds.append(_array_leaf((array.shape, array.dtype, is_weak, False, None, False)))
         elif type(leaf) in NUMBERS and len(kinds) not in compiled_in:
             array = leaf
             kinds.append(_number_leaf(type(leaf), tracing.is_wide()))
@@ -132,12 +136,17 @@ def key_of(
                 check_range(np.asarray(in_64_bits), lambda: f"the argument {name_of(len(kinds) - 1)} holds")
         elif _gives_array(type(leaf)):
             array = _host_array(leaf, lambda: name_of(len(kinds)))
-            kinds.append(_array_leaf((array.shape, jax.dtypes.canonicalize_dtype(array.dtype), False, False, None)))
+            kinds.append(_array_leaf((array.shape, jax.dtypes.canonicalize_dtype(array.dtype), False, False, None, False)))
         else:
             kinds.append(static_key(leaf))
             static.append(leaf)
             continue
         arrays.append(array)
+    if is_uneven:
+        kinds = [
+            kind._replace(is_batch=last_sizes(leaf) is not None) if isinstance(leaf, PerReplica) else kind
+            for leaf, kind in zip(flat, kinds, strict=True)
+        ]
     functions: tuple[UserFunction, ...] = (function,)
     if static:
         functions = (_with_objects(function, args, kwargs, static), *(leaf for leaf in static if isinstance(leaf, FUNCTIONS)))

@@ -60,7 +60,8 @@ class PerReplica:
         self._array = array  # `[R, ...]`, sharded over the replicas along its first axis
         self._shapes = shapes  # each replica's true shape when they differ, else None
         self._carried = carried  # SUM and MEAN over the replicas, and their mesh, where the program that made the values has them
-        self._last_sizes = last_sizes  # of a batch, each replica's rows of the last batch of its dataset, when these differ
+        # Of a dataset's batch, each replica's rows of its last batch, when these are known to differ, else (); else None.
+        self._last_sizes = last_sizes
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
@@ -192,6 +193,8 @@ def is_per_replica(value: object) -> bool:
 stack_of: Callable[[PerReplica], Any] = operator.attrgetter("_array")
 #: The SUM and the MEAN over the replicas, and their mesh; None where they are not known.
 carried_sums: Callable[[PerReplica], tuple[Any, Any, Any] | None] = operator.attrgetter("_carried")
+#: Of a dataset's batch, the rows of its last batch or (); None of other values.
+last_sizes: Callable[[PerReplica], tuple[int, ...] | None] = operator.attrgetter("_last_sizes")
 #: The shape of each replica's value when they differ, else None.
 uneven_shapes: Callable[[PerReplica], tuple[Shape, ...] | None] = operator.attrgetter("_shapes")
 
@@ -226,7 +229,7 @@ def of_last_batch(arguments: PyTree) -> PyTree | None:
     leaves = jax.tree.leaves(arguments, is_leaf=is_per_replica)
     values = [leaf for leaf in leaves if isinstance(leaf, PerReplica) and leaf.ndim]
     plain = [value for value in values if uneven_shapes(value) is None and not isinstance(stack_of(value), jax.core.Tracer)]
-    if not values or len(plain) < len(values) or any(value._last_sizes is None for value in values):
+    if not values or len(plain) < len(values) or not all(value._last_sizes for value in values):
         return None
     is_leaf = lambda leaf: hasattr(leaf, "__jax_array__")  # noqa: E731  # of ours: a variable stays one
     return jax.tree.map(lambda v: _last(v) if is_per_replica(v) and v.ndim else v, arguments, is_leaf=is_leaf)
@@ -235,7 +238,7 @@ def of_last_batch(arguments: PyTree) -> PyTree | None:
 def _last(value: PerReplica) -> PerReplica:
     array, sizes = value._array, value._last_sizes or ()
     stands_for = jax.ShapeDtypeStruct((len(sizes), max(sizes), *array.shape[2:]), array.dtype, sharding=array.sharding)
-    return PerReplica(stands_for, tuple((size, *array.shape[2:]) for size in sizes))
+    return PerReplica(stands_for, tuple((size, *array.shape[2:]) for size in sizes), None, ())
 
 
 jax.tree_util.register_pytree_node(

@@ -77,10 +77,10 @@ class ProgramTrail:
         """Raise ContextError when another thread than the first one does what all workers must do alike."""
         if (first := self._thread) is not None and self.is_elsewhere():
             raise ContextError(
-                f"{what!r}, in the thread {threading.current_thread().name!r}: one thread starts what several workers do together, "
-                f"here {first.name!r}. The order of two threads may be another on each worker, and the sum of one program would "
-                "go into that of another. Do it in that thread, between the steps; others may read mirrored variables. Or hand "
-                "over, on all workers: strategy.barrier('hand over') in the thread that goes on."
+                f"{what!r} was called in the thread {threading.current_thread().name!r}; expected {first.name!r}, which starts "
+                "what several workers do together. The order of two threads differs by worker, and the sum of one program would "
+                "go into that of another. Do it in that thread, between the steps; others may read mirrored variables. Or "
+                "hand over, on all workers: strategy.barrier('hand over') in the thread that goes on."
             )
 
     def add(self, what: str, digest: bytes, step: int) -> None:

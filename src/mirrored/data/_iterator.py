@@ -247,14 +247,14 @@ def num_workers_of(iterator: DistributedIterator) -> int:
 def _batches(steps: Steps, mesh: ReplicaMesh, layout: LocalReplicas, elements: Elements) -> Batches:
     """Yield the rows of each step as PerReplica values, with the rest of the step."""
     last = elements.last_batch(layout)
-    last_sizes = None if last is None else tuple(split_sizes(last.num_rows, layout.num_replicas))
+    last_sizes = () if last is None else tuple(split_sizes(last.num_rows, layout.num_replicas))
     for step in steps:
         elements.note(step.stacked)
         is_before = last is not None and sum(step.sizes) == last.rows_before  # a function of `map` may change the rows
-        yield to_devices(step, mesh, layout, last_sizes if is_before else None), dataclasses.replace(step, stacked=None)
+        yield to_devices(step, mesh, layout, last_sizes if is_before else ()), dataclasses.replace(step, stacked=None)
 
 
-def to_devices(step: Step, mesh: ReplicaMesh, layout: LocalReplicas, last_sizes: tuple[int, ...] | None = None) -> PyTree:
+def to_devices(step: Step, mesh: ReplicaMesh, layout: LocalReplicas, last_sizes: tuple[int, ...] = ()) -> PyTree:
     """Put each replica's rows on its device; `last_sizes` are its rows of the last batch, see `PerReplica`."""
     leaves, treedef = jax.tree.flatten(step.stacked)
     is_alone = layout.worker.count == 1  # then one call for all of them

@@ -247,6 +247,18 @@ def test_arguments_that_divide_differently_have_no_one_weight():
     assert float(strategy.run(lambda x, y: mean(float(x.shape[0])), args=pairs)) == pytest.approx(5 / 3)
 
 
+def test_a_batch_that_divides_beside_one_that_does_not_has_another_weight_and_other_values_have_none():
+    strategy = STRATEGIES[3]
+    batch = lambda rows: next(iter(strategy.distribute_dataset([rows])))  # noqa: E731
+    even, odd = batch(np.arange(6.0)), batch(np.arange(5.0))
+    same = strategy.run(lambda x: x * 1, args=(even,))  # of no dataset: a state, or noise, which weighs nothing
+    step = lambda x, odd: mean(x.mean())  # noqa: E731
+    assert float(strategy.run(step, args=(same, odd))) == pytest.approx((2 * 0.5 + 2 * 2.5 + 4.5) / 5)
+    with pytest.raises(mr.UnevenReplicasError, match=r"\(2, 2, 1\), \(2, 2, 2\) rows.*drop_remainder"):
+        strategy.run(step, args=(even, odd))
+    assert float(strategy.run(lambda x, odd: mean(x.mean(), by_rows=False), args=(even, odd))) == 2.5
+
+
 def test_a_sum_of_python_numbers_by_the_name_in_jax_is_that_of_all_replicas():
     """JAX makes R times the own number of it."""
     strategy = STRATEGIES[3]

@@ -20,6 +20,7 @@ class Kinds:
     of_replica: tuple[int, ...]  # the kind of each replica
     varied: int  # an argument whose shape differs, by position; messages speak of it
     name: str  # its name
+    batches: tuple[int, ...]  # the arguments that are batches of datasets
 
     def describe(self, kind: int) -> str:
         """Name the replicas of a kind in a message."""
@@ -59,7 +60,7 @@ class Kinds:
         Raises:
             UnevenReplicasError: when it depends on the argument.
         """
-        counts = list(self._row_counts())
+        counts = [*self._row_counts(), *(tuple(shapes[i][0] for shapes in self.shapes) for i in self.batches)]
         totals = [sum(self.on_replicas(sizes)) for sizes in counts]
         shares = {tuple(Fraction(size, total) for size in sizes) for sizes, total in zip(counts, totals, strict=True)}
         if len(shares) > 1:
@@ -67,7 +68,8 @@ class Kinds:
                 "a mean over the replicas weighs them by their rows, but the arguments divide differently among the replicas: "
                 f"{', '.join(str(self.on_replicas(sizes)) for sizes in dict.fromkeys(counts))} rows. For one "
                 "weight for all write ctx.all_reduce('mean', value, by_rows=False). Divide a loss by its own rows on all "
-                "replicas, mr.losses.compute_average_loss(per_example_loss), and let the gradients be summed: aggregate='sum'."
+                "replicas, mr.losses.compute_average_loss(per_example_loss), and let the gradients be summed: aggregate='sum'. "
+                f"Or leave the odd rows out: {DROP}."
             )
         return counts[0][kind], totals[0]
 
@@ -86,4 +88,5 @@ def find_kinds(call: Call, leaves: Sequence[ArrayLeaf]) -> Kinds:
     of_each = [tuple(leaf.shapes[r] if leaf.shapes else leaf.shape for leaf in leaves) for r in range(num_replicas)]
     shapes = tuple(dict.fromkeys(of_each))
     of_replica = tuple(shapes.index(own) for own in of_each)
-    return Kinds(shapes, of_replica, varied, argument_names(call)[varied])
+    batches = tuple(i for i, leaf in enumerate(leaves) if leaf.is_batch)
+    return Kinds(shapes, of_replica, varied, argument_names(call)[varied], batches)
