@@ -87,13 +87,13 @@ def test_outside_a_step_gradients_are_one_value_and_per_replica_ones_are_summed(
     a, b = pair()
     optimizer = mr.Optimizer(optax.sgd(0.1), [a, b])
     optimizer.apply_gradients([jnp.ones(2), 1.0])
-    optimizer.apply_gradients([distributed(STRATEGY, np.float32([1, 2]), np.float32([3, 4])), 1.0])
+    optimizer.apply_gradients([distributed(STRATEGY, np.float32([1, 2]), np.float32([3, 4])), 1.0], aggregate="sum")
     np.testing.assert_allclose(a.numpy(), [1 - 0.1 - 0.4, 1 - 0.1 - 0.6], rtol=1e-6)
     optimizer.apply_gradients([a, b])  # a variable is an array too
     np.testing.assert_allclose(b.numpy(), 0.8 * 0.9, rtol=1e-6)
 
     def update(_, gradient):
-        optimizer.apply_gradients([gradient, 1.0])
+        optimizer.apply_gradients([gradient, 1.0], aggregate="sum")
 
     a.assign([1.0, 1.0])
     x = distributed(STRATEGY, np.float32([1, 2]), np.float32([3, 4]))
@@ -102,6 +102,33 @@ def test_outside_a_step_gradients_are_one_value_and_per_replica_ones_are_summed(
     np.testing.assert_allclose(a.numpy(), [1 - 0.8, 1 - 1.2], rtol=1e-5)
     with pytest.raises(mr.PerReplicaError, match=r"aggregate=False.*PerReplica as the gradient of 'a'.*strategy\.reduce"):
         optimizer.apply_gradients([distributed(STRATEGY, np.ones(2), np.ones(2)), 1.0], aggregate=False)
+
+
+def test_gradients_that_a_step_returned_or_merged_say_what_their_loss_said():
+    w = variable(0.0)
+    optimizer = mr.Optimizer(optax.sgd(1.0), [w])
+    [x] = STRATEGY.distribute_dataset([np.float32([1, 2, 3, 6])])
+
+    def updated(gradient_of, way, **options):
+        def merge(_, gradient):
+            optimizer.apply_gradients([gradient], **options)
+
+        w.assign(0.0)
+        if way == "merged":
+            STRATEGY.run(lambda x: mr.get_replica_context().merge_call(merge, args=(gradient_of(x),)), args=(x,))
+        else:
+            apply = lambda x: merge(STRATEGY, STRATEGY.run(gradient_of, args=(x,)))  # noqa: E731
+            (mr.function(apply) if way == "in a function" else apply)(x)
+        return -float(w)
+
+    share = lambda x: mr.grad(lambda: w * x, [w])()[0]  # noqa: E731
+    own_mean = lambda x: jax.grad(lambda w: jnp.mean(w * x))(w.value)  # noqa: E731
+    for way in ("returned", "in a function", "merged"):
+        assert updated(share, way) == 3 and updated(own_mean, way, aggregate="mean") == 3, way
+        with pytest.raises(mr.FactorOfReplicasError, match="is that of a share of the global batch's loss"):
+            updated(share, way, aggregate="mean")
+        with pytest.warns(mr.FactorOfReplicasWarning, match="nobody has said how the loss is divided"):
+            assert updated(own_mean, way) == 6
 
 
 def test_a_change_of_a_variable_or_of_the_state_between_steps_is_seen():

@@ -58,7 +58,9 @@ def compute_average_loss(
         )
     if sample_weight is not None:
         losses = losses * _broadcast_weight(sample_weight, losses, "sample_weight", "per_example_loss")
-    return _share(jnp.sum(losses) / _global_batch_size(global_batch_size, losses, replicas))
+    wide = losses.astype(jnp.promote_types(losses.dtype, jnp.float32))  # 65,536 rows are no float16
+    share = jnp.sum(wide) / _global_batch_size(global_batch_size, losses, replicas)
+    return _share(share.astype(losses.dtype))
 
 
 def scale_regularization_loss(regularization_loss: _ArrayLike) -> jax.Array:

@@ -18,11 +18,12 @@ from ._jax import user_code
 from ._jax.marks import Mark, Purpose, mark
 from ._models.keras_variables import own_variable
 from ._options import ReduceOp
+from ._program.refusals import check_outside
 from ._replicas import cross_replica, frames
 from ._replicas.collectives import all_reduce
 from ._replicas.context import axis_of, own_parts
 from ._replicas.frames import Frame
-from ._replicas.per_replica import PerReplica, is_per_replica, stack_of
+from ._replicas.per_replica import PerReplica, is_per_replica, is_share, stack_of
 from ._text import call_it, shown
 from ._transforms.gradients import check_variables, value_and_grad
 from ._typing import PyTree
@@ -245,12 +246,17 @@ class Optimizer:
         self, frame: Frame | None, pairs: list[tuple[Any, Variable]], said: ReduceOp | Literal[False] | None
     ) -> list[jax.Array]:
         op = ReduceOp.SUM if said is None else said or None
+        where, purpose = user_code.user_line(), _SAID[op] if op and said else Purpose.GRADIENT
+        notes = [Mark(purpose, v.name, where, id(self)) for _, v in pairs]
         if frame is None or frame.replica is None:
-            return [_one_value(gradient, v, op, frame) for gradient, v in pairs]
+            values = [_one_value(gradient, v, op, frame, note) for note, (gradient, v) in zip(notes, pairs, strict=True)]
+            if frame is None or frame.axis is None:
+                returned = {note: is_share(g) for note, (g, _) in zip(notes, pairs, strict=True) if isinstance(g, PerReplica)}
+                check_outside(returned, spec_of(self._leaves[0]).mesh.num_replicas)
+            return values
         if op is None:
             return [gradient for gradient, _ in pairs]
-        where, purpose = user_code.user_line(), _SAID[op] if said else Purpose.GRADIENT
-        marked = [mark(jnp.asarray(gradient), Mark(purpose, v.name, where, id(self))) for gradient, v in pairs]
+        marked = [mark(jnp.asarray(gradient), note) for note, (gradient, _) in zip(notes, pairs, strict=True)]
         if self._is_sharded:
             return shared_out.combined(op, marked, axis_of(frame.replica))
         return all_reduce(op, marked, axis_of(frame.replica))  # type: ignore[no-any-return]
@@ -343,7 +349,9 @@ def _parse_aggregate(aggregate: Aggregate) -> ReduceOp | Literal[False]:
     return ReduceOp.parse(aggregate, "aggregate")
 
 
-def _one_value(gradient: jax.Array | PerReplica, variable: Variable, op: ReduceOp | None, frame: Frame | None) -> jax.Array:
+def _one_value(
+    gradient: jax.Array | PerReplica, variable: Variable, op: ReduceOp | None, frame: Frame | None, note: Mark
+) -> jax.Array:
     if not isinstance(gradient, PerReplica):
         return gradient
     if op is None:
@@ -353,8 +361,8 @@ def _one_value(gradient: jax.Array | PerReplica, variable: Variable, op: ReduceO
         )
     spec, stack = spec_of(variable), stack_of(gradient)
     check_per_replica(spec, "apply_gradients", gradient)
-    if op is ReduceOp.MEAN and frame is not None and frame.axis is not None:  # in merge_call, where rows are known
-        return all_reduce(op, own_parts(gradient, frame.axis), frame.axis)
+    if frame is not None and frame.axis is not None:  # in merge_call, where rows are known, and what a loss has said
+        return all_reduce(op, mark(own_parts(gradient, frame.axis), note), frame.axis)
     if isinstance(stack, jax.core.Tracer):
         return cross_replica.reduce_stack(stack, op, (), None)
     return cross_replica.compiled(cross_replica.reduce_stack, spec.mesh.mirrored, op, (), None)(stack)

@@ -79,6 +79,16 @@ def test_a_mean_of_shares_is_said_with_the_sum_to_write(op, name, num_replicas, 
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), sums, expected)
 
 
+def test_a_mean_of_shares_that_a_step_has_returned_is_said_too(strategy2):
+    [x] = strategy2.distribute_dataset([np.arange(5, dtype=np.float32)])
+    step = lambda x: {"loss": mr.losses.compute_average_loss(x), "metric": jnp.mean(x)}  # noqa: E731
+    result = strategy2.run(step, args=(x,))
+    for mean_of in (lambda: strategy2.reduce("mean", result), mr.function(lambda: strategy2.reduce("mean", result["loss"]))):
+        [found] = warnings_of(lambda mean_of=mean_of: [mean_of()])
+        assert re.search(r"test_refusals.*strategy\.reduce\('sum', value", str(found.message)) and found.filename == __file__
+    assert not warnings_of(lambda: [strategy2.reduce("sum", result), strategy2.reduce("mean", result["metric"])])
+
+
 def test_other_means_are_silent(strategy2):
     """Of metrics, of losses that are means over own rows, of what has been added up, and what an optimizer has updated."""
     w, _, _, optimizer, _ = model(strategy2)
@@ -277,6 +287,13 @@ DIFFERENTIATED = {
     "said to be divided": (lambda each: mr.losses.already_divided(each.sum() / all_reduce("sum", jnp.ones(()) * 4)), ""),
     "of what is left of a mean": (lambda each: mr.losses.compute_average_loss((each - all_reduce("mean", each.mean())) ** 2), ""),
     "not linear in a share": (lambda each: jnp.log(mr.losses.compute_average_loss(each)), UNSPOKEN),
+    "not linear in combined shares": (lambda each: jnp.log(all_reduce("sum", mr.losses.compute_average_loss(each))), COMBINED),
+    "a share and what is not linear in combined shares": (
+        lambda each: (own := mr.losses.compute_average_loss(each)) + all_reduce("sum", own) ** 2, COMBINED
+    ),
+    "a share weighed by combined shares": (
+        lambda each: (own := mr.losses.compute_average_loss(each)) * jax.lax.stop_gradient(all_reduce("sum", own)), ""
+    ),
     "scaled shares": (lambda each: -2 * mr.losses.compute_average_loss(each) / 3 - mr.losses.weighted_mean(each, each > 1), ""),
     "a share and another": (lambda each: mr.losses.compute_average_loss(each) + 0.1 * each.mean(), UNSPOKEN),
 }  # fmt: skip

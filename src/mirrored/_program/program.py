@@ -169,6 +169,7 @@ class StepProgram(Program):
     findings: Findings
     mapped: Callable[..., Any]  # the pure function of global arrays, before it is compiled
     is_mirrored: tuple[bool, ...]  # for each result array, whether it is the same on every replica
+    is_share: tuple[bool, ...]  # and whether it is a share of a loss
     joined: Joined  # the SUM and MEAN of each result that a sum carries follow the results
 
     def run(self, arrays: list[Any]) -> PyTree:
@@ -181,7 +182,7 @@ class StepProgram(Program):
         del results[len(plan.shapes) :]
         for index, shapes, place in self._differing:
             sums = (carried[place], carried[place + 1], self.mesh) if carried and place is not None else None
-            results[index] = PerReplica(results[index], shapes, sums)
+            results[index] = PerReplica(results[index], shapes, sums, None, self.is_share[index])
         return plan.rebuild(results)
 
     @functools.cached_property

@@ -19,7 +19,7 @@ from .._jax.marks import Mark, Purpose
 from .._variables.variable import spec_of
 from .call import ArrayLeaf, Call, leaf_names
 from .lift import Lifted
-from .proof import Findings, Said, Sameness, State
+from .proof import Findings, Said, Sameness, State, varying
 
 #: The purposes of gradients that an optimizer combines over the replicas.
 _COMBINES = frozenset({Purpose.GRADIENT, Purpose.SUMMED_GRADIENT, Purpose.MEAN_GRADIENT})
@@ -89,6 +89,12 @@ def check_gradients(findings: Findings, num_replicas: int) -> None:
         note = update[0][0]
         if message := _complaint(note, [state for _, state in update], num_replicas):
             user_code.warn(message.format(where=note.where, num_replicas=num_replicas), FactorOfReplicasWarning)
+
+
+def check_outside(are_shares: dict[Mark, bool], num_replicas: int) -> None:
+    """As `check_gradients`, of values that steps have returned: for each what it is combined for, and whether it is a share."""
+    said = {note: Said.SHARE if is_share else Said.NOTHING for note, is_share in are_shares.items()}
+    check_gradients(Findings(marks=[(note, varying("").saying(said[note])) for note in said]), num_replicas)
 
 
 def _refuse_contradiction(note: Mark, state: State, num_replicas: int) -> None:
@@ -162,7 +168,8 @@ def _is_of_optax(node: object) -> bool:
 _MEAN_OF_SHARES = (
     "the mean over the replicas at {where} is of this replica's share of a loss, or of what is computed from it, such as its "
     "gradient: a loss for each example, or a loss of mr.losses, is divided by all rows, so that the shares of all replicas add "
-    "up, and their mean is R times too small (R = {num_replicas} here). Add them up: ctx.all_reduce('sum', value)."
+    "up, and their mean is R times too small (R = {num_replicas} here). Add them up: ctx.all_reduce('sum', value), or outside "
+    "of a step strategy.reduce('sum', value)."
 )
 _SAME_DATA = (
     "all {num_replicas} replicas computed the same gradients, from no data that differs by replica, and "

@@ -47,7 +47,7 @@ class PerReplica:
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedValues
     """
 
-    __slots__ = ("__weakref__", "_array", "_carried", "_last_sizes", "_shapes")
+    __slots__ = ("__weakref__", "_array", "_carried", "_is_share", "_last_sizes", "_shapes")
 
     def __init__(
         self,
@@ -55,6 +55,7 @@ class PerReplica:
         shapes: tuple[Shape, ...] | None = None,
         carried: tuple[jax.Array, jax.Array, Any] | None = None,
         last_sizes: tuple[int, ...] | None = None,
+        is_share: bool = False,
     ) -> None:
         """Wrap a stacked array; users get PerReplica values from a strategy instead."""
         self._array = array  # `[R, ...]`, sharded over the replicas along its first axis
@@ -62,6 +63,7 @@ class PerReplica:
         self._carried = carried  # SUM and MEAN over the replicas, and their mesh, where the program that made the values has them
         # Of a dataset's batch, each replica's rows of its last batch, when these are known to differ, else (); else None.
         self._last_sizes = last_sizes
+        self._is_share = is_share  # whether the step that made it knows that it is a share of a loss, or computed from one
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
@@ -195,6 +197,8 @@ stack_of: Callable[[PerReplica], Any] = operator.attrgetter("_array")
 carried_sums: Callable[[PerReplica], tuple[Any, Any, Any] | None] = operator.attrgetter("_carried")
 #: Of a dataset's batch, the rows of its last batch or (); None of other values.
 last_sizes: Callable[[PerReplica], tuple[int, ...] | None] = operator.attrgetter("_last_sizes")
+#: Whether a step has made it of a share of a loss, whose shares on all replicas add up.
+is_share: Callable[[PerReplica], bool] = operator.attrgetter("_is_share")
 #: The shape of each replica's value when they differ, else None.
 uneven_shapes: Callable[[PerReplica], tuple[Shape, ...] | None] = operator.attrgetter("_shapes")
 

@@ -10,11 +10,14 @@ from typing import Any
 import jax
 
 from .._errors import StrategyMismatchError
+from .._jax import user_code
+from .._jax.marks import Mark, Purpose
 from .._options import ReduceOp, ReductionToOneDevice, VariableSynchronization
+from .._program.refusals import check_outside
 from .._replicas import arrays, collectives, cross_replica, frames, host_memory, placement
 from .._replicas.cross_replica import Task
 from .._replicas.mesh import ReplicaMesh
-from .._replicas.per_replica import PerReplica, carried_sums, require_whole, stack_of, uneven_shapes
+from .._replicas.per_replica import PerReplica, carried_sums, is_per_replica, is_share, require_whole, stack_of, uneven_shapes
 from .._typing import PyTree
 from .._variables.access import all_copies, lent
 from .._variables.variable import Variable, local_arrays, note_use, spec_of, use_value
@@ -39,6 +42,10 @@ class Leaves:
         return tuple(jax.tree.unflatten(treedef, row) for row in rows)
 
     def reduce(self, op: ReduceOp, tree: PyTree, axis: collectives.AxesLike) -> PyTree:
+        if op is ReduceOp.MEAN:
+            values = [value for value in jax.tree.leaves(tree, is_leaf=is_per_replica) if isinstance(value, PerReplica)]
+            if any(map(is_share, values)):
+                check_outside({Mark(Purpose.MEAN, "", user_code.user_line()): True}, self.mesh.num_replicas)
         if axis is None and type(tree) is PerReplica and (found := _carried_sum(op, tree, self.mesh)) is not None:
             return found
         return self._compute(tree, "reduce", lambda value: self._plan_reduce(op, value, axis))
