@@ -50,7 +50,6 @@ def test_what_fails_fails_on_all_workers(tmp_path: Path) -> None:
         assert said["without"] == [], "outside of all scopes, the strategy is that of the members"
         assert "extra is mirrored float32[] on worker 1, and not there on worker 0" in said["kinds"]
         assert "different calls of a checkpoint: worker 0 save(1), worker 1 save(2)" in said["steps"]
-        assert ("TypeError: mr.Checkpoint: bad is 'text'" if worker else "failed on worker 1") in said["bad"]
         assert "ReplicasDivergeError" in said["diverged"] and "'w'" in said["diverged"] and "worker 1" in said["diverged"]
         assert said["written"] == [] and said["saved"] == 1
         for text in said["apart"]:
@@ -60,7 +59,6 @@ def test_what_fails_fails_on_all_workers(tmp_path: Path) -> None:
         assert re.search(
             r"own0 on \S+ \(worker 0\) holds the steps \[1\], and .*own1 on \S+ \(worker 1\) holds none", said["own"]
         )
-        assert "no step in" in said["damaged"] and "arrays.npz" in said["damaged"]
         assert "another program writes checkpoints to" in said["busy"] and said["free"] == 1
         assert ("failed on worker 0" in said["busy"]) == (worker == 1)
         assert said["full"][:2] == ["no error", "no error"]
