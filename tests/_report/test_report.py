@@ -18,6 +18,7 @@ from mirrored._report.facts import Replica, facts_of
 from mirrored._report.page import page
 from mirrored._report.pictures import MAX_DEVICES, MAX_PARTS, split, topology
 
+
 def check(text: str) -> None:
     """Fail unless a page is whole, with each tag closed where it should be, and needs nothing from elsewhere."""
     root = xml.etree.ElementTree.fromstring(re.sub("<!DOCTYPE html>|<meta[^>]*>", "", text))
