@@ -24,8 +24,7 @@ from .._errors import NOTICE_SECONDS, PREEMPTED, CheckpointError, ContextError
 from .._strategy.strategy import Strategy, coordination_of
 from .._workers.coordination import SLICE_SECONDS, Coordination, decoded
 from .._workers.progress import progress
-from .arguments import checked_step
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, checked_step
 
 _logger = logging.getLogger("mirrored")
 
