@@ -273,7 +273,9 @@ def test_sigterm_has_its_own_effect_in_every_forked_child(tmp_path: Path) -> Non
     code = """
 import os, signal, subprocess, sys, time, warnings
 import mirrored as mr
+from mirrored._checkpoint import preemption
 warnings.simplefilter("ignore")
+preemption.NOTICE_SECONDS = 0.05
 checkpoint = mr.Checkpoint(sys.argv[1], w=mr.Variable(0.0))
 def of_child(work=lambda: os._exit(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL), to_child=lambda child: None):
     child = os.fork()

@@ -701,11 +701,7 @@ def test_usage_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture
         assert ("--log-dir" in shown) == ("folder" in message), options
 
 
-#: What pip's script `mirrored` does, and `python -m mirrored`; it ends at the first process that the launcher starts.
-STARTS = {
-    "script": "from mirrored.launch import main; sys.exit(main())",
-    "module": "import runpy; runpy.run_module('mirrored', run_name='__main__', alter_sys=True)",
-}
+#: Tells what is loaded at the first process that is started, and ends.
 AT_FIRST_PROCESS = """
 import os, sys
 def tell(event, _):
@@ -716,10 +712,10 @@ sys.addaudithook(tell)
 """
 
 
-@pytest.mark.parametrize("start", STARTS)
-def test_workers_are_started_before_jax_could_be_imported(start: str) -> None:
-    """All else that a public name brings would take a second."""
-    command = [sys.executable, "-c", AT_FIRST_PROCESS + STARTS[start], "launch", "-n", "2", __file__]
+def test_workers_are_started_before_jax_could_be_imported() -> None:
+    """As by `python -m mirrored`; all else that a public name brings would take a second."""
+    start = "import runpy; runpy.run_module('mirrored', run_name='__main__', alter_sys=True)"
+    command = [sys.executable, "-c", AT_FIRST_PROCESS + start, "launch", "-n", "2", __file__]
     loaded = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.split()
     assert "mirrored._command.group" in loaded
     assert not {"jax", "numpy", "optax", "tqdm", "mirrored._public"} & set(loaded)
