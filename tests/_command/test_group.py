@@ -244,7 +244,7 @@ def test_a_reader_that_is_stuck_holds_workers_back_but_not_the_launcher(launcher
 # Environment
 
 
-def test_workers_are_told_their_cluster_and_devices(plan: Plan) -> None:
+def test_workers_are_told_their_cluster_and_devices(plan: Plan, tmp_path: Path) -> None:
     names = "JAX_COORDINATOR_ADDRESS JAX_NUM_PROCESSES JAX_PROCESS_ID JAX_PLATFORMS JAX_NUM_CPU_DEVICES JAX_LOCAL_DEVICE_IDS"
 
     def told(*options: object) -> list[list[str | None]]:
@@ -256,8 +256,11 @@ def test_workers_are_told_their_cluster_and_devices(plan: Plan) -> None:
     assert [values[1:] for values in told()] == [["1", "0", None, None, None]]
     assert [values[5] for values in told("-n", 3)] == ["0", "1", "2"]
     assert [values[5] for values in told("-n", 2, "--gpus-per-worker", 2)] == ["0,1", "2,3"]
-    nodes = told("-n", 2, "--nnodes", 3, "--node-rank", 1, "--coordinator", "gpu-0:9000")
-    assert [values[:3] for values in nodes] == [["gpu-0:9000", "6", "2"], ["gpu-0:9000", "6", "3"]]
+    nodes = ("-n", 2, "--nnodes", 3, "--node-rank", 1, "--coordinator", "gpu-0:9000", "--log-dir", tmp_path / "logs")
+    assert [values[:3] for values in told(*nodes)] == [["gpu-0:9000", "6", "2"], ["gpu-0:9000", "6", "3"]]
+    _, [attempt], _ = plan(*nodes)
+    assert attempt.logs == tmp_path / "logs/attempt-1-node-1" and attempt.logs.is_dir()
+    assert (attempt.first, attempt.num_workers) == (2, 6), "which name the files"
 
 
 OTHERS = {
@@ -631,14 +634,6 @@ def test_a_folder_of_logs_that_is_gone_or_cannot_be_made_does_not_end_the_restar
     body = f"say(ATTEMPT)\nif not ATTEMPT: {gone}; open({str(logs)!r}, 'w').close(); sys.exit(3)"
     code, out, err = launcher.run(body, "--max-restarts", 1, "--log-dir", logs)
     assert (code, out) == (0, "[0] 0\n[0] 1\n") and "cannot keep the output of attempt 1 in " in err and "File exists" in err
-
-
-def test_logs_of_hosts_in_one_folder(plan: Plan, tmp_path: Path) -> None:
-    for rank in (0, 1):
-        nodes = ("--nnodes", 2, "--node-rank", rank, "--coordinator", "127.0.0.1:9000")
-        _, [attempt], _ = plan("-n", 2, *nodes, "--log-dir", tmp_path / "logs")
-        assert attempt.logs == tmp_path / f"logs/attempt-0-node-{rank}" and attempt.logs.is_dir()
-        assert (attempt.first, attempt.num_workers) == (2 * rank, 4), "which name the files"
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
