@@ -431,6 +431,8 @@ def test_what_cannot_be_saved_is_refused_at_once(tmp_path: Path, strategy2: mr.S
     ):
         with pytest.raises(TypeError, match=message):
             Checkpoint(tmp_path / "new", **named)
+    with pytest.raises(TypeError, match=r"x\['a'\] is a traced value; save outside of jit"):
+        jax.jit(lambda x: Checkpoint(tmp_path / "new", x={"a": x}))(1.0)
     assert not (tmp_path / "new").exists()
 
 
