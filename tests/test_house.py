@@ -418,7 +418,7 @@ BUDGETS = {
     "data": 3459,  # 3,200
     "_workers": 2302,  # 1,700
     "_cluster": 1592,  # 1,080
-    "_checkpoint": 2154,  # 1,800
+    "_checkpoint": 2134,  # 1,800
     "_report": 992,  # 800
     "_testing": 781,  # 750
     "losses optimizer": 654,  # 600

@@ -24,7 +24,6 @@ from mirrored._checkpoint import files, preemption, state
 from mirrored._checkpoint.checkpoint import Checkpoint
 from mirrored._checkpoint.preemption import PreemptionHandler
 from mirrored._errors import CheckpointError
-from mirrored._workers import coordination
 from mirrored._workers.coordination import Coordination
 
 
@@ -199,15 +198,6 @@ def test_signals_close_together_are_one_notice_that_is_said_while_the_program_ru
     assert [path.name for path in tmp_path.iterdir()] == ["2"]
 
 
-def test_a_program_leaves_only_when_the_notice_is_over(monkeypatch) -> None:
-    """Before that, a late signal of the same notice would kill it."""
-    monkeypatch.setattr(preemption, "NOTICE_SECONDS", 0.5)
-    with pytest.raises(SystemExit), PreemptionHandler(Recorder(), strategy=ALONE):
-        start = time.monotonic()
-        preempt()
-    assert time.monotonic() - start >= 0.5
-
-
 @pytest.fixture
 def unhandled() -> Iterator[list[int]]:
     """The signals that come while no handler of ours takes them."""
@@ -283,7 +273,9 @@ def test_sigterm_has_its_own_effect_in_every_forked_child(tmp_path: Path) -> Non
     code = """
 import os, signal, subprocess, sys, time, warnings
 import mirrored as mr
+from mirrored._checkpoint import preemption
 warnings.simplefilter("ignore")
+preemption.NOTICE_SECONDS = 0.05
 checkpoint = mr.Checkpoint(sys.argv[1], w=mr.Variable(0.0))
 def of_child(work=lambda: os._exit(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL), to_child=lambda child: None):
     child = os.fork()
@@ -315,14 +307,17 @@ assert of_child() == 0, "without a handler of ours it stays what the program mad
 # -- several workers, as threads over one key-value store
 
 
-def simulate(monkeypatch, num_workers: int, num_steps: int, stride: int, signals: dict[int, int], delays: random.Random):
+def simulate(
+    monkeypatch, num_workers: int, num_steps: int, stride: int, signals: dict[int, int], delays: random.Random,
+    store: FakeClient | None = None, number: int = 0,
+) -> tuple[list[list[int]], list[int], list[int]]:  # fmt: skip
     """Run loops in threads that meet in every step, as in a collective; `signals` says in which step a worker gets one."""
     monkeypatch.setattr(preemption, "signal", types.SimpleNamespace(
         SIGTERM=15, SIGINT=2, SIG_DFL=None, getsignal=lambda number: None, signal=lambda number, handler: None
     ))  # fmt: skip
     monkeypatch.setattr(preemption.threading, "main_thread", threading.current_thread)
-    monkeypatch.setattr(preemption, "_numbers", iter([0] * num_workers))
-    store, meet = FakeClient(), threading.Barrier(num_workers)
+    monkeypatch.setattr(preemption, "_numbers", iter([number] * num_workers))
+    store, meet = store or FakeClient(), threading.Barrier(num_workers)
     recorders, codes, taken = [Recorder() for _ in range(num_workers)], [0] * num_workers, [0] * num_workers
 
     def work(worker: int, pauses: list[float]) -> None:
@@ -408,16 +403,5 @@ def test_a_service_that_is_gone_is_an_error_and_no_hang(monkeypatch) -> None:
 def test_what_one_handler_said_is_not_heard_by_the_next(monkeypatch) -> None:
     """The keys of an ended handler stay in the service; they must not stop the next one, nor tell it a step."""
     store = FakeClient()
-    for step, has_signal in ((500, True), (3, False)):
-        monkeypatch.setattr(preemption, "_numbers", iter([step, step]))
-        handler = types.SimpleNamespace(
-            _is_signalled=has_signal, _last_step=step, _notice=lambda step=step: step, _say_signal=lambda where="": None
-        )
-        watches = [preemption._SignalWatch(handler, Coordination(store, worker, 2)) for worker in (0, 1)]
-        if has_signal:
-            assert [watch.target() for watch in watches] == [501, 501]
-        else:
-            with pytest.raises(TimeoutError):
-                watches[0]._target.result(2 * coordination.SLICE_SECONDS)
-        for watch in watches:
-            watch.stop()
+    assert simulate(monkeypatch, 2, 500, 1, {0: 3}, random.Random(0), store)[1] == [143] * 2
+    assert simulate(monkeypatch, 2, 30, 1, {}, random.Random(0), store, number=1) == ([[], []], [0] * 2, [30] * 2)

@@ -7,7 +7,6 @@ import os
 import re
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -18,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from processes import free_port
 
 import mirrored
 from mirrored import launch
@@ -244,7 +244,7 @@ def test_a_reader_that_is_stuck_holds_workers_back_but_not_the_launcher(launcher
 # Environment
 
 
-def test_workers_are_told_their_cluster_and_devices(plan: Plan) -> None:
+def test_workers_are_told_their_cluster_and_devices(plan: Plan, tmp_path: Path) -> None:
     names = "JAX_COORDINATOR_ADDRESS JAX_NUM_PROCESSES JAX_PROCESS_ID JAX_PLATFORMS JAX_NUM_CPU_DEVICES JAX_LOCAL_DEVICE_IDS"
 
     def told(*options: object) -> list[list[str | None]]:
@@ -256,8 +256,11 @@ def test_workers_are_told_their_cluster_and_devices(plan: Plan) -> None:
     assert [values[1:] for values in told()] == [["1", "0", None, None, None]]
     assert [values[5] for values in told("-n", 3)] == ["0", "1", "2"]
     assert [values[5] for values in told("-n", 2, "--gpus-per-worker", 2)] == ["0,1", "2,3"]
-    nodes = told("-n", 2, "--nnodes", 3, "--node-rank", 1, "--coordinator", "gpu-0:9000")
-    assert [values[:3] for values in nodes] == [["gpu-0:9000", "6", "2"], ["gpu-0:9000", "6", "3"]]
+    nodes = ("-n", 2, "--nnodes", 3, "--node-rank", 1, "--coordinator", "gpu-0:9000", "--log-dir", tmp_path / "logs")
+    assert [values[:3] for values in told(*nodes)] == [["gpu-0:9000", "6", "2"], ["gpu-0:9000", "6", "3"]]
+    _, [attempt], _ = plan(*nodes)
+    assert attempt.logs == tmp_path / "logs/attempt-1-node-1" and attempt.logs.is_dir()
+    assert (attempt.first, attempt.num_workers) == (2, 6), "which name the files"
 
 
 OTHERS = {
@@ -457,44 +460,28 @@ group.subprocess.Popen = Popen
 #: Two hosts of one worker each: the launchers need not count attempts alike.
 HOSTS = """
 import mirrored as mr
-if INDEX == 1 and ATTEMPT == 0 and sys.argv[1] == "fail":
-    say("fails"); sys.exit(1)  # before it has met anybody
 strategy = mr.MultiWorkerMirroredStrategy(communication_options=mr.CommunicationOptions(timeout_seconds=20))
 say("met", ATTEMPT)
-if sys.argv[1] == "stay": wait_for(sys.argv[2])
+wait_for(sys.argv[1])
 strategy.reduce("sum", 1.0)
 say("done")
 """
 
 
-def of_host(launcher: Launcher, port: int, rank: int, *arguments: object) -> subprocess.Popen[bytes]:
-    options = ("--cpu-devices", 1, "--nnodes", 2, "--node-rank", rank, "--coordinator", f"127.0.0.1:{port}", "--max-restarts", 1)
-    return launcher.start(HOSTS, *options, arguments=arguments)
-
-
-def unused_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
-@pytest.mark.slow
-def test_a_host_whose_worker_fails_before_the_meeting_finds_the_others_again(launcher: Launcher) -> None:
-    port = unused_port()
-    first, second = [finish(process, 60) for process in [of_host(launcher, port, rank, "fail") for rank in range(2)]]
-    assert (first[0], second[0]) == (0, 0), first[2] + second[2]
-    assert "[0] met 0" in first[1] and "[1] met 1" in second[1]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_host_that_is_replaced_finds_the_others_again(rank: int, launcher: Launcher, tmp_path: Path) -> None:
-    port, go = unused_port(), tmp_path / "go"
-    hosts = [of_host(launcher, port, index, "stay", go) for index in range(2)]
+    port, go = free_port(), tmp_path / "go"
+
+    def of_host(rank: int) -> subprocess.Popen[bytes]:
+        nodes = ("--nnodes", 2, "--node-rank", rank, "--coordinator", f"127.0.0.1:{port}")
+        return launcher.start(HOSTS, "--cpu-devices", 1, *nodes, "--max-restarts", 1, arguments=[go])
+
+    hosts = [of_host(index) for index in range(2)]
     for index, host in enumerate(hosts):
         read_until(host, f"[{index}] met 0")
     hosts[rank].kill()
-    new = of_host(launcher, port, rank, "stay", go)  # its attempt 0 meets the other's attempt 1
+    new = of_host(rank)  # its attempt 0 meets the other's attempt 1
     read_until(hosts[1 - rank], f"[{1 - rank}] met 1")
     read_until(new, f"[{rank}] met 0")
     go.touch()
@@ -649,14 +636,6 @@ def test_a_folder_of_logs_that_is_gone_or_cannot_be_made_does_not_end_the_restar
     assert (code, out) == (0, "[0] 0\n[0] 1\n") and "cannot keep the output of attempt 1 in " in err and "File exists" in err
 
 
-def test_logs_of_hosts_in_one_folder(plan: Plan, tmp_path: Path) -> None:
-    for rank in (0, 1):
-        nodes = ("--nnodes", 2, "--node-rank", rank, "--coordinator", "127.0.0.1:9000")
-        _, [attempt], _ = plan("-n", 2, *nodes, "--log-dir", tmp_path / "logs")
-        assert attempt.logs == tmp_path / f"logs/attempt-0-node-{rank}" and attempt.logs.is_dir()
-        assert (attempt.first, attempt.num_workers) == (2 * rank, 4), "which name the files"
-
-
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk_does_not_end_the_training(launcher: Launcher, tmp_path: Path) -> None:
     patch = """
@@ -717,11 +696,7 @@ def test_usage_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture
         assert ("--log-dir" in shown) == ("folder" in message), options
 
 
-#: What pip's script `mirrored` does, and `python -m mirrored`; it ends at the first process that the launcher starts.
-STARTS = {
-    "script": "from mirrored.launch import main; sys.exit(main())",
-    "module": "import runpy; runpy.run_module('mirrored', run_name='__main__', alter_sys=True)",
-}
+#: Tells what is loaded at the first process that is started, and ends.
 AT_FIRST_PROCESS = """
 import os, sys
 def tell(event, _):
@@ -732,10 +707,10 @@ sys.addaudithook(tell)
 """
 
 
-@pytest.mark.parametrize("start", STARTS)
-def test_workers_are_started_before_jax_could_be_imported(start: str) -> None:
-    """All else that a public name brings would take a second."""
-    command = [sys.executable, "-c", AT_FIRST_PROCESS + STARTS[start], "launch", "-n", "2", __file__]
+def test_workers_are_started_before_jax_could_be_imported() -> None:
+    """As by `python -m mirrored`; all else that a public name brings would take a second."""
+    start = "import runpy; runpy.run_module('mirrored', run_name='__main__', alter_sys=True)"
+    command = [sys.executable, "-c", AT_FIRST_PROCESS + start, "launch", "-n", "2", __file__]
     loaded = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.split()
     assert "mirrored._command.group" in loaded
     assert not {"jax", "numpy", "optax", "tqdm", "mirrored._public"} & set(loaded)
@@ -804,9 +779,8 @@ def test_workers_of_a_restart_have_imported_ahead_and_are_as_others(is_module: b
         assert f"[{index}] pickled" in out, "at the end __main__ is the script, still"
 
 
-@pytest.mark.parametrize("broken", ["raise ImportError", "import os; os._exit(0)"])
-def test_what_cannot_be_imported_ahead_costs_a_start_and_no_more(broken: str, launcher: Launcher, tmp_path: Path) -> None:
-    Path(tmp_path, "ahead.py").write_text(f"open(__file__ + '-', 'w')\n{broken}")
+def test_what_cannot_be_imported_ahead_costs_a_start_and_no_more(launcher: Launcher, tmp_path: Path) -> None:
+    Path(tmp_path, "ahead.py").write_text("open(__file__ + '-', 'w')\nraise ImportError")
     body = """
     if ATTEMPT == 0:
         wait_for(os.path.join(os.path.dirname(os.path.abspath(sys.argv[0])), "ahead.py-"))

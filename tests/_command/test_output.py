@@ -174,4 +174,3 @@ def test_log_files_are_new_and_private_and_their_folders_count_on_and_follow_no_
     (tmp_path / "attempt-1").symlink_to(tmp_path)
     made = [make_log_folder(tmp_path, number, "").name for number in (0, 1, 2, 0)]
     assert made == ["attempt-0", "attempt-2", "attempt-3", "attempt-4"]
-    assert make_log_folder(tmp_path, 0, "-node-1").name == "attempt-0-node-1"

@@ -35,15 +35,14 @@ def of_worker(facts: Facts, worker: int, **changes: object) -> Facts:
     return dataclasses.replace(facts, worker=worker, num_workers=3, replicas=tuple(replicas), **changes)
 
 
-def test_what_was_saved_is_what_was_known(facts: Facts, tmp_path: Path) -> None:
+def test_what_was_saved_is_what_was_known_in_a_file_for_each_worker(
+    facts: Facts, strategy2: mr.MirroredStrategy, tmp_path: Path
+) -> None:
     save(facts, tmp_path / "a.json")
     assert load(tmp_path / "a.json") == facts
     bare = dataclasses.replace(facts, comparison=None, shares={}, datasets=(), programs=())
     save(bare, tmp_path / "b.json")
     assert load(tmp_path / "b.json") == bare
-
-
-def test_each_worker_has_a_file_of_its_own(strategy2: mr.MirroredStrategy, tmp_path: Path) -> None:
     path = tmp_path / "run" / "report.json"
     assert (file_of(path, 0, 1), file_of(path, 2, 3)) == (path, tmp_path / "run" / "report.2.json")
     assert mr.report(strategy2, path) == path

@@ -118,7 +118,6 @@ def refuse(directory: Path) -> None:
         other = Checkpoint(directory / "other", w=w, **({"extra": extra} if worker else {}))
     found["kinds"] = error_of(lambda: other.save(1))
     found["steps"] = error_of(lambda: checkpoint.save(1 + worker))
-    found["bad"] = error_of(lambda: checkpoint.save(1) if worker == 0 else _save_badly(checkpoint, w))
     good = w._array
     if worker == 1:
         w._array = _with_flipped_bit(good)
@@ -135,10 +134,6 @@ def refuse(directory: Path) -> None:
     own.save(1)
     found["own"] = error_of(own.restore_latest)
     found["marks"] = sorted(path.name for path in directory.rglob(".shared-*"))
-    if worker == 1:
-        (directory / "shared" / "1" / "arrays.npz").write_bytes(b"damaged")
-    strategy.barrier("damaged")
-    found["damaged"] = error_of(checkpoint.restore_latest)
 
     sole_writer._HERE_SECONDS = 0.0
     with strategy.scope():
@@ -157,14 +152,6 @@ def refuse(directory: Path) -> None:
 
     files._synced = full
     found["full"] = [error_of(lambda step=step: checkpoint.save(step)) for step in (7, 8, 9)]
-
-
-def _save_badly(checkpoint: Checkpoint, w: mr.Variable) -> None:
-    checkpoint._named = {"w": w, "bad": "text"}
-    try:
-        checkpoint.save(1)
-    finally:
-        checkpoint._named = {"w": w}
 
 
 def _with_flipped_bit(array: jax.Array) -> jax.Array:

@@ -50,7 +50,6 @@ def test_what_fails_fails_on_all_workers(tmp_path: Path) -> None:
         assert said["without"] == [], "outside of all scopes, the strategy is that of the members"
         assert "extra is mirrored float32[] on worker 1, and not there on worker 0" in said["kinds"]
         assert "different calls of a checkpoint: worker 0 save(1), worker 1 save(2)" in said["steps"]
-        assert ("TypeError: mr.Checkpoint: bad is 'text'" if worker else "failed on worker 1") in said["bad"]
         assert "ReplicasDivergeError" in said["diverged"] and "'w'" in said["diverged"] and "worker 1" in said["diverged"]
         assert said["written"] == [] and said["saved"] == 1
         for text in said["apart"]:
@@ -60,7 +59,6 @@ def test_what_fails_fails_on_all_workers(tmp_path: Path) -> None:
         assert re.search(
             r"own0 on \S+ \(worker 0\) holds the steps \[1\], and .*own1 on \S+ \(worker 1\) holds none", said["own"]
         )
-        assert "no step in" in said["damaged"] and "arrays.npz" in said["damaged"]
         assert "another program writes checkpoints to" in said["busy"] and said["free"] == 1
         assert ("failed on worker 0" in said["busy"]) == (worker == 1)
         assert said["full"][:2] == ["no error", "no error"]
@@ -88,8 +86,8 @@ def steps_of(ended: Ended) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_workers", "victims", "at", "last"),
-    [(2, "1", 20, 2000), (3, "0,1", 1, 20000), (2, "1", 30, 30)],
-    ids=["1", "0,1", "in the last step"],
+    [(3, "0,1", 1, 20000), (2, "1", 30, 30)],
+    ids=["0,1", "in the last step"],
 )
 def test_a_signal_to_some_workers_lets_all_leave_at_one_step(
     num_workers: int, victims: str, at: int, last: int, tmp_path: Path
@@ -113,22 +111,8 @@ FOR_EVER = ("none", 0, 10**6)
 
 
 @pytest.mark.slow
-def test_two_signals_to_each_worker_are_one_notice(tmp_path: Path) -> None:
-    with workers(PROGRAM, 2, "preempt", tmp_path, *FOR_EVER) as running:
-        for worker in running:
-            wait_for_line(worker, RUNS.format(worker.index))
-        for _ in range(2):
-            for worker in running:
-                worker.signal(signal.SIGTERM)
-            time.sleep(0.01)  # else the kernel would make one of them
-        ended = [worker.wait() for worker in running]
-    assert [worker.code for worker in ended] == [143, 143], "\n".join(worker.output for worker in ended)
-    assert {str(steps_of(worker)[-1]) for worker in ended} == {path.name for path in tmp_path.iterdir()}
-
-
-@pytest.mark.slow
 def test_a_signal_to_the_launcher_and_its_workers_is_one_notice(tmp_path: Path) -> None:
-    """As systemd sends it to a control group, and Slurm to a step."""
+    """As systemd sends it to a control group, and Slurm to a step: each worker gets two."""
     saved = tmp_path / "saved"
     with workers(LAUNCHER, 1, "launch", "-n", 2, "--cpu-devices", 1, PROGRAM, "preempt", saved, *FOR_EVER) as (launcher,):
         for index in range(2):

@@ -22,7 +22,7 @@ from .._variables.variable import spec_of
 from .._workers import runtime
 from .._workers.progress import progress
 from .._workers.same_program import require_same_history
-from . import arguments, checksums, files, same_on_workers, state
+from . import checksums, files, same_on_workers, state
 from . import leaves as values
 from .files import DamagedStep, StepFiles
 from .leaves import Leaves
@@ -33,6 +33,7 @@ _logger = logging.getLogger("mirrored")
 
 #: Two calls of `of_chief` with one name need an exchange between them: a mark is told before one, everything else after one.
 _CHANNEL, _MARK, _POSITIONS = "checkpoint", "checkpoint/mark", "checkpoint/positions"
+_MAX_STEP = 10**18 - 1
 
 
 class Checkpoint:
@@ -84,7 +85,7 @@ class Checkpoint:
     def __init__(
         self, directory: str | os.PathLike[str], /, *, max_to_keep: int | None = 3, max_failed_saves: int = 3, **named: PyTree
     ) -> None:
-        self._named = arguments.checked_names(named)
+        self._named = named
         check_int("mr.Checkpoint: max_to_keep", 1 if max_to_keep is None else max_to_keep, 1, "steps")
         check_int("mr.Checkpoint: max_failed_saves", max_failed_saves, 1, "failed saves in a row")
         self._files = StepFiles(files.checked_directory(directory))
@@ -116,7 +117,7 @@ class Checkpoint:
             ValueError: when there is a later step that was not restored.
             ContextError: (a RuntimeError) inside a step.
         """
-        step = arguments.checked_step(step, "checkpoint.save")
+        step = checked_step(step, "checkpoint.save")
         self._require_usable("save")
         call = f"save({step})"
         with progress.phase(f"saving step {step}", is_patient=True):
@@ -392,3 +393,14 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         return f"mr.Checkpoint({str(self._files.root)!r}, {', '.join(sorted(self._named))})"
+
+
+def checked_step(step: Any, verb: str) -> int:
+    """Return a step number as an int, or raise TypeError."""
+    try:
+        number = int(step.__index__())
+    except (AttributeError, TypeError):
+        number = -1
+    if isinstance(step, bool) or not 0 <= number <= _MAX_STEP:
+        raise TypeError(f"{verb}: step is {step!r}; expected an int of at least 0.")
+    return number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
@@ -33,12 +34,20 @@ ArrayLeaf: TypeAlias = Variable | jax.Array | np.ndarray
 ITERATIONS = ":iterations"
 
 NUMBERS = {"bool": "True".__eq__, "int": int, "float": float, "complex": complex}
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}", re.ASCII)
 
 
 def leaves_of(named: Mapping[str, PyTree]) -> Leaves:
     """Return the leaves of the user's objects, in an order that is the same on all workers."""
+    if not named:
+        raise TypeError("mr.Checkpoint got nothing to save; expected for example mr.Checkpoint(directory, model=variables).")
     found: Leaves = {}
     for name in sorted(named):
+        if not _NAME.fullmatch(name):
+            raise ValueError(
+                f"mr.Checkpoint: the name {name!r} will not do; expected 1 to 128 of the characters A-Z, a-z, 0-9, '_', '.' and "
+                "'-', the first not a '.'."
+            )
         for path, leaf in _walk(name, named[name], False, lines_for(named[name])):
             if path in found:
                 raise ValueError(f"mr.Checkpoint: two values have the path {path!r}; give their keys different names.")

@@ -22,10 +22,9 @@ from typing import NoReturn, Self
 
 from .._errors import NOTICE_SECONDS, PREEMPTED, CheckpointError, ContextError
 from .._strategy.strategy import Strategy, coordination_of
-from .._workers.coordination import SLICE_SECONDS, Coordination, decoded
+from .._workers.coordination import SLICE_SECONDS, Channel, Coordination, decoded
 from .._workers.progress import progress
-from .arguments import checked_step
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, checked_step
 
 _logger = logging.getLogger("mirrored")
 
@@ -246,6 +245,7 @@ class _SignalWatch:
     def __init__(self, handler: PreemptionHandler, coordination: Coordination) -> None:
         self._handler, self._coordination = handler, coordination
         self._prefix = f"{_CHANNEL}/{next(_numbers)}"
+        self._all_told = Channel(coordination, f"{self._prefix}/told")
         self._stopped = threading.Event()
         self._target: Future[int] = Future()
         # A daemon, because Python would wait for another thread before it calls functions of atexit.
@@ -262,6 +262,7 @@ class _SignalWatch:
         """End the thread; it must not be in a native call when the interpreter ends."""
         atexit.unregister(self.stop)
         self._stopped.set()
+        self._all_told.close()
         self._thread.join()
 
     def _run(self) -> None:
@@ -271,10 +272,11 @@ class _SignalWatch:
             last = self._handler._last_step if self._stopped.is_set() else self._handler._notice()
             text = json.dumps(None if last is None else int(last))
             self._coordination.put(f"{self._prefix}/last/{self._coordination.worker}", text)
-            if self._coordination.count(f"{self._prefix}/told") == self._coordination.num_workers:
-                self._coordination.put(f"{self._prefix}/all", "told")
-            self._target.set_result(max((step + 1 for step in self._last_steps() if step is not None), default=-1))
-        except Exception as error:  # the service is gone, or a step is no number
+            self._all_told.exchange(None)
+            texts = self._coordination.by_worker(f"{self._prefix}/last")
+            steps = [decoded(text, worker, _CHANNEL) for worker, text in texts.items()]
+            self._target.set_result(max((step + 1 for step in steps if step is not None), default=-1))
+        except Exception as error:  # this worker has been stopped, the service is gone, or a step is no number
             self._target.set_exception(error)
 
     def _await_signal(self) -> None:
@@ -287,14 +289,6 @@ class _SignalWatch:
             if worker is not None:
                 self._handler._say_signal(f" on worker {worker}")
                 return
-
-    def _last_steps(self) -> list[int | None]:
-        """Wait for the last step of each worker; return none when the thread is stopped before."""
-        while not self._stopped.is_set():
-            if self._coordination.get(f"{self._prefix}/all", SLICE_SECONDS) is not None:
-                texts = self._coordination.by_worker(f"{self._prefix}/last")
-                return [decoded(text, worker, _CHANNEL) for worker, text in texts.items()]
-        return []
 
 
 def _forget() -> None:
