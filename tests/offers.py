@@ -87,7 +87,6 @@ OFFERS = {
         call.take_apart eager.eager eager.is_eager lift.Lifted lift.plan_result lift.trace mistakes.explain
         program.Program program.StepProgram program.annotate program.collectives_of program.describe_program
         program.name_of_collective program.place program.program_on_stack steps.Steps
-        uneven.last_batch.explained
     """,
     "_transforms": """
         function.function function.function_programs gradients.check_variables gradients.grad gradients.value_and_grad
