@@ -52,29 +52,6 @@ def test_collectives_count_and_join_the_rows_of_all_replicas_and_gradients_pass_
     np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_random_keys_on_read_variables_and_dropout_masks_cross_the_collectives():
-    """Each is the same program for all replicas, or is carried from one part of it to the next."""
-    x = data(7)
-    with STRATEGIES[3].scope():
-        count = mr.Variable(0, synchronization="on_read", aggregation="sum")
-        key = mr.Variable(jax.random.key(0))
-
-    def step(x):
-        own, new = jax.random.split(key.value)
-        key.assign(new)
-        keys = jax.random.split(ctx().rng(own), x.shape[0])  # of a shape that differs, used after the collective
-        mask = jax.random.bernoulli(ctx().rng(own), 0.5, x.shape)
-        mean = global_mean(x)
-        count.assign_add(x.shape[0])
-        noise = (jax.random.key_data(keys)[:, :1] % 100).astype("float32")
-        return jnp.where(mask, x - mean, 0.0) + noise, noise, mask
-
-    out, noise, mask = run(STRATEGIES[3], step, x)
-    assert len(np.unique(noise)) > 4
-    np.testing.assert_allclose(out, np.where(mask, x - x.mean(axis=0), 0) + noise, rtol=1e-4, atol=1e-5)
-    assert int(count.value) == 7
-
-
 def test_merge_call_gets_the_true_rows_and_first_replica_aggregation_works():
     x = data(5)
     with STRATEGIES[3].scope():
@@ -110,16 +87,6 @@ def test_a_jitted_helper_with_collectives_is_cut_like_the_rest():
     x = data(5)
     np.testing.assert_allclose(run(STRATEGIES[3], step, x), (x - x.mean(axis=0)) * 2, rtol=1e-4, atol=1e-6)
     assert float(scale.value) == 3.0
-
-
-def test_any_sizes_on_any_replicas_work_also_in_mr_function():
-    strategy = STRATEGIES[4]
-    average = lambda x: strategy.reduce("sum", strategy.run(mr.losses.compute_average_loss, args=(x,)))  # noqa: E731
-    for sizes in ((5, 3, 0, 0), (0, 0, 1, 4), (1, 2, 3, 4)):
-        rows = [np.full((n, 2), i + 1.0, np.float32) for i, n in enumerate(sizes)]
-        x = strategy.distribute_values_from_function(lambda ctx, rows=rows: rows[ctx.replica_id_in_sync_group])
-        for compiled in (average, mr.function(average)):
-            np.testing.assert_allclose(compiled(x), np.concatenate(rows).sum() / sum(sizes), rtol=1e-6)
 
 
 def test_rows_of_two_arguments_may_differ():
