@@ -269,32 +269,21 @@ def test_a_state_that_comes_back_is_compiled_once(to_array):
 
 
 def test_jaxs_settings_are_part_of_a_program(strategy2):
-    def step(x):
-        return {"wide": jnp.asarray(1.0) * 1, "key": jax.random.key_data(jax.random.key(0)), "noise": noise(x)}
+    """Which these are is in tests/_jax/test_tracing.py; the implementation of keys is not among JAX's own."""
 
-    def noise(x):
-        return jax.random.uniform(jax.random.key(0), (4,)) + x
+    def step(x, y):
+        return x + y, jax.random.key_data(jax.random.key(0))
 
-    x = np.float32(0)
-    function = mr.function(lambda x: strategy2.run(step, args=(x,)))
-    for run in (lambda x: strategy2.run(step, args=(x,)), function):
-        before = run(x)
-        with jax.enable_x64(True):
-            assert run(x)["wide"].dtype == np.float64
-        with jax.default_prng_impl("rbg"):
-            assert run(x)["key"].shape == (4,)
-        with jax.threefry_partitionable(False):
-            np.testing.assert_array_equal(run(x)["noise"], noise(x))
-        for _ in range(3):
-            again = run(x)
-        assert (again["wide"].dtype, again["key"].shape) == (np.float32, (2,))
-        np.testing.assert_array_equal(again["noise"], before["noise"])
-    ranks = lambda x, y: x + y  # noqa: E731
     x, y = (strategy2.distribute_values_from_function(lambda ctx, s=s: np.ones(s, np.float32)) for s in ((2,), (2, 1)))
-    for _ in range(3):
-        strategy2.run(ranks, args=(x, y))
-    with jax.numpy_rank_promotion("raise"), pytest.raises(ValueError, match="numpy_rank_promotion"):
-        strategy2.run(ranks, args=(x, y))
+    run = lambda x, y: strategy2.run(step, args=(x, y))  # noqa: E731
+    for compiled in (run, mr.function(run)):
+        for _ in range(3):  # the third takes the fast path
+            assert compiled(x, y)[1].shape == (2,)
+        with jax.default_prng_impl("rbg"):
+            assert compiled(x, y)[1].shape == (4,)
+        with jax.numpy_rank_promotion("raise"), pytest.raises(ValueError, match="numpy_rank_promotion"):
+            compiled(x, y)
+        assert compiled(x, y)[1].shape == (2,)
 
 
 # -- compiled again and again
