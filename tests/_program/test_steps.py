@@ -183,30 +183,6 @@ def test_structures_are_kept(strategy3):
     assert strategy3.run(lambda: None) is None
 
 
-RESULTS = {
-    "a per-replica argument": (lambda x: x, False),
-    "the replica's number": (lambda x: mr.get_replica_context().replica_id_in_sync_group, False),
-    "its random numbers": (lambda x: jax.random.uniform(mr.get_replica_context().rng(0)), False),
-    "what only depends on its shape": (lambda x: jnp.zeros(x.shape), True),
-    "an all-reduced value": (lambda x: mr.get_replica_context().all_reduce("mean", x), True),
-    "a gathered value": (lambda x: mr.get_replica_context().all_gather(x[None], axis=0), True),
-    "a numpy constant": (lambda x: np.ones(2), True),
-    "random numbers of a shared key": (lambda x: jax.random.uniform(jax.random.key(0)), True),
-}
-
-
-def test_what_is_mirrored_does_not_depend_on_the_number_of_replicas(strategy):
-    results = strategy.run(lambda x: {n: f(x) for n, (f, _) in RESULTS.items()}, args=(replica_numbers(strategy),))
-    for name, (_, is_mirrored) in RESULTS.items():
-        result = results[name]
-        if is_mirrored:
-            assert isinstance(result, jax.Array) and result.is_fully_replicated, name
-            assert result.sharding.device_set == set(strategy.devices), name
-        else:
-            assert isinstance(result, mr.PerReplica) and result.num_replicas == strategy.num_replicas_in_sync, name
-            assert [next(iter(value.devices())) for value in result.values] == list(strategy.devices), name
-
-
 # -- programs
 
 

@@ -459,21 +459,6 @@ class AccumulatedByScan(Program):
         return carry, {"loss": value}
 
 
-class OwnUpdate(Program):
-    """A learning rate that is closed over, and no optimizer."""
-
-    def step(self, carry: Any, b: Batch) -> tuple[Any, dict[str, Any]]:
-        gradients = mr.grad(lambda: self.share(b), self.v)()
-        gradients = ctx().all_reduce("sum", gradients)
-        for name, variable in self.v.items():
-            variable.assign_sub(0.1 * gradients[name])
-        return carry, {}
-
-    def plain(self, s: dict[str, Any], b: Batch, parts: list[Batch]) -> dict[str, Any]:
-        super().plain(s, b, parts)
-        return {}
-
-
 class Gan(Program):
     params = {"g": np.float32([1, 0]), "d": np.float32([0.1, 0])}
 

@@ -170,12 +170,25 @@ def test_steps_that_uneven_replicas_cannot_take_together_are_refused():
 def test_types_of_results_depend_neither_on_the_batch_nor_on_the_number_of_replicas(num_rows):
     def step(x):
         one_each = jnp.asarray(x.shape[0]) + 0 * ctx().replica_id_in_sync_group
-        return {"all": total(x.shape[0]), "each": one_each, "rows": x, "sum": jnp.sum(x), "same": jnp.ones(2)}
+        return {
+            "all": total(x.shape[0]),
+            "each": one_each,
+            "rows": x,
+            "sum": jnp.sum(x),
+            "same": jnp.ones(2),
+            "constant": np.ones(2),
+        }
 
     for strategy in STRATEGIES.values():
         results = strategy.run(step, args=(split(strategy, data(num_rows)),))
-        assert [name for name, value in sorted(results.items()) if isinstance(value, mr.PerReplica)] == ["each", "rows", "sum"]
-        assert int(results["all"]) == int(strategy.reduce("sum", results["each"])) == num_rows
+        own = {name: results.pop(name) for name in ("each", "rows", "sum")}
+        assert all(
+            [value.devices() for value in result.values] == [{device} for device in strategy.devices] for result in own.values()
+        )
+        assert sorted(results) == ["all", "constant", "same"]
+        for result in results.values():
+            assert isinstance(result, jax.Array) and result.is_fully_replicated and result.devices() == set(strategy.devices)
+        assert int(results["all"]) == int(strategy.reduce("sum", own["each"])) == num_rows
 
 
 def test_errors_are_what_they_are_and_only_one_that_another_number_of_rows_does_not_have_is_about_rows():
