@@ -18,6 +18,8 @@ import pytest
 import mirrored as mr
 from mirrored import testing
 from mirrored._program import cache
+from mirrored._replicas.per_replica import stack_of
+from mirrored._workers import joint_programs
 
 Pair = collections.namedtuple("Pair", "first second")
 
@@ -222,6 +224,18 @@ def test_work_of_the_first_call_does_not_depend_on_the_number_of_replicas(compil
         strategy.run(lambda x: mr.get_replica_context().all_reduce("sum", x) * x, args=(rows,))
         counts.append({name: compilations[name] for name in ("jaxpr_trace_duration", "backend_compile_duration")})
     assert counts == [{"jaxpr_trace_duration": 1, "backend_compile_duration": 1}] * 3
+
+
+def test_a_program_that_workers_compile_before_it_starts_is_counted(strategy2, monkeypatch):
+    monkeypatch.setattr(joint_programs, "agree", lambda name, text: None)
+    monkeypatch.setattr(joint_programs, "started", lambda *given: joint_programs.Announced(given[2], lambda *arguments: None))
+    first, last = strategy2.distribute_dataset(strategy2.make_numpy_dataset(np.ones(7, np.float32)).batch(4))
+    strategy2.run(jnp.sum, args=(first,))
+    _, program = strategy2._steps.programs  # of the last batch, not compiled yet
+    compiled = joint_programs.prepared("sum", "its text", program.compiled)
+    with testing.count_programs() as programs:
+        total = dataclasses.replace(program, compiled=compiled).run([stack_of(last)])
+    assert values_of(total) == [2, 1] and programs.count == 1
 
 
 # -- where arguments are, and JAX's settings
