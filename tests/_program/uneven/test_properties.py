@@ -81,13 +81,8 @@ def many_dtypes(x):
     keys = jax.vmap(jax.random.key)((99 * jnp.abs(x[:, 0])).astype(int))
     total = ctx().all_reduce("sum", jnp.sum(x))
     after = [value * (total > -1e6) for value in values]
-    noise = jax.vmap(jax.random.uniform)(keys) * (total > -1e6)
-    return (
-        noise,
-        *[a.astype(jnp.complex64) for a in after],
-        ctx().all_gather(after[0], axis=0),
-        ctx().all_gather(after[2], axis=0),
-    )
+    after += [jax.vmap(jax.random.uniform)(keys) * (total > -1e6), jax.random.key_data(ctx().all_gather(keys, axis=0))]
+    return *[a.astype(jnp.complex64) for a in after], ctx().all_gather(after[0], axis=0), ctx().all_gather(after[2], axis=0)
 
 
 def row_operations(x):

@@ -30,28 +30,6 @@ def test_results_have_the_true_rows_verbs_count_them_and_the_next_step_takes_the
     assert [float(v) for v in strategy.local_results(again)] == [0.0] * 4
 
 
-def test_collectives_count_and_join_the_rows_of_all_replicas_and_gradients_pass_through():
-    x = data(7)
-
-    def step(x):
-        def loss(x):
-            others = ctx().all_gather(x, axis=0)
-            assert others.shape[0] == 7
-            return jnp.sum(jnp.tanh(x @ others.T)) / 49
-
-        assert ctx().all_gather(jax.random.split(ctx().rng(0), x.shape[0]), axis=0).shape == (7,)
-        by_columns, repeated = ctx().all_gather(x.T, axis=1).T, ctx().all_gather(x.repeat(3, axis=0), axis=0)[::3]
-        mean = mr.get_strategy().reduce("mean", x, axis=0)
-        return (by_columns, repeated), jax.grad(loss)(x), mean, mr.losses.compute_average_loss(x)
-
-    joined, gradient, mean, loss = run(STRATEGIES[3], step, x)
-    np.testing.assert_array_equal(joined, [x, x])
-    np.testing.assert_allclose(mean, x.mean(axis=0), rtol=1e-5)
-    np.testing.assert_allclose(loss, x.sum() / 7, rtol=1e-5)
-    expected = jax.grad(lambda x: jnp.sum(jnp.tanh(x @ x.T)) / 49)(x)
-    np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-6)
-
-
 def test_merge_call_gets_the_true_rows_and_first_replica_aggregation_works():
     x = data(5)
     with STRATEGIES[3].scope():
