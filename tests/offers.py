@@ -87,8 +87,7 @@ OFFERS = {
         cache.Programs cache.listeners call.ArrayLeaf call.Call call.argument_names call.array_leaves call.key_of
         call.take_apart eager.eager eager.is_eager lift.Lifted lift.plan_result lift.trace mistakes.explain
         program.Program program.StepProgram program.annotate program.collectives_of program.describe_program
-        program.name_of_collective program.place program.program_on_stack refusals.check_outside steps.Steps
-        uneven.last_batch.explained
+        program.name_of_collective program.place program.program_compiled refusals.check_outside steps.Steps
     """,
     "_transforms": """
         function.function function.function_programs gradients.check_variables gradients.grad gradients.value_and_grad

@@ -407,14 +407,14 @@ def test_sizes() -> None:
 #: Lines of each wing. A commit may lower a budget, and never raises one; beside it what is to be reached. The ground is together,
 #: and so are small wings that stand for one thing. `python tests/test_house.py` prints today's.
 BUDGETS = {
-    "_program": 4234,  # 4,000
+    "_program": 4210,  # 4,000
     "_jax": 1362,  # 1,300
     "_replicas": 2319,  # 2,100
     "_variables": 1873,  # 1,700
     "_models": 1258,  # 1,050
     "_updates": 264,  # 250
     "_strategy": 1165,  # 1,100
-    "_transforms": 621,  # 600
+    "_transforms": 619,  # 600
     "data": 3459,  # 3,200
     "_workers": 2302,  # 1,700
     "_cluster": 1592,  # 1,080
@@ -452,7 +452,7 @@ ANYS = {
     "_cluster": 7,
     "_jax": 5,
     "_models": 10,
-    "_program": 56,
+    "_program": 55,
     "_replicas": 13,
     "_report": 4,
     "_strategy": 3,

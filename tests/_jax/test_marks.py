@@ -4,10 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import mirrored as mr
 from mirrored._jax.marks import Mark, Purpose, mark, mark_p
 from mirrored._program import proof
-from mirrored._program.proof import SAME, Sameness, varying
+from mirrored._program.proof import SAME, varying
 from mirrored._typing import REPLICA_AXIS as AXIS
 
 NOTE = Mark(Purpose.GRADIENT, "w", "here.py:1")
@@ -69,34 +68,9 @@ def test_the_proof_sees_each_mark_once_with_the_state_of_its_value():
     assert seen == {name: expected for name, (_, expected) in cases.items()}
 
 
-def test_an_assigned_value_starts_afresh_if_it_is_mirrored():
-    """Two updates in one step are judged like one in each of two steps."""
-    for purpose in Purpose:
-        findings = prove(lambda m, v, p=purpose: (noted(jax.lax.psum(v, AXIS), "w", p), noted(v, "w", p)))
-        expected = {Purpose.ASSIGN: Sameness.SAME, Purpose.ROWS: Sameness.VARYING}.get(purpose, Sameness.REDUCED)
-        assert [state.sameness for state in findings.outputs] == [expected, Sameness.VARYING], purpose
-
-
 def test_notes_are_values_and_their_text_is_the_same_on_all_workers():
     """JAX caches equations by their parameters; files have other paths on other workers."""
     assert len({Mark(Purpose.GRADIENT, "w", "here.py:1"), NOTE, Mark(Purpose.ASSIGN, "w", "here.py:1")}) == 2
     jaxpr = jax.make_jaxpr(lambda x: mark(x, NOTE))(VECTOR).jaxpr
     assert [(equation.primitive, equation.params) for equation in jaxpr.eqns] == [(mark_p, {"note": NOTE})]
     assert str(NOTE) == "GRADIENT" and "here.py" not in str(jaxpr)
-
-
-def test_only_unaggregated_mirrored_variables_mark_what_is_assigned(strategy3, per_replica):
-    with strategy3.scope():
-        mirrored = mr.Variable(0.0, name="mirrored")
-        mean = mr.Variable(0.0, name="mean", aggregation="mean")
-        local = mr.Variable(0.0, name="local", synchronization="on_read", aggregation="sum")
-
-    def step(x):
-        mirrored.assign(1.0)
-        mean.assign(x)
-        local.assign(x)
-
-    strategy3.run(step, args=(per_replica(strategy3, 1.0, 2.0, 3.0),))
-    [program] = strategy3._steps.programs
-    marks = [(note.purpose, note.name) for note, _ in program.findings.marks]
-    assert marks == [(Purpose.ASSIGN, "mirrored"), (Purpose.MEAN, "a mean")]

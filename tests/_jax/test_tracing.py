@@ -5,12 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.experimental import hijax
 from programs import VECTOR
 
-import mirrored as mr
 from mirrored._jax import interpreter, jaxprs, tracing, user_code
 from mirrored._replicas.collectives import ReplicaAxis
 from mirrored._typing import REPLICA_AXIS as AXIS
@@ -184,21 +182,6 @@ def test_high_level_primitives_are_traced_as_what_they_stand_for(reduce):
     mapped = jax.shard_map(body, mesh=mesh, in_specs=replicated, out_specs=replicated, check_vma=False)
     for result in jax.jit(mapped)(VECTOR):
         assert result.tolist() == [1 + (3 if reduce else 1) * 2 * 3] * 3
-
-
-def test_a_step_with_a_high_level_primitive_is_proven(strategy3):
-    """Since jax 0.12, `searchsorted` is one."""
-    with strategy3.scope():
-        edges, count = mr.Variable([0.0, 1.0, 2.0]), mr.Variable(0)
-
-    def step(x):
-        count.assign(jnp.searchsorted(edges, 1.5))
-        return jax.lax.map(lambda row: jnp.searchsorted(edges.value, row), x)
-
-    own = strategy3.distribute_values_from_function(lambda c: np.arange(3.0) - c.replica_id_in_sync_group)
-    places = strategy3.run(step, args=(own,))
-    assert int(count) == 2
-    assert [value.tolist() for value in places.values] == [[0, 1, 2], [0, 0, 1], [0, 0, 0]]
 
 
 SETTINGS: dict[str, Callable[[], Any]] = {

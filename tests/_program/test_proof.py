@@ -646,32 +646,3 @@ def test_refusals_find_the_variable_and_the_line(strategy3, per_replica):
         with pytest.raises(mr.ReplicasDivergeError, match=rf"variable '{variable}' .* at {HERE}:{line} .* depends on {origin}"):
             strategy3.run(step, kwargs={"x": per_replica(strategy3, VECTOR, VECTOR, VECTOR)})
     assert w.numpy().tobytes() == u.numpy().tobytes() == VECTOR.tobytes()
-
-
-def test_assignments_under_a_condition_need_a_mirrored_one(strategy3, per_replica):
-    with strategy3.scope():
-        w = mr.Variable(VECTOR, name="w")
-        averaged = mr.Variable(VECTOR, name="averaged", aggregation="mean")
-        local = mr.Variable(VECTOR, name="local", synchronization="on_read", aggregation="sum")
-    own = per_replica(strategy3, -VECTOR, VECTOR, 2 * VECTOR)
-
-    def halve(variable):
-        variable.assign(variable * 0.5)
-
-    def own_condition(x, variable):
-        mr.cond(x[0] > 0, lambda: halve(variable), lambda: None)
-        variable.assign(VECTOR)
-
-    def common_condition(x, variable):
-        mr.cond(mean_over_replicas(x[0]) > 0, lambda: halve(variable), lambda: None)
-
-    line = halve.__code__.co_firstlineno + 1
-    with pytest.raises(mr.ReplicasDivergeError, match=rf"variable 'w' .* at {HERE}:{line} .* depends on the argument `x`"):
-        strategy3.run(lambda x: own_condition(x, w), args=(own,))
-    with pytest.raises(mr.CollectiveHangError, match=rf"the collective `psum` at {HERE}:{line} runs under"):
-        strategy3.run(lambda x: own_condition(x, averaged), args=(own,))
-    strategy3.run(lambda x: own_condition(x, local), args=(own,))
-    for variable in (w, averaged, local):
-        strategy3.run(lambda x, variable=variable: common_condition(x, variable), args=(own,))
-    strategy3.assert_mirrored()
-    assert w.numpy().tobytes() == (VECTOR / 2).tobytes()

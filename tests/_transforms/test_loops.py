@@ -93,6 +93,7 @@ DIVERGING = [
     lambda w, rows: mr.fori_loop(0, 2, lambda i, c: (w.assign(rows[i]), c)[1], None),
     lambda w, rows: mr.cond(rows[0] > 0, lambda: w.assign(1.0), lambda: w.assign(2.0)),
     lambda w, rows: mr.cond(rows[0] > 0, lambda: w.assign(1.0), lambda: None),
+    lambda w, rows: [mr.cond(rows[0] > 0, lambda: w.assign(1.0), lambda: None), w.assign(2.0)][2:],
     lambda w, rows: mr.cond(True, lambda: w.assign(rows[0]), lambda: None),
     lambda w, rows: mr.scan(lambda c, row: (row, w.assign(c).value), 0.0, rows)[1] * 0,
 ]

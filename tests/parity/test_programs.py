@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -137,20 +138,18 @@ def check(name: str, way: str) -> None:
 def cells() -> list[Any]:
     """Return the table: each step in every way, other models in README's step in every second one.
 
-    The default suite runs each program with an odd batch, and every second in one other way.
+    The default suite runs each step with an odd batch, and the models in all ways in turn.
     """
-    others, table = [way for way in WAYS if way not in ("R3, odd", "R2, eager")], []
+    table, turn = [], itertools.cycle(way for way in WAYS if "eager" not in way)  # which takes as long as all others
     for i, (name, program) in enumerate(PROGRAMS.items()):
         ways = [way for way in WAYS if program.has_optimizer or not WAYS[way].shard_state]
-        ways = ways if i % 4 == 0 else [way for way in ways if "eager" not in way]  # it takes as long as all others
-        own = {"R3, odd", others[i // 2 % len(others)] if i % 2 else ""}
-        if (program.step, program.share) == (
-            Program.step,
-            Program.share,
-        ) and i:  # README's step, which many share
-            ways = [way for j, way in enumerate(ways) if way in own or (i + j) % 2]
+        ways = ways if i % 4 == 0 else [way for way in ways if "eager" not in way]
+        own = "R3, odd"
+        if (program.step, program.share) == (Program.step, Program.share):
+            own = next(turn)
+            ways = [way for j, way in enumerate(ways) if way == own or not i or (i + j) % 2]
         for way in ways:
-            marks = [] if way in own and not program.is_slow else [pytest.mark.slow]
+            marks = [] if way == own and not program.is_slow else [pytest.mark.slow]
             table.append(pytest.param(name, way, marks=marks))
     return table
 

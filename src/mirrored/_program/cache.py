@@ -12,10 +12,13 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import jax
+
 from .._errors import RecompilationWarning
 from .._jax import tracing, user_code
+from .._replicas.per_replica import PerReplica, is_per_replica
 from .._text import shown
-from .._typing import UserFunction
+from .._typing import PyTree, UserFunction
 from .._variables.variable import Variable, spec_of
 from .call import ArrayLeaf, Call, leaf_names, static_key
 from .guards import FastPath, fast_path_to, match
@@ -124,6 +127,26 @@ class Programs(Generic[ProgramT]):
         self.fast_path = fast_path_to(kept.key, kept.program, kept.guards, args, kept.program.mesh.stacked)
         if kept not in self._kept:  # it was just dropped
             self._short = self.fast_path = None
+
+    def made_for_last(
+        self, coming: PyTree | None, take_apart: Callable[..., Call], make: Callable[[Call], ProgramT]
+    ) -> list[tuple[Call, ProgramT]]:
+        """Make the program for a dataset's last batch, `coming`, unless that is unknown or has one; it compiles later."""
+        later = None if coming is None else take_apart(*coming)
+        if later is None or self.get(later.key, later.functions) is not None:
+            return []
+        try:
+            return [(later, make(later))]
+        except Exception as error:
+            values = jax.tree.leaves(coming, is_leaf=is_per_replica)
+            num_rows = next(sum(shape[0] for shape in v.shapes) for v in values if isinstance(v, PerReplica) and v.ndim)
+            note = (
+                f"Nothing has run yet: this is about the last batch of the dataset, of {num_rows} rows, for which a new step is "
+                "traced at once. If the loop ends before it, say so: dataset.take(steps)."
+            )
+            notes = getattr(error, "__notes__", [])
+            error.__notes__ = [*notes[:1], note, *notes[1:]]  # after the replicas that it is about, before JAX's own
+            raise
 
     def add(self, call: Call, program: ProgramT, owner: Any = None, also: Sequence[Any] = ()) -> Structure | None:
         """Keep the program of a call, which ends with its variables and `also`; return the structure of the call before.

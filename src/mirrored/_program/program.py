@@ -30,12 +30,6 @@ from .fuse_all_reduces import Joined
 from .lift import Lifted
 from .proof import Collective, Findings
 
-_PACKAGE = __name__.split(".")[0] + "."
-#: Functions of ours between a program and JAX. Others compile too while a program runs, such as copies of arrays.
-_BETWEEN = frozenset({
-    "overwrite", "_overwrite_and_move", "overwrite_when_done", "Program._until_done", "prepared.<locals>.call",
-    "started.<locals>.call",
-})  # fmt: skip
 _ON_HOST = (np.ndarray, *NUMBERS)
 #: While a profile is recorded: begins the mark of a program's run in it, and returns a function to be called when the run has
 #: been dispatched, with its results, or with none when it failed.
@@ -85,6 +79,7 @@ class Program:
     lifted: Lifted
     home: Home  # has the arrays of the variables that it writes
     compiled: Callable[..., Any]  # of `(written, read_only, arrays, constants)`
+    jax_name: str  # of what is compiled
     constants: list[Any]  # the arrays that the function closes over, placed on the mesh
     watch: Watch | None  # compares the copies of the written variables now and then
     calls_host: bool  # may raise when it runs, so the arrays of written variables are not donated
@@ -106,14 +101,15 @@ class Program:
         """
         calls_host = jaxprs.has_host_callback(lifted.shown.jaxpr)
         options = {} if out_shardings is None else {"out_shardings": out_shardings}
-        compiled: Callable[..., Any] = jax.jit(function, donate_argnums=() if calls_host else 0, **options)
+        compiled: Any = jax.jit(function, donate_argnums=() if calls_host else 0, **options)
+        jax_name = compiled.__name__
         if not mesh.is_alone:
             is_update = any(not spec_of(variable).is_on_read for variable in lifted.written)
             compiled = joint_programs.prepared(name, describe(), compiled, is_run=True, is_update=is_update)
         closed_over = lifted.closed.consts
         constants = closed_over and placement.mirror_constants(mesh, closed_over, f"an array that {name} closes over")
         home, watch = storage.home_of(lifted.writes.slots), equal_copies.watch(mesh, lifted.variables)
-        return cls(name, mesh, lifted, home, compiled, constants, watch, calls_host, **more)
+        return cls(name, mesh, lifted, home, compiled, jax_name, constants, watch, calls_host, **more)
 
     def execute(self, arrays: list[Any]) -> list[Any]:
         """Run on placed arrays, keep the new values of the variables, and return the arrays of the result."""
@@ -147,19 +143,13 @@ class Program:
             raise
 
 
-def program_on_stack() -> Program | None:
-    """Return the program that JAX is compiling, when JAX calls the caller while it compiles one of ours."""
-    frame, is_in_jax = sys._getframe(), False
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith(_PACKAGE):
-            if frame.f_code is Program.execute.__code__:
-                return frame.f_locals["self"]
-            if is_in_jax and frame.f_code.co_qualname not in _BETWEEN:
-                return None
-        else:
-            is_in_jax = True  # the frames before are those of the listener
+def program_compiled(jax_name: str) -> Program | None:
+    """Return the program that this thread is running, when it is what JAX compiles, under this name, and no copy of an array."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not Program.execute.__code__:
         frame = frame.f_back
-    return None
+    running = None if frame is None else frame.f_locals["self"]
+    return running if running is not None and running.jax_name == jax_name else None
 
 
 @dataclasses.dataclass(frozen=True)

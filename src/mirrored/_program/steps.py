@@ -34,7 +34,7 @@ from .fuse_all_reduces import Joined, join_sums, mean_of
 from .lift import Lifted, trace_step
 from .program import StepProgram, place
 from .proof import SAME, Findings, Said, State, varying
-from .uneven import last_batch, traces
+from .uneven import traces
 
 
 class Steps:
@@ -97,11 +97,12 @@ class Steps:
             return Frame(strategy, mesh, ReplicaContext(strategy, axis), axis, bindings)
 
         if program is None:
+            make = lambda call: _make_program(mesh, call, frame_with)  # noqa: E731
             with silenced() if is_eager.get() else contextlib.nullcontext():
-                program = _make_program(mesh, call, frame_with)
+                program = make(call)
             if not frames.is_traced() and not is_eager.get():
                 lift.warn_of_leaks(call.function)
-            made = [(call, program), *self._made_for_last(call, coming, frame_with)]
+            made = [(call, program), *self.programs.made_for_last(coming, functools.partial(take_apart, call.function), make)]
             if not any(isinstance(constant, jax.core.Tracer) for constant in program.constants):
                 before, *_ = [self.programs.add(each, its) for each, its in made]
                 if before is not None:
@@ -115,14 +116,6 @@ class Steps:
         if is_new and not mesh.is_alone:
             placement.check_later(mesh, call.arrays, lambda index: f"the argument {names()[index]}")
         return program.run(place(mesh, call.arrays, call.array_leaves, names))
-
-    def _made_for_last(self, call: Call, coming: Any, frame_with: Callable[..., Frame]) -> list[tuple[Call, StepProgram]]:
-        """Make the program for the arguments of the last batch, unless these are unknown or it exists. It compiles later."""
-        later = None if coming is None else take_apart(call.function, *coming)
-        if later is None or self.programs.get(later.key, later.functions) is not None:
-            return []
-        with last_batch.explained(coming):
-            return [(later, _make_program(self._mesh, later, frame_with))]
 
 
 # -- running

@@ -9,7 +9,7 @@ from typing import Any
 from .._jax import compilations
 from .._options import check_int
 from .._program import cache
-from .._program.program import program_on_stack
+from .._program.program import program_compiled
 from .._text import counted
 
 _AGAIN = "the same program again, because jax.clear_caches() was called, or some arrays lie on other devices than before."
@@ -53,7 +53,7 @@ class ProgramCount:
         self._compiled.discard(id(program))
 
     def _note_compiled(self, name: str) -> None:
-        program = program_on_stack()
+        program = program_compiled(name)
         if program is None:
             self.others.append(name)
             return

@@ -19,7 +19,6 @@ from .._program.cache import Programs
 from .._program.call import ArrayLeaf, Call, argument_names, array_leaves, key_of, take_apart
 from .._program.lift import Lifted
 from .._program.program import Program, place
-from .._program.uneven import last_batch
 from .._replicas import frames, in_flight
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh, default_mesh
@@ -97,18 +96,17 @@ def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any])
     further = (strategy, tuple(placements))
     program = _programs.get((*key, *further), functions, None if kwargs else args)
     if program is None:
-        call = take_apart(fn, args, kwargs, runs_steps=True)
-        program = _make(call, frame or Frame(None, None))
-        made = [(call, program)]
-        if (coming := of_last_batch((tuple(args), kwargs))) is not None:
-            with last_batch.explained(coming):
-                later = take_apart(fn, *coming, runs_steps=True)
-                made.append((later, _make(later, frame or Frame(None, None))))
-        for each, its_program in made:
+
+        def apart(args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
+            call = take_apart(fn, args, kwargs, runs_steps=True)
+            return call._replace(key=(*call.key, *further))
+
+        make = functools.partial(_make, frame or Frame(None, None))
+        call = apart(args, kwargs)
+        program = make(call)
+        for made in ((call, program), *_programs.made_for_last(of_last_batch((tuple(args), kwargs)), apart, make)):
             # Compilations are counted for each function object (`owner`): a decorator in a factory makes many of one code.
-            each = each._replace(key=(*each.key, *further))
-            also = [] if frame is None else [frame.strategy]
-            _programs.add(each, its_program, owner=fn, also=also)
+            _programs.add(*made, owner=fn, also=[] if frame is None else [frame.strategy])
         check_later(program.mesh, arrays, lambda index: f"the argument {argument_names(call)[index]}")
     # PerReplica arguments need not be placed: `_mesh_of` has chosen their devices.
     plain = [position for position, leaf in enumerate(leaves) if not leaf.is_per_replica]
@@ -135,7 +133,7 @@ class FunctionProgram(Program):
         return plan.rebuild([PerReplica(array, shapes) if is_stacked else array for array, shapes, is_stacked in results])
 
 
-def _make(call: Call, frame: Frame) -> FunctionProgram:
+def _make(frame: Frame, call: Call) -> FunctionProgram:
     leaves = call.array_leaves()
     avals = [
         leaf.aval(array.shape if leaf.is_per_replica else leaf.shape) for leaf, array in zip(leaves, call.arrays, strict=True)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import mirrored as mr
+from mirrored import testing
 
 X = np.arange(20, dtype=np.float32).reshape(10, 2)
 
@@ -81,6 +82,13 @@ def test_several_programs_of_one_function_and_functions_of_several_steps(strateg
     for flag in (True, False):
         for batch, rows in zip(batches(strategy3, 6), (X[:6], X[6:]), strict=True):
             assert float(whole(batch, flag)) == rows.mean() + flag
+    first = next(iter(strategy3.distribute_dataset(strategy3.make_numpy_dataset(np.concatenate([X, X[:3]])).batch(9))))
+    with testing.count_programs() as programs:  # that of its last batch, also of four rows, is there
+        assert (
+            float(whole(first, True)) == X[:9].mean() + 1
+            and float(whole(next(reversed(list(batches(strategy3, 6)))), True)) == X[6:].mean() + 1
+        )
+    assert programs.count == 1
     with pytest.raises(mr.UnevenReplicasError) as error:
         mr.function(lambda x: strategy3.run(rows_joined, args=(x,)))(next(iter(batches(strategy3, 6))))
     assert "Nothing has run yet" in note_of(error)

@@ -107,7 +107,7 @@ def test_loops_with_collectives_that_use_the_rows_equal_one_device(num_rows):
     assert_equals_one_device(outcome, num_replicas=4, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("num_rows", [2, 7])
+@pytest.mark.parametrize("num_rows", [2, *slow(7)])
 def test_loops_and_conditions_of_this_library_assign_in_uneven_steps(num_rows):
     x = data(num_rows)
 

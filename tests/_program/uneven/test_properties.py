@@ -78,8 +78,10 @@ def transformed_collectives(x):
 def many_dtypes(x):
     """Each is carried over a collective, padded, and returned."""
     values = (x > 0, (9 * x).astype(jnp.int8), x + 1j * x, x.astype(jnp.bfloat16), x.astype(jnp.float16), x[:, :0], x[:0])
+    keys = jax.vmap(jax.random.key)((99 * jnp.abs(x[:, 0])).astype(int))
     total = ctx().all_reduce("sum", jnp.sum(x))
     after = [value * (total > -1e6) for value in values]
+    after += [jax.vmap(jax.random.uniform)(keys) * (total > -1e6), jax.random.key_data(ctx().all_gather(keys, axis=0))]
     return *[a.astype(jnp.complex64) for a in after], ctx().all_gather(after[0], axis=0), ctx().all_gather(after[2], axis=0)
 
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ..._errors import UnevenReplicasError
 from ..._jax import jaxprs, tracing
@@ -249,8 +248,7 @@ def _number_slots(avals: Sequence[Any]) -> dict[Slot, Shape]:
 
 def _padded(value: Any, dtype: Any, shape: Shape) -> jax.Array:
     """Return a value in exactly this dtype and shape, as a switch must: with zeros behind it, and flat if its rank differs."""
-    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    array = value if is_key else jax.lax.convert_element_type(value, dtype)  # of a weak type otherwise
+    array = jax.lax.convert_element_type(value, dtype)  # of a weak type otherwise
     return pad_to(array if array.ndim == len(shape) else array.reshape(-1), shape)
 
 
