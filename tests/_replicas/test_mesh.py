@@ -152,6 +152,7 @@ def test_strategies_on_the_same_devices_are_the_same_place() -> None:
     with one.scope():
         w = mr.Variable(1.0)
     assert float(other.run(lambda: w.value)) == 1.0
+    assert float(other.reduce("sum", one.distribute_values_from_function(lambda ctx: np.float32(2)))) == 4.0
     with pytest.raises(mr.StrategyMismatchError, match=r"lives on 2 replicas \(cpu:0, cpu:1\)"):
         mr.MirroredStrategy(["cpu:1", "cpu:0"]).run(lambda: w.value)
 
