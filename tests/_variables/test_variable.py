@@ -164,6 +164,17 @@ def test_a_write_is_seen_by_the_next_read_of_the_step(strategy3, per_replica):
     assert (int(count), bool(flag), count.dtype, flag.dtype) == (12, True, np.int32, np.bool_)
 
 
+def test_a_jit_in_a_step_reads_what_was_written_before_it(strategy2):
+    """JAX keeps the trace of a body by the function's identity, and with it the value that the variable had then."""
+    w = variable(1.0, strategy2)
+    body = jax.jit(lambda x: x + w)
+
+    def step():
+        return [(body(0.0), w.assign(w * 2))[0] for _ in range(3)]
+
+    assert [float(x) for _ in range(2) for x in strategy2.run(step)] == [1, 2, 4, 8, 16, 32]
+
+
 # -- a SUM that is assigned from outside is kept exactly
 
 
