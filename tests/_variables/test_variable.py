@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import mirrored as mr
+from mirrored._replicas.host_memory import empty_rows
 
 # An mr.function in a test that runs for many strategies is compiled for each.
 pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
@@ -273,17 +274,10 @@ def test_arrays_that_went_in_stay_valid_and_unchanged():
         assert returned is None or np.array(returned).tolist() == [1.0] * 4, name
 
 
-def aligned(size):
-    """Memory that `jax.device_put` takes as it is, without a copy."""
-    memory = np.empty(4 * size + 64, np.uint8)
-    start = -memory.ctypes.data % 64
-    return memory[start : start + 4 * size].view(np.float32)
-
-
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_a_numpy_array_may_be_changed_after_it_was_given(num_replicas):
     strategy = strategy_of(num_replicas)
-    mine = aligned(1 << 20)
+    [mine] = empty_rows(1, (1 << 20,), np.float32)  # aligned: `jax.device_put` takes it as it is, without a copy
     mine[:] = 1
     v = variable(mine, strategy)
     on_read = variable(mine, strategy, synchronization="on_read", aggregation="mean")
