@@ -413,7 +413,7 @@ BUDGETS = {
     "_variables": 1873,  # 1,700
     "_models": 1258,  # 1,050
     "_updates": 264,  # 250
-    "_strategy": 1165,  # 1,100
+    "_strategy": 1162,  # 1,100
     "_transforms": 619,  # 600
     "data": 3459,  # 3,200
     "_workers": 2302,  # 1,700

@@ -209,19 +209,6 @@ def test_small_arrays_of_one_dtype_are_packed_and_large_ones_travel_as_they_are(
         np.testing.assert_array_equal(np.asarray(result), 3 * leaf)
 
 
-def test_the_gradient_of_a_packed_tree_is_that_of_its_leaves(strategy3):
-    def gradient_of(reduce):
-        def loss(tree):
-            reduced = reduce(tree)
-            return number() * (jnp.sum(reduced["a"] ** 2) + reduced["b"] ** 3)
-
-        return jax.grad(loss)({"a": jnp.arange(3.0) * number(), "b": number()})
-
-    ways = lambda tree: all_reduce("sum", tree), lambda tree: jax.tree.map(lambda x: all_reduce("sum", x), tree)
-    packed, single = strategy3.run(lambda: [gradient_of(way) for way in ways])
-    jax.tree.map(np.testing.assert_allclose, packed, single)
-
-
 # -- in loops, conditions and nested jit
 
 
@@ -373,12 +360,3 @@ def test_the_default_context_is_one_replica_that_reaches_itself():
     assert ctx.merge_call(lambda strategy, x: strategy.reduce("sum", x), args=(jnp.float32(4),)) == 4
     inner = lambda x: all_reduce("sum", x) + replica().replica_id_in_sync_group  # noqa: E731
     assert ctx.merge_call(lambda strategy, x: strategy.run(inner, args=(x,)), args=(jnp.float32(3),)) == 3
-
-
-def test_the_first_replicas_value_arrives_bit_by_bit(strategy2: mr.Strategy) -> None:
-    kinds = [jnp.float32(-0.0), jnp.bfloat16(-0.0), jnp.float32(-1e-44), jnp.complex64(complex(-0.0, -0.0)), jnp.int32(5)]
-    for strategy in (strategy2, mr.MirroredStrategy(["cpu:0"])):  # with one replica, a complex number once ended the process
-        with strategy.scope():
-            variables = [mr.Variable(jnp.ones_like(kind), aggregation="only_first_replica") for kind in kinds]
-        strategy.run(lambda variables=variables: [v.assign(kind) for v, kind in zip(variables, kinds, strict=True)] and None)
-        assert [v.numpy().tobytes() for v in variables] == [np.asarray(kind).tobytes() for kind in kinds]

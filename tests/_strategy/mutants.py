@@ -5,7 +5,7 @@ STRATEGY = "tests/_strategy/test_strategy.py::test_"
 
 MUTANTS = [
     ("_strategy/leaves.py", " and array.sharding.device_set != self.mesh.mirrored.device_set", "",
-     STRATEGY + "verbs_take_what_is_theirs_and_refuse_what_is_of_another_strategy"),
+     "tests/_replicas/test_mesh.py::test_strategies_on_the_same_devices_are_the_same_place"),
     ("_strategy/leaves.py", "tuple(map(jax.numpy.copy, copies))", "tuple(copies)",
      STRATEGY + "local_results_of_variables_are_their_copies"),
     ("losses.py", "loss * (own / total) if own else", "loss * (own / total) if True else", RIGHT + "[uneven]"),

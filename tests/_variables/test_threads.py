@@ -1,5 +1,6 @@
 """Threads that read and write variables: whole values for readers, turns for writers, and nothing lost when a callback fails."""
 
+import concurrent.futures
 import gc
 import threading
 
@@ -26,21 +27,9 @@ def variables(strategy, *names, **how):
 
 def in_threads(*works):
     """Run functions at once; raise what one of them raises."""
-    failed = []
-
-    def guarded(work):
-        try:
-            work()
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failed:
-        raise failed[0]
+    with concurrent.futures.ThreadPoolExecutor(len(works)) as pool:
+        for work in [pool.submit(work) for work in works]:
+            work.result()
 
 
 # -- threads

@@ -114,10 +114,7 @@ class Leaves:
         array = arrays.as_array(leaf, f"strategy.{verb}")
         if self.mesh.is_alone and not self._is_elsewhere(array):
             return array
-        if self.mesh.is_alone:
-            with jax.ensure_compile_time_eval():  # moved now, also while a larger program is traced
-                return jax.device_put(array, self.mesh.mirrored)
-        if frames.is_traced() or isinstance(array, jax.core.Tracer):
+        if not self.mesh.is_alone and (frames.is_traced() or isinstance(array, jax.core.Tracer)):
             return array  # a constant of the program, which all workers compare
         differ = functools.partial(placement.refuse_argument, f"what strategy.{verb} was given, no PerReplica")
         return placement.mirror(self.mesh, [array], differ)[0]
