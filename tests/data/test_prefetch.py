@@ -256,10 +256,10 @@ def test_no_batch_is_kept_by_an_exception_or_a_closed_iterator(strategy2: mr.Mir
     assert batch() is None
     iterator.close()
     source = Endless()
-    ahead = _prefetch.Ahead(iter(source), lambda: None, 2)
+    ahead = _prefetch.Ahead(source, iter(source), lambda: None, 2, lambda: None)
     batch = weakref.ref(next(ahead))
     source.wait_until(lambda: source.num_taken == 3)
-    waiting = weakref.ref(ahead._queue._ready[0])
+    waiting = weakref.ref(ahead._ready[0])
     ahead.close()
     gc.collect()
     assert batch() is None and waiting() is None
@@ -360,7 +360,7 @@ def test_what_the_thread_waits_for_is_ended_when_the_feed_is_closed() -> None:
         came.set()
         assert ended.wait(30)
 
-    feed = _prefetch.Ahead(items(), lambda: None, 2, ended.set)
+    feed = _prefetch.Ahead(ended, items(), lambda: None, 2, ended.set)
     assert next(feed) == 1 and came.wait(30)
     feed.close()
     assert not feeding()

@@ -57,7 +57,7 @@ def test_what_is_read_ahead_changes_no_order_of_another_iterator(limits: list[An
             if is_resumed:
                 iterator.set_state(iterator.get_state())
                 found += batches_of(iterator, 1)
-            while prefetch and len(iterator._batches._queue._ready) < prefetch:
+            while prefetch and len(iterator._batches._ready) < prefetch:
                 time.sleep(0.001)
             other = batches_of(dataset)
             found += batches_of(iterator, 6 - len(found))
