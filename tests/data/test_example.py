@@ -138,7 +138,7 @@ def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_example, "find_layout", lambda *args: found.append(args[0]) or value_places.find_layout(*args))
     for _ in range(10):  # each record has another constant: no layout is of use, and soon none is looked for
         parse_example([make_example({"x": 1000 + i}) for i in range(20)], {"x": FixedLenFeature((), np.int64)})
-    assert len(found) == _example.MAX_MISSES
+    assert len(found) == _example.MAX_LAYOUTS
 
 
 def test_threads_may_parse_at_once() -> None:
