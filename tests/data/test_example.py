@@ -230,6 +230,7 @@ UNUSUAL = [
     (b"\x8a\x00" + example(entry(b"x", int64_list(5)))[1:], [5]),  # a tag longer than it needs to be
     (example(entry(b"x", int64_list(5))) + field(16, b""), [5]),  # a tag of two bytes
     (example(entry(b"x", int64_list(5))) + b"\x13\x14", [5]),  # a group
+    *((example(entry(b"x", int64_list(5))) + more, [5]) for more in (b"\x18\x80\x01", b"\x19" + bytes(8), b"\x1d" + bytes(4))),
     (example(entry(b"x", int64_list())), []),
     (example(entry(b"x")), []),
 ]
@@ -261,8 +262,7 @@ def test_what_no_writer_writes_has_no_places() -> None:
     }  # fmt: skip
     places = {}
     for name, values in kinds.items():
-        record = example(entry(name.encode(), values)) + b"\x19" + bytes(8) + b"\x1d" + bytes(4) + b"\x18\x80\x01"
-        places |= layout_of(record).spans
+        places |= layout_of(example(entry(name.encode(), values)) + field(3, b"")).spans
     assert set(places) == {"bytes", "floats", "small"} and [stop - start for start, stop in places["bytes"]] == [2, 1]
 
 

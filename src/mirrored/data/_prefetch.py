@@ -40,7 +40,7 @@ class Ahead(Generic[T]):
 
         self._thread = threading.Thread(target=work, name="mirrored input", daemon=True)
         atexit.register(self.close)  # before JAX ends its backends: exit functions run in reverse, and JAX's is there by now
-        # The thread knows this object and not its owner, so that a loop which is left early leaves garbage, which ends the thread.
+        # The thread does not know the owner, so that a loop which is left early leaves garbage, which ends the thread.
         self._finalizer = weakref.finalize(owner, self.close)
         self._thread.start()
 

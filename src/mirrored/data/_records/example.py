@@ -153,12 +153,12 @@ class _Batch:
             layout = _layout_of(self._records[rows[0]]) if is_new else known[tried]
             tried += 1
             matching = np.zeros(len(rows), bool) if layout is None else layout.matches(matrix, bools)
+            if is_new and matching.sum() < MIN_RECORDS:
+                known.append(None)
+                break
             if is_new:
-                is_useful = matching.sum() >= MIN_RECORDS
-                known.append(layout if is_useful else None)
-                if not is_useful:
-                    break
-            if matching.any():
+                known.append(layout)
+            if layout is not None and matching.any():
                 chosen = slice(None) if matching.all() else matching  # a slice copies nothing
                 self._cut(layout, matrix[chosen], rows[chosen])
                 rows, matrix = rows[~matching], matrix[~matching]

@@ -16,9 +16,8 @@ import numpy as np
 FIRST, SECOND = 0x0A, 0x12
 #: The tag of each kind of list in a Feature.
 LISTS = {"bytes_list": 0x0A, "float_list": 0x12, "int64_list": 0x1A}
-#: The last three bits of a tag give the form of the payload: a number, a length and so many bytes, or 8 or 4 bytes.
-VARINT, LENGTH = 0, 2
-FIXED = {1: 8, 5: 4}
+#: The last three bits of a tag whose payload is a length and so many bytes.
+LENGTH = 2
 
 Span = tuple[int, int]
 
@@ -94,18 +93,12 @@ def _fields(record: bytes, message: Span) -> list[tuple[int, Span]]:
     fields = []
     start, stop = message
     while start < stop:
-        tag, start = record[start], start + 1
-        form = tag & 7
-        if tag >= 0x80 or form not in (VARINT, LENGTH, *FIXED):  # a number of several bytes, or a group
+        tag = record[start]
+        if tag >= 0x80 or tag & 7 != LENGTH:  # a number of several bytes, or a payload without a length
             raise _UnusualError
-        if form in FIXED:
-            end = start + FIXED[form]
-        else:
-            number, end = _read_varint(record, start)
-            if form == LENGTH:
-                start, end = end, end + number
-        fields.append((tag, (start, end)))
-        start = end
+        size, start = _read_varint(record, start + 1)
+        fields.append((tag, (start, start + size)))
+        start += size
     return fields
 
 

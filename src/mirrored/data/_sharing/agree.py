@@ -177,7 +177,7 @@ def _decode(rows: dict[str, Any], like: PyTree) -> PyTree:
     """Make a batch without rows of what another worker wrote, in the structure of `like` if there is one."""
     leaves = [np.zeros((0, *shape), dtype) for dtype, shape in rows["leaves"]]
     if like is None:
-        with contextlib.suppress(ValueError, SyntaxError):  # the text of dicts, lists and tuples is Python, with `*` for each array
+        with contextlib.suppress(ValueError, SyntaxError):  # the text of dicts, lists and tuples is Python, `*` an array
             text = re.sub(r"(?<=[ (\[])\*(?=[,)\]}])", "0", rows["structure"])
             like = ast.literal_eval(text.removeprefix("PyTreeDef(").removesuffix(")"))
         if str(jax.tree.structure(like)) != rows["structure"]:
