@@ -223,12 +223,14 @@ def test_rows_in_memory_are_taken_mapped_and_repeated_as_in_tf_data() -> None:
     assert batches(rows.batch(3).take(2).repeat().take(3)) == [[0, 1, 2], [3, 4, 5], [0, 1, 2]]
     assert batches(rows.batch(5).repeat(), 5) == [[0, 1, 2, 3, 4], [5, 6]] * 2 + [[0, 1, 2, 3, 4]]
     assert batches(rows.batch(5, drop_remainder=True).repeat(), 3) == [[0, 1, 2, 3, 4]] * 3
+    assert batches(rows.batch(7, drop_remainder=True)) == batches(rows.batch(np.int64(9))) == [list(range(7))]
     assert batches(rows.batch(9, drop_remainder=True).repeat()) == batches(rows.batch(2).take(0).repeat()) == []
     assert batches(rows.map(lambda row: row * 10).batch(3).map(lambda x: x + len(x))) == [[3, 13, 23], [33, 43, 53], [61]]
     pairs = NumpyDataset((np.arange(4), np.arange(8.0).reshape(4, 2))).map(lambda x, y: {"z": y + x, "x": x}).batch(3)
     assert [batch["z"].shape for batch in pairs] == [(3, 2), (1, 2)] and len(pairs) == 2
     for dataset in (rows.batch(3).take(2).repeat(2), rows.batch(3).repeat(2).take(4), rows.batch(3).take(2).repeat().take(3),
-                    rows.take(0).batch(2), rows.batch(3).take(0).repeat(3)):  # fmt: skip
+                    rows.take(0).batch(2), rows.batch(3).take(0).repeat(3), rows.batch(5, drop_remainder=True),
+                    rows.batch(9, drop_remainder=True), rows.batch(9), NumpyDataset(np.zeros((0, 3))).batch(4)):  # fmt: skip
         assert len(dataset) == len(batches(dataset))
     shuffled = rows.shuffle(seed=1).batch(3)
     endless = batches(rows.shuffle(seed=1).batch(3).repeat(), 9)
