@@ -414,18 +414,11 @@ def test_wrong_arguments() -> None:
     """More rows are in test_bad_input.py."""
     fixed, no_list, spec = FixedLenFeature, np.array([b"a"]), {"x": FixedLenFeature((), np.int64)}
     for call, error, message in [
-        (
-            lambda: parse_example(no_list, spec),
-            TypeError,
-            r"is ndarray; .* a shuffle, write \.batch\(n, batch_fn=list\)",
-        ),
-        (lambda: parse_example([b"", "abc"], spec), TypeError, "record 1 of the batch is 'abc' of type str; expected bytes"),
+        (lambda: parse_example(no_list, spec), TypeError, r"is ndarray; .* a shuffle, write \.batch\(n, batch_fn=list\)"),
         (lambda: parse_example(b"", {3: spec["x"]}), TypeError, "spec has 3: "),
         (lambda: fixed((-1,), np.int64), TypeError, r"shape is \(-1,\)"),
         (lambda: fixed((True,), np.int64), TypeError, r"shape is \(True,\)"),
-        (lambda: fixed((), "number"), TypeError, r"dtype is 'number'; expected bytes, np\.float32, np\.int64"),
         (lambda: fixed((), None), TypeError, r"dtype is None"),
-        (lambda: fixed((2,), np.int64, [1, 2, 3]), ValueError, r"default_value is \[1, 2, 3\]; expected .* \(2,\)"),
         (lambda: fixed((), np.int64, 1.5), TypeError, r"default_value is 1\.5; expected np\.int64"),
         (lambda: fixed((), np.float32, b"a"), TypeError, r"default_value is b'a'; expected np\.float32"),
         (lambda: fixed((), bytes, "a"), TypeError, r"default_value is 'a'; expected bytes"),
@@ -436,7 +429,6 @@ def test_wrong_arguments() -> None:
         (lambda: make_example({"x": None}), TypeError, "feature 'x' is None"),
         (lambda: make_example({"x": 1j}), TypeError, "feature 'x' is 1j"),
         (lambda: make_example({"x": 1e300}), ValueError, "feature 'x' has values that float32 cannot hold"),
-        (lambda: make_example({"x": np.uint64(2**63)}), ValueError, "the value 9223372036854775808; expected at most"),
     ]:
         with pytest.raises(error, match=message):
             call()
