@@ -270,20 +270,3 @@ def test_workers_take_and_repeat_the_same_steps_and_go_on_from_any(policy: str, 
         for at, step in enumerate(steps, 1):
             assert step[0].extra["places"] == step[1].extra["places"]
             assert read(limits, positions=[(one.position, one.extra) for one in step])[0] == wanted[at:], (limits, at)
-
-
-def test_ctrl_c_inside_an_iterator_of_rows_in_memory_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*args: Any) -> Any:
-        raise KeyboardInterrupt
-
-    rows = NumpyDataset(np.arange(7)).batch(2).repeat(2)
-    whole = [batch.tolist() for batch in rows]
-    for method in ("_order", "_rows_per_batch"):
-        iterator, found = iter(rows), []
-        for _ in whole:
-            with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-                patched.setattr(NumpyDataset, method, interrupted)
-                iterator._order = None
-                next(iterator)
-            found.append(next(iterator).tolist())
-        assert found == whole and list(iterator) == []
