@@ -89,7 +89,7 @@ class _Batch:
         self._results = {name: _allocate(feature, len(records)) for name, feature in spec.items()}
 
     def parse(self) -> dict[str, Any]:
-        left = [row for rows in self._rows_by_length() for row in self._parse_alike(rows)]
+        left = np.sort(np.concatenate([self._parse_alike(rows) for rows in self._rows_by_length()]))
         for start in range(0, len(left), MESSAGES):
             self._parse_others(left[start : start + MESSAGES])
         return {
