@@ -268,12 +268,12 @@ def test_what_no_writer_writes_has_no_places() -> None:
     kinds = {
         "bytes": bytes_list(b"ab", b"c"), "empty": bytes_list(b"ab", b""), "floats": float_list(1, 2),
         "small": int64_list(1, 127), "large": int64_list(1, 128), "none": b"", "no floats": float_list(),
-        "no ints": field(3, field(1, b"")),
+        "no ints": field(3, field(1, b"")), "long": bytes_list(bytes(128)),
     }  # fmt: skip
     places = {}
     for name, values in kinds.items():
         places |= layout_of(example(entry(name.encode(), values)) + field(3, b"")).spans
-    assert set(places) == {"bytes", "floats", "small"} and [stop - start for start, stop in places["bytes"]] == [2, 1]
+    assert set(places) == {"bytes", "floats", "small", "long"} and [stop - start for start, stop in places["bytes"]] == [2, 1]
 
 
 NAMES = st.sampled_from([b"a", b"b", b"label", b"\x01"])
