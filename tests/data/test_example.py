@@ -130,6 +130,14 @@ def test_records_of_any_lengths_keep_their_order(counted: list[int]) -> None:
     assert counted == [5, 64, 64, 6]
 
 
+def test_a_value_that_does_not_fit_is_no_fault_of_later_batches() -> None:
+    """The layout of a wrong record is known from then on."""
+    spec, wrong, good = {"x": FixedLenFeature((), bool)}, make_example({"x": 2}), make_example({"x": 1})
+    with pytest.raises(ValueError, match="record 0 of the batch, feature 'x': the record has the value 2"):
+        parse_example([wrong, *[good] * 20], spec)
+    assert parse_example([good] * 20, spec)["x"].all()
+
+
 def test_equal_structures_in_several_orders_are_parsed_without_protobuf(counted: list[int]) -> None:
     records = [ordered(i % 3, bytes(range(i, i + 12)), i % 10) for i in range(60)]
     assert len(set(map(len, records))) == 1

@@ -107,7 +107,7 @@ class _Batch:
     def _records_of(self, rows: np.ndarray) -> Sequence[bytes]:
         return self._records if len(rows) == len(self._records) else [self._records[row] for row in rows]
 
-    def _parse_others(self, rows: Sequence[int]) -> None:
+    def _parse_others(self, rows: np.ndarray) -> None:
         """Let protobuf parse records, and put their features into their rows."""
         messages = []
         for row in rows:
@@ -129,7 +129,7 @@ class _Batch:
             present = ", ".join(sorted(other for other in features if features[other].WhichOneof("kind"))) or "none"
             raise ValueError(f"{self._title.format(row)}, feature {name!r}: {problem} (Its features: {present}.)") from problem
 
-    def _assign(self, name: str, rows: np.ndarray | Sequence[int], values: np.ndarray | Sequence[np.ndarray]) -> None:
+    def _assign(self, name: str, rows: np.ndarray, values: np.ndarray | Sequence[np.ndarray]) -> None:
         """Put values, one for each row, into these rows of a result."""
         result = self._results[name]
         if isinstance(result, list):

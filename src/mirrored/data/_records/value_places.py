@@ -50,15 +50,19 @@ class _UnusualError(Exception):
 
 
 def find_layout(record: bytes, features: Mapping[str, Any]) -> ValuePlaces:
-    """Find the places of the values of a record that protobuf has parsed to these features."""
+    """Find the places of the values of a record that protobuf has parsed to these features, and set ints with places to zero."""
     kinds = {name: kind for name, feature in features.items() if (kind := feature.WhichOneof("kind"))}
     try:
         spans = _find_spans(record, kinds)
     except _UnusualError:
         spans = {}
+    for name in spans:
+        if kinds[name] == "int64_list":  # zeros fit any dtype, and those of this record need not
+            values = features[name].int64_list.value
+            values[:] = [0] * len(values)
     size, array = len(record), np.frombuffer(record, np.uint8)
-    values = [(0, 0), *sorted(itertools.chain(*spans.values())), (size, size)]
-    between = [(stop, start) for (_, stop), (start, _) in itertools.pairwise(values) if stop < start]
+    places = [(0, 0), *sorted(itertools.chain(*spans.values())), (size, size)]
+    between = [(stop, start) for (_, stop), (start, _) in itertools.pairwise(places) if stop < start]
     return ValuePlaces(features, kinds, spans, [((start, stop), array[start:stop]) for start, stop in between])
 
 
