@@ -34,7 +34,7 @@ def test_a_nest_keeps_its_structure_and_its_pairs(strategy2: mr.MirroredStrategy
 
 def test_each_pass_has_another_order_and_each_run_the_same() -> None:
     def passes(dataset: NumpyDataset, count: int) -> list[list[int]]:
-        return [np.concatenate(list(dataset)).tolist() for _ in range(count)]
+        return [np.concatenate(list(iter(dataset))).tolist() for _ in range(count)]
 
     rows = NumpyDataset(np.arange(20))
     first = passes(rows.shuffle(seed=1).batch(6), 3)
