@@ -415,7 +415,7 @@ BUDGETS = {
     "_updates": 264,  # 250
     "_strategy": 1162,  # 1,100
     "_transforms": 619,  # 600
-    "data": 3459,  # 3,200
+    "data": 3414,  # 3,200
     "_workers": 2302,  # 1,700
     "_cluster": 1592,  # 1,080
     "_checkpoint": 2134,  # 1,800

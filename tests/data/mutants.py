@@ -8,7 +8,7 @@ MUTANTS = [
     ("data/_sources/grain.py", "slice(worker, None, num_workers)", "slice(worker, None, num_workers + 1)",
      "tests/data/test_plan.py::test_each_worker_reads_its_own_files_and_no_other"),
     ("data/_sharing/rows.py", "place[len(part) :] = 0", "place[len(part) :] = 1",
-     "tests/data/test_dataset.py::test_every_row_of_an_uneven_batch_arrives"),
+     "tests/data/test_dataset.py::test_the_rows_of_the_replicas_in_order_are_the_batch"),
     ("data/_iterator.py", "                self._begin_again()\n", "                pass\n",
      "tests/data/test_prefetch.py::test_ctrl_c_in_a_pipeline_that_nobody_reads_ahead_loses_none_or_says_so"),
     ("data/_records/value_places.py", "tag >= 0x80 or ", "",

@@ -1,9 +1,7 @@
 """Input: global batches in, each replica's rows out; none lost, repeated or mispaired."""
 
 import dataclasses
-import gc
 import itertools
-import weakref
 from typing import Any
 
 import hypothesis
@@ -23,19 +21,6 @@ few_examples = hypothesis.settings(deadline=None, max_examples=15, derandomize=T
 X = np.arange(4, dtype="int32")
 
 
-def test_batches_are_the_rows_in_order() -> None:
-    for batch_size, drop_remainder, batches in [
-        (2, False, [[0, 1], [2, 3], [4]]), (2, True, [[0, 1], [2, 3]]), (5, True, [[0, 1, 2, 3, 4]]),
-        (7, False, [[0, 1, 2, 3, 4]]), (7, True, []), (np.int64(3), False, [[0, 1, 2], [3, 4]]),
-    ]:  # fmt: skip
-        dataset = NumpyDataset(np.arange(5)).batch(batch_size, drop_remainder)
-        for _ in range(2):
-            assert [batch.tolist() for batch in dataset] == batches
-        assert len(dataset) == len(batches)
-    dataset = NumpyDataset(np.zeros((0, 3))).batch(4)
-    assert (len(dataset), list(dataset)) == (0, [])
-
-
 def test_a_nest_keeps_its_structure_and_its_pairs(strategy2: mr.MirroredStrategy) -> None:
     dataset = strategy2.make_numpy_dataset({"x": np.arange(6).reshape(3, 2), "y": (np.arange(3), [10, 11, 12])})
     batches = [jax.tree.map(np.ndarray.tolist, batch) for batch in dataset.batch(2)]
@@ -49,7 +34,7 @@ def test_a_nest_keeps_its_structure_and_its_pairs(strategy2: mr.MirroredStrategy
 
 def test_each_pass_has_another_order_and_each_run_the_same() -> None:
     def passes(dataset: NumpyDataset, count: int) -> list[list[int]]:
-        return [np.concatenate(list(dataset)).tolist() for _ in range(count)]
+        return [np.concatenate(list(iter(dataset))).tolist() for _ in range(count)]
 
     rows = NumpyDataset(np.arange(20))
     first = passes(rows.shuffle(seed=1).batch(6), 3)
@@ -66,22 +51,18 @@ def test_each_pass_has_another_order_and_each_run_the_same() -> None:
 def test_wrong_rows_and_wrong_arguments_of_a_dataset(strategy2: mr.MirroredStrategy) -> None:
     for arrays, error, message in [
         ((np.ones(2), np.float32(1)), ValueError, r"got a scalar at \[1\]; expected arrays whose first axis counts rows"),
-        (np.zeros(2, "M8[s]"), TypeError, r"has dtype datetime64\[s\]"),
         (np.zeros(2, [("a", int)]), TypeError, r"has dtype \[\('a', '<i8'\)\]"),
-        ((np.ones(2), np.ones(3)), ValueError, r"different numbers of rows \(\[0\]: 2, \[1\]: 3\)"),
         ({"x": np.ma.array([1, 2], mask=[0, 1])}, TypeError, r"\['x'\] is a masked array, .* Write array\.filled\(value\)"),
-        ([np.ones(2), np.ones(3)], ValueError, r"numpy_input is a list whose elements have different shapes, .*: \(x, y\)"),
         ({"x": [[1, 2], [3]]}, ValueError, r"\['x'\] is a list whose elements have different shapes"),
     ]:
         with pytest.raises(error, match=message):
             strategy2.make_numpy_dataset(arrays)
     rows = NumpyDataset(np.arange(4))
-    for use in (len, lambda dataset: next(iter(dataset)), strategy2.distribute_dataset):
+    for use in (len, lambda dataset: next(iter(dataset))):
         with pytest.raises(ValueError, match=r"the dataset has rows, not batches\. .*\.batch\(global_batch_size\)"):
             use(rows)
-    for wrong in ({"num_epochs": 0}, {"shuffle_seed": -1}):
-        with pytest.raises(ValueError, match=r"is (0|-1); expected at least"):  # made directly
-            NumpyDataset(np.arange(4), **wrong)
+    with pytest.raises(ValueError, match=r"num_epochs is 0; expected at least"):  # made directly
+        NumpyDataset(np.arange(4), num_epochs=0)
 
 
 def test_split_sizes() -> None:
@@ -112,23 +93,10 @@ def test_the_rows_of_the_replicas_in_order_are_the_batch(count, num_rows, prefet
             assert [len(value) for value in x.values] == sizes and x.shapes == tuple((size,) for size in sizes)
             assert by_key["y"].shapes == tuple((size, 2) for size in sizes) and x._array.shape == (count, max(sizes))
             assert rows_of((x, by_key["y"])) == (batch.tolist(), np.stack([batch, batch], axis=1).tolist())
-
-
-@pytest.mark.parametrize("source", ["numpy", "list"])
-def test_every_row_of_an_uneven_batch_arrives(source: str, strategy3: mr.MirroredStrategy) -> None:
-    rows = {"x": np.arange(1, 14, dtype="float32"), "y": np.arange(26, dtype="int32").reshape(13, 2)}
-    numpy = strategy3.make_numpy_dataset(rows).batch(6)
-    distributed = strategy3.distribute_dataset(numpy if source == "numpy" else list(numpy))
-    assert len(distributed) == 3
-    for batch, expected in zip(distributed, numpy, strict=True):
-        sizes = _rows.split_sizes(len(expected["x"]), 3)
-        assert [len(value) for value in batch["x"].values] == [len(value) for value in batch["y"].values] == sizes
-        assert [next(iter(value.devices())) for value in batch["x"].values] == list(strategy3.devices)
-        assert (batch["x"]._shapes is None) == (len(set(sizes)) == 1)
-        padding = sum(max(sizes) - size for size in sizes)
-        assert np.count_nonzero(np.asarray(batch["x"]._array) == 0) == padding, "padding is zeros"
-        assert float(strategy3.reduce("mean", batch["x"], axis=0)) == pytest.approx(expected["x"].mean())
-        np.testing.assert_array_equal(strategy3.gather(batch["y"], axis=0), expected["y"])
+            assert [next(iter(value.devices())) for value in x.values] == list(STRATEGIES[count].devices)
+            assert (x._shapes is None) == (len(set(sizes)) == 1)
+            padded = np.asarray(x._array)
+            assert not any(row[size:].any() for row, size in zip(padded, sizes, strict=True)), "padding is zeros"
 
 
 def test_drop_remainder_leaves_out_the_last_rows_of_a_batch(strategy3: mr.MirroredStrategy, caplog) -> None:
@@ -260,24 +228,12 @@ def test_dtypes_become_those_of_jax(strategy2: mr.MirroredStrategy) -> None:
             assert batch.dtype == held and rows_of(batch) == [1] * 4
 
 
-def test_batches_are_taken_when_they_are_asked_for_and_not_kept(strategy2: mr.MirroredStrategy) -> None:
-    source = Reiterable(lambda: iter([X] * 6))
-    iterator = iter(strategy2.distribute_dataset(source))
-    assert source.num_passes == 0
-    used = weakref.ref(next(iterator))
-    next(iterator)
-    gc.collect()
-    assert used() is None
-
-
 WRONG_BATCHES = [
-    (3, ValueError, r"the dataset yielded a scalar; expected arrays whose first axis .* \.batch\(global_batch_size\)"),
     ({"x": X, "y": np.float32(1)}, ValueError, r"yielded a scalar at \['y'\]"),
     (None, TypeError, r"the dataset yielded None, which holds no array"),
     ((X, X[:2]), ValueError, r"yielded arrays with different numbers of rows \(\[0\]: 4, \[1\]: 2\)"),
     (["a", "b"], TypeError, r"yielded str of dtype <U1 at \[0\], which no device can hold\. Encode it as numbers"),
     (b"record", TypeError, r"yielded bytes of dtype \|S6, which .* Parse records of files in batches: dataset\.batch\(n\)"),
-    (np.array([None, 1]), TypeError, r"yielded ndarray of dtype object"),
     ({"x": np.zeros(2, np.longdouble)}, TypeError, r"dtype float\d+ at \['x'\], which no device can hold"),
     ((X, np.ma.array(X, mask=X > 1)), TypeError, r"at \[1\] a masked array, and no device holds masks\. Write array\.filled"),
     (np.array([0, 2**31]), ValueError, r"int64 values from 0 to 2147483648, and JAX holds them as int32, .*jax_enable_x64"),
@@ -286,9 +242,7 @@ WRONG_BATCHES = [
 
 
 def test_what_is_no_global_batch(strategy2: mr.MirroredStrategy) -> None:
-    [distributed] = strategy2.distribute_dataset([{"x": X}])
-    already = (distributed, TypeError, r"the dataset yielded a PerReplica at \['x'\], which is distributed already")
-    for batch, error, message in [*WRONG_BATCHES, already]:
+    for batch, error, message in WRONG_BATCHES:
         iterator = iter(strategy2.distribute_dataset([X, batch]))
         assert rows_of(next(iterator)) == X.tolist()
         with pytest.raises(error, match=message):
@@ -299,18 +253,19 @@ def test_what_is_no_global_batch(strategy2: mr.MirroredStrategy) -> None:
 
 def test_what_is_no_dataset(strategy2: mr.MirroredStrategy) -> None:
     for dataset, message in [
-        ((x for x in [X]), r"<generator object .* Pass an object whose __iter__ starts anew"),
         (zip([X], [X], strict=True), r"got <zip object .*, an iterator that can be used only once; a second epoch would be e"),
-        (len, r"got <built-in function len> of type builtin_function_or_method; expected an iterable of global batches"),
         (b"train", r"got b'train'"),
         (jnp.arange(4), r"one set of arrays; .*make_numpy_dataset\(arrays\)\.batch\(global_batch_size\)"),
         ((X, {"label": X}), r"got tuple, one set of arrays"),
         ((), r"got tuple, one set of arrays"),
-        ({}, r"got dict, one set of arrays"),
     ]:
         with pytest.raises(TypeError, match=message):
             strategy2.distribute_dataset(dataset)
     assert "dataset" not in strategy2.explain()
+    with pytest.raises(TypeError, match="positional"):
+        mr.InputOptions(True)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        mr.InputOptions().prefetch = 3
 
 
 def test_a_distributed_dataset_describes_itself(strategy2: mr.MirroredStrategy) -> None:
@@ -326,12 +281,3 @@ def test_a_distributed_dataset_describes_itself(strategy2: mr.MirroredStrategy) 
     assert repr(rows) == "NumpyDataset(60000 rows of {'x': 'float32[28]', 'y': 'int32[]'})"
     more = "batches of 64, shuffled with the seed 3, 2 passes"
     assert repr(rows.shuffle(seed=3).batch(64).repeat(2)) == f"{repr(rows)[:-1]}, {more})"
-
-
-def test_options_are_frozen_and_named() -> None:
-    assert mr.InputOptions() == mr.InputOptions(drop_remainder=False, prefetch=2, auto_shard_policy="auto")
-    assert mr.InputOptions(auto_shard_policy="File").auto_shard_policy is mr.AutoShardPolicy.FILE
-    with pytest.raises(TypeError, match="positional"):
-        mr.InputOptions(True)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        mr.InputOptions().prefetch = 3

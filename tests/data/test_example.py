@@ -120,6 +120,24 @@ def test_rows_that_differ_in_more_are_left_to_protobuf(counted: list[int]) -> No
     assert batch["label"][5] == 5 and all(batch["label"][i] == i % 10 for i in range(10, 64))
 
 
+def test_records_of_any_lengths_keep_their_order(counted: list[int]) -> None:
+    spec = {"label": FixedLenFeature((), np.int64), "words": VarLenFeature(bytes)}
+    for num_records in (5, 64, 70):
+        lengths = np.random.default_rng(0).permutation(num_records)
+        batch = parse_example([make_example({"label": i, "words": bytes(n)}) for i, n in enumerate(lengths)], spec)
+        assert batch["label"].tolist() == list(range(num_records))
+        assert [len(words[0]) for words in batch["words"]] == lengths.tolist()
+    assert counted == [5, 64, 64, 6]
+
+
+def test_a_value_that_does_not_fit_is_no_fault_of_later_batches() -> None:
+    """The layout of a wrong record is known from then on."""
+    spec, wrong, good = {"x": FixedLenFeature((), bool)}, make_example({"x": 2}), make_example({"x": 1})
+    with pytest.raises(ValueError, match="record 0 of the batch, feature 'x': the record has the value 2"):
+        parse_example([wrong, *[good] * 20], spec)
+    assert parse_example([good] * 20, spec)["x"].all()
+
+
 def test_equal_structures_in_several_orders_are_parsed_without_protobuf(counted: list[int]) -> None:
     records = [ordered(i % 3, bytes(range(i, i + 12)), i % 10) for i in range(60)]
     assert len(set(map(len, records))) == 1
@@ -138,7 +156,7 @@ def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_example, "find_layout", lambda *args: found.append(args[0]) or value_places.find_layout(*args))
     for _ in range(10):  # each record has another constant: no layout is of use, and soon none is looked for
         parse_example([make_example({"x": 1000 + i}) for i in range(20)], {"x": FixedLenFeature((), np.int64)})
-    assert len(found) == _example.MAX_MISSES
+    assert len(found) == _example.MAX_LAYOUTS
 
 
 def test_threads_may_parse_at_once() -> None:
@@ -230,6 +248,7 @@ UNUSUAL = [
     (b"\x8a\x00" + example(entry(b"x", int64_list(5)))[1:], [5]),  # a tag longer than it needs to be
     (example(entry(b"x", int64_list(5))) + field(16, b""), [5]),  # a tag of two bytes
     (example(entry(b"x", int64_list(5))) + b"\x13\x14", [5]),  # a group
+    *((example(entry(b"x", int64_list(5))) + more, [5]) for more in (b"\x18\x80\x01", b"\x19" + bytes(8), b"\x1d" + bytes(4))),
     (example(entry(b"x", int64_list())), []),
     (example(entry(b"x")), []),
 ]
@@ -257,13 +276,12 @@ def test_what_no_writer_writes_has_no_places() -> None:
     kinds = {
         "bytes": bytes_list(b"ab", b"c"), "empty": bytes_list(b"ab", b""), "floats": float_list(1, 2),
         "small": int64_list(1, 127), "large": int64_list(1, 128), "none": b"", "no floats": float_list(),
-        "no ints": field(3, field(1, b"")),
+        "no ints": field(3, field(1, b"")), "long": bytes_list(bytes(128)),
     }  # fmt: skip
     places = {}
     for name, values in kinds.items():
-        record = example(entry(name.encode(), values)) + b"\x19" + bytes(8) + b"\x1d" + bytes(4) + b"\x18\x80\x01"
-        places |= layout_of(record).spans
-    assert set(places) == {"bytes", "floats", "small"} and [stop - start for start, stop in places["bytes"]] == [2, 1]
+        places |= layout_of(example(entry(name.encode(), values)) + field(3, b"")).spans
+    assert set(places) == {"bytes", "floats", "small", "long"} and [stop - start for start, stop in places["bytes"]] == [2, 1]
 
 
 NAMES = st.sampled_from([b"a", b"b", b"label", b"\x01"])
@@ -414,18 +432,11 @@ def test_wrong_arguments() -> None:
     """More rows are in test_bad_input.py."""
     fixed, no_list, spec = FixedLenFeature, np.array([b"a"]), {"x": FixedLenFeature((), np.int64)}
     for call, error, message in [
-        (
-            lambda: parse_example(no_list, spec),
-            TypeError,
-            r"is ndarray; .* a shuffle, write \.batch\(n, batch_fn=list\)",
-        ),
-        (lambda: parse_example([b"", "abc"], spec), TypeError, "record 1 of the batch is 'abc' of type str; expected bytes"),
+        (lambda: parse_example(no_list, spec), TypeError, r"is ndarray; .* a shuffle, write \.batch\(n, batch_fn=list\)"),
         (lambda: parse_example(b"", {3: spec["x"]}), TypeError, "spec has 3: "),
         (lambda: fixed((-1,), np.int64), TypeError, r"shape is \(-1,\)"),
         (lambda: fixed((True,), np.int64), TypeError, r"shape is \(True,\)"),
-        (lambda: fixed((), "number"), TypeError, r"dtype is 'number'; expected bytes, np\.float32, np\.int64"),
         (lambda: fixed((), None), TypeError, r"dtype is None"),
-        (lambda: fixed((2,), np.int64, [1, 2, 3]), ValueError, r"default_value is \[1, 2, 3\]; expected .* \(2,\)"),
         (lambda: fixed((), np.int64, 1.5), TypeError, r"default_value is 1\.5; expected np\.int64"),
         (lambda: fixed((), np.float32, b"a"), TypeError, r"default_value is b'a'; expected np\.float32"),
         (lambda: fixed((), bytes, "a"), TypeError, r"default_value is 'a'; expected bytes"),
@@ -436,7 +447,6 @@ def test_wrong_arguments() -> None:
         (lambda: make_example({"x": None}), TypeError, "feature 'x' is None"),
         (lambda: make_example({"x": 1j}), TypeError, "feature 'x' is 1j"),
         (lambda: make_example({"x": 1e300}), ValueError, "feature 'x' has values that float32 cannot hold"),
-        (lambda: make_example({"x": np.uint64(2**63)}), ValueError, "the value 9223372036854775808; expected at most"),
     ]:
         with pytest.raises(error, match=message):
             call()

@@ -148,18 +148,6 @@ def test_the_passes_after_a_restart_have_the_orders_of_the_unbroken_run() -> Non
     assert batches_of(first) == whole[0] and resumed(first, 1, second) == whole[1] and batches_of(second) == whole[2]
 
 
-def test_leaving_a_pass_early_does_not_change_the_next_one() -> None:
-    """However far the thread has read ahead: a pass takes the numbers of all its epochs when it begins."""
-    orders = []
-    for prefetch in (0, 1, 5):
-        dataset = numpy_dataset(shuffle_seed=1, num_epochs=2)
-        distributed = STRATEGIES[2].distribute_dataset(dataset, mr.InputOptions(prefetch=prefetch))
-        for _ in distributed:
-            break
-        orders.append(batches_of(distributed))
-    assert orders[0] == orders[1] == orders[2]
-
-
 def test_a_position_that_cannot_be_saved_is_an_error_only_when_asked_for() -> None:
     no_position = r"Reiterable has no position that could be saved: .* Use strategy\.make_numpy_dataset"
     for state, error, message in (

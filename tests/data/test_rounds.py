@@ -57,7 +57,7 @@ def test_what_is_read_ahead_changes_no_order_of_another_iterator(limits: list[An
             if is_resumed:
                 iterator.set_state(iterator.get_state())
                 found += batches_of(iterator, 1)
-            while prefetch and len(iterator._batches._queue._ready) < prefetch:
+            while prefetch and len(iterator._batches._ready) < prefetch:
                 time.sleep(0.001)
             other = batches_of(dataset)
             found += batches_of(iterator, 6 - len(found))
@@ -223,12 +223,14 @@ def test_rows_in_memory_are_taken_mapped_and_repeated_as_in_tf_data() -> None:
     assert batches(rows.batch(3).take(2).repeat().take(3)) == [[0, 1, 2], [3, 4, 5], [0, 1, 2]]
     assert batches(rows.batch(5).repeat(), 5) == [[0, 1, 2, 3, 4], [5, 6]] * 2 + [[0, 1, 2, 3, 4]]
     assert batches(rows.batch(5, drop_remainder=True).repeat(), 3) == [[0, 1, 2, 3, 4]] * 3
+    assert batches(rows.batch(7, drop_remainder=True)) == batches(rows.batch(np.int64(9))) == [list(range(7))]
     assert batches(rows.batch(9, drop_remainder=True).repeat()) == batches(rows.batch(2).take(0).repeat()) == []
     assert batches(rows.map(lambda row: row * 10).batch(3).map(lambda x: x + len(x))) == [[3, 13, 23], [33, 43, 53], [61]]
     pairs = NumpyDataset((np.arange(4), np.arange(8.0).reshape(4, 2))).map(lambda x, y: {"z": y + x, "x": x}).batch(3)
     assert [batch["z"].shape for batch in pairs] == [(3, 2), (1, 2)] and len(pairs) == 2
     for dataset in (rows.batch(3).take(2).repeat(2), rows.batch(3).repeat(2).take(4), rows.batch(3).take(2).repeat().take(3),
-                    rows.take(0).batch(2), rows.batch(3).take(0).repeat(3)):  # fmt: skip
+                    rows.take(0).batch(2), rows.batch(3).take(0).repeat(3), rows.batch(5, drop_remainder=True),
+                    rows.batch(9, drop_remainder=True), rows.batch(9), NumpyDataset(np.zeros((0, 3))).batch(4)):  # fmt: skip
         assert len(dataset) == len(batches(dataset))
     shuffled = rows.shuffle(seed=1).batch(3)
     endless = batches(rows.shuffle(seed=1).batch(3).repeat(), 9)
@@ -268,20 +270,3 @@ def test_workers_take_and_repeat_the_same_steps_and_go_on_from_any(policy: str, 
         for at, step in enumerate(steps, 1):
             assert step[0].extra["places"] == step[1].extra["places"]
             assert read(limits, positions=[(one.position, one.extra) for one in step])[0] == wanted[at:], (limits, at)
-
-
-def test_ctrl_c_inside_an_iterator_of_rows_in_memory_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*args: Any) -> Any:
-        raise KeyboardInterrupt
-
-    rows = NumpyDataset(np.arange(7)).batch(2).repeat(2)
-    whole = [batch.tolist() for batch in rows]
-    for method in ("_order", "_rows_per_batch"):
-        iterator, found = iter(rows), []
-        for _ in whole:
-            with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-                patched.setattr(NumpyDataset, method, interrupted)
-                iterator._order = None
-                next(iterator)
-            found.append(next(iterator).tolist())
-        assert found == whole and list(iterator) == []

@@ -7,12 +7,12 @@ import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grain
 import numpy as np
 import pytest
-from grain import experimental as gx
 from pipelines import OneBuffer, batches_of, resumed, rows_of
 from simulated_workers import run_workers
 
@@ -23,46 +23,18 @@ from mirrored.data._sharing.plan import Plan, plan_of_function
 pytestmark = pytest.mark.usefixtures("grains_threads_end")
 
 
-class Features(grain.transforms.Map):
-    def map(self, element: Any) -> dict[str, Any]:
-        return {"x": np.int32(element), "y": np.full(2, element, "float32")}
-
-
 def test_grain_datasets(strategy3: mr.MirroredStrategy) -> None:
-    records = grain.MapDataset.range(10).map(Features())
-    loader = grain.DataLoader(
-        data_source=grain.sources.RangeDataSource(0, 10, 1),
-        sampler=grain.samplers.IndexSampler(10, num_epochs=1, seed=0),
-        operations=[Features(), grain.transforms.Batch(4)],
-    )
+    records = grain.MapDataset.range(10).map(lambda n: {"x": np.int32(n), "y": np.full(2, n, "float32")}).batch(4)
+    by_number, stream = map(strategy3.distribute_dataset, (records, records.to_iter_dataset()))
     whole = [{"x": list(xs), "y": [[x, x] for x in xs]} for xs in (range(4), range(4, 8), range(8, 10))]
-    for dataset in (records.batch(4), records.to_iter_dataset().batch(4), loader):
-        distributed = strategy3.distribute_dataset(dataset)
-        assert batches_of(distributed) == batches_of(distributed) == whole
-        if isinstance(dataset, grain.MapDataset):
-            assert len(distributed) == 3
-        else:
-            with pytest.raises(TypeError, match="is not known before it ends"):
-                len(distributed)
+    assert batches_of(by_number) == batches_of(by_number) == batches_of(stream) == batches_of(stream) == whole
     filtered = strategy3.distribute_dataset(grain.MapDataset.range(10).batch(2).filter(lambda batch: batch[0] != 4))
-    assert batches_of(filtered) == [[0, 1], [2, 3], [6, 7], [8, 9]]
-    with pytest.raises(TypeError, match="the length of FilterMapDataset is not known before it ends"):
-        len(filtered)
-
-
-def test_what_grain_may_do(strategy2: mr.MirroredStrategy) -> None:
-    def fail(x: Any) -> Any:
-        raise KeyError(f"record {x}")
-
-    endless = grain.MapDataset.range(4).repeat().batch(3)
-    with iter(strategy2.distribute_dataset(endless)) as iterator:  # left in the middle
+    assert batches_of(filtered) == [[0, 1], [2, 3], [6, 7], [8, 9]] and len(by_number) == 3
+    for distributed in (stream, filtered):
+        with pytest.raises(TypeError, match=r"the length of \w+ is not known before it ends"):
+            len(distributed)
+    with iter(strategy3.distribute_dataset(grain.MapDataset.range(4).repeat().batch(3))) as iterator:  # left in the middle
         assert batches_of(iterator, 3) == [[0, 1, 2], [3, 0, 1], [2, 3, 0]]
-    with pytest.raises(ValueError, match=r"the dataset yielded a scalar.* batch the dataset first: \.batch\(global_batch_size\)"):
-        list(strategy2.distribute_dataset(grain.MapDataset.range(4)))
-    with pytest.raises(KeyError, match="record 0"):
-        list(strategy2.distribute_dataset(grain.MapDataset.range(4).map(fail).batch(2)))
-    with pytest.raises(TypeError, match="an iterator that can be used only once"):
-        strategy2.distribute_dataset(iter(gx.LimitIterDataset(grain.MapDataset.range(4).batch(2).to_iter_dataset(), 1)))
 
 
 PACKAGES = """
@@ -133,9 +105,6 @@ def test_examples_that_nothing_batches_are_refused_where_that_is_known(strategy2
         for batches, num_rows in ((dataset.batch(3), 3), (each_is_a_batch, 4)):
             batch = rows_of(next(iter(strategy2.distribute_dataset(batches))))
             assert len(batch["x"] if isinstance(batch, dict) else batch) == num_rows
-    pairs = [(np.ones(4), np.ones(3))]
-    with pytest.raises(ValueError, match=r"different numbers of rows .*\.batch\(global_batch_size\)"):
-        list(strategy2.distribute_dataset(pairs))
 
 
 def test_what_may_make_batches_is_taken_for_them(strategy2: mr.MirroredStrategy, tmp_path: Path) -> None:
@@ -189,8 +158,6 @@ def test_examples_of_torch_and_hugging_face(strategy2: mr.MirroredStrategy, monk
 class HuggingFace:
     """As `datasets.Dataset`: rows of lists unless formatted, `batch` makes a dataset whose rows are batches."""
 
-    column_names = ("x", "text")
-
     def __init__(self, columns: dict[str, list[Any]], kind: str | None = None) -> None:
         self.columns, self.kind = columns, kind
 
@@ -222,8 +189,6 @@ def check_hugging_face(dataset: Any, strategy: mr.MirroredStrategy) -> None:
         assert [batch["x"] for batch in batches] == [[0, 1, 2], [3, 4, 5], [6]] and batches[2]["v"] == [[6.0, 0.5]]
     with pytest.raises(ValueError, match=r"yielded a scalar at \['x'\].*\.batch\(global_batch_size\)"):
         list(strategy.distribute_dataset(dataset))
-    with pytest.raises(TypeError, match="an iterator that can be used only once"):
-        strategy.distribute_dataset(dataset.iter(3))
 
 
 COLUMNS = {"x": list(range(7)), "v": [[float(n), 0.5] for n in range(7)]}
@@ -231,8 +196,6 @@ COLUMNS = {"x": list(range(7)), "v": [[float(n), 0.5] for n in range(7)]}
 
 def test_a_hugging_face_dataset_in_small(strategy2: mr.MirroredStrategy) -> None:
     check_hugging_face(HuggingFace(COLUMNS), strategy2)
-    with pytest.raises(TypeError, match=r"dtype <U1 at \['text'\], which no device can hold"):
-        list(strategy2.distribute_dataset(HuggingFace({"x": [1, 2], "text": ["a", "b"]}).batch(2)))
 
 
 class HuggingFaceStream:
@@ -296,42 +259,25 @@ def test_a_real_torch_loader(strategy2: mr.MirroredStrategy) -> None:
         assert [x for x, _ in batches_of(distributed)] == [[0, 1, 2], [3, 4, 5], [6]]
 
 
-class FakeSampler:
-    """As torch's DistributedSampler: those rows of every so many that are this rank's."""
-
-    def __init__(self, num_replicas: Any, rank: Any) -> None:
-        self.num_replicas, self.rank = num_replicas, rank
-
-
 class FakeLoader(list[Any]):
     """As a torch DataLoader with a sampler, or with a sampler of batches around one."""
 
     def __init__(self, sampler: Any, is_of_batches: bool = False) -> None:
         super().__init__([np.arange(4)])
-        batches = sampler if is_of_batches else types.SimpleNamespace(sampler=sampler)
+        batches = sampler if is_of_batches else SimpleNamespace(sampler=sampler)
         self.sampler, self.batch_sampler = (None, batches) if is_of_batches else (sampler, batches)
 
 
 @pytest.mark.parametrize("is_of_batches", [True, False])
 def test_a_loader_of_one_ranks_rows_is_refused(strategy2: mr.MirroredStrategy, is_of_batches: bool) -> None:
-    message = (
-        r"FakeLoader gives 1/3 of the rows, those of rank 1, by its FakeSampler\. .* leave the sampler out, and its set_epoch: "
-        r"FakeLoader\(data, batch_size=global_batch_size, shuffle=True\)\."
-    )
-    part = FakeLoader(FakeSampler(3, 1), is_of_batches)
+    message = r"FakeLoader gives 1/3 of the rows, those of rank 1, by its SimpleNamespace\. .* leave the sampler out, "
+    part = FakeLoader(SimpleNamespace(num_replicas=3, rank=1), is_of_batches)
     with pytest.raises(ValueError, match=message):
         strategy2.distribute_dataset(part)
     assert len(list(strategy2.distribute_dataset(part, mr.InputOptions(auto_shard_policy="off")))) == 1
     assert len(list(strategy2.distribute_datasets_from_function(lambda context: part))) == 1
-    for sampler in (FakeSampler(1, 0), FakeSampler(None, None), object(), None):
+    for sampler in (SimpleNamespace(num_replicas=1, rank=0), SimpleNamespace(num_replicas=None, rank=None), object(), None):
         assert len(list(strategy2.distribute_dataset(FakeLoader(sampler, is_of_batches)))) == 1
-
-
-def test_the_input_context() -> None:
-    assert mr.InputContext() == mr.InputContext(1, 0, 1)
-    context = mr.InputContext(num_input_pipelines=2, input_pipeline_id=1, num_replicas_in_sync=6)
-    assert str(context) == "mr.InputContext(input pipeline id 1, total: 2)"
-    assert context.get_per_replica_batch_size(12) == 2
 
 
 def test_each_replica_takes_the_next_element_and_none_is_dropped(strategy3: mr.MirroredStrategy) -> None:
@@ -350,7 +296,7 @@ def test_each_replica_takes_the_next_element_and_none_is_dropped(strategy3: mr.M
             assert [row for step in steps for row in step if row] == given
             assert all(len(step) == 3 for step in steps)
             assert steps[-1:] == [[*given[len(steps) * 3 - 3 :], [], [], []][:3]] * bool(steps)
-        assert contexts == [mr.InputContext(1, 0, 3)]
+        assert contexts == [mr.InputContext(1, 0, 3)] and str(*contexts) == "mr.InputContext(input pipeline id 0, total: 1)"
 
 
 def test_elements_may_have_different_numbers_of_rows(strategy2: mr.MirroredStrategy, strategy3: mr.MirroredStrategy) -> None:
@@ -421,9 +367,3 @@ def test_elements_of_one_step_must_fit_together(strategy2: mr.MirroredStrategy) 
     message = r"elements of one step have rows of different structure, dtype or shape: float64\[3\], and number 1 float64\[4\]"
     with pytest.raises(ValueError, match=message):
         list(distributed)
-    message = r"got 3 of type int; expected an iterable of per-replica .*context\.get_per_replica_batch_size"
-    with pytest.raises(TypeError, match=message):
-        strategy2.distribute_datasets_from_function(lambda context: 3)
-    by_file = mr.InputOptions(auto_shard_policy="file")
-    with pytest.raises(ValueError, match=r"auto_shard_policy is .*FILE, but dataset_fn shares the records out by itself"):
-        strategy2.distribute_datasets_from_function(lambda context: [], by_file)

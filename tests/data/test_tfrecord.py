@@ -277,48 +277,32 @@ def test_an_error_in_a_batch_leaves_its_records_to_be_read(tmp_path: Path) -> No
     with pytest.raises(mr.data.TFRecordError, match="record 2"):
         next(iterator)
     assert iterator.get_state()["record"] == 0
+    path.unlink()
+    for _ in range(2):  # it is not the end
+        with pytest.raises(FileNotFoundError):
+            next(iterator)
     path.write_bytes(SOUND)  # somebody has copied the file again
     assert list(iterator) == [[b"one", b"two", b"three"]]
 
 
-def test_a_file_that_vanishes_is_an_error_and_not_the_end(tmp_path: Path) -> None:
-    paths = make(tmp_path, [b"one"], [b"two"])
-    iterator = iter(mr.data.tfrecord_dataset(paths))
-    assert next(iterator) == b"one"
-    paths[1].unlink()
-    for _ in range(2):
-        with pytest.raises(FileNotFoundError):
-            next(iterator)
-
-
-def mutated(data: bytes, changes: list[tuple[str, int, int]]) -> bytes:
-    for what, at, value in changes:
-        at %= len(data) + 1
-        if what == "set":
-            data = data[:at] + bytes([value]) + data[at + 1 :]
-        elif what == "cut":
-            data = data[:at]
-        elif what == "insert":
-            data = data[:at] + bytes([value]) * 3 + data[at:]
-        else:
-            data = data[:at] + data[at + value :]
-    return data
-
-
-CHANGES = st.tuples(st.sampled_from(["set", "cut", "insert", "remove"]), st.integers(0, 10**4), st.integers(0, 255))
-
-
 @settings(deadline=None, max_examples=80, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sampled_from(CODINGS), st.lists(CHANGES, min_size=1, max_size=3), st.sampled_from([None, 5]))
-def test_whatever_is_in_a_file_only_our_error_escapes(tmp_path: Path, compression, changes, batch_size) -> None:
-    path = tmp_path / "mutated.tfrecord"
-    path.write_bytes(mutated(COMPRESS[compression](b"".join(map(framed, RECORDS))), changes))
+@given(
+    st.sampled_from(CODINGS),
+    st.integers(0, 10**4),
+    st.sampled_from([0, 1, 10**4]) | st.integers(0, 255),
+    st.binary(max_size=3),
+    st.sampled_from([None, 5]),
+)
+def test_whatever_is_in_a_file_only_our_error_escapes(tmp_path: Path, compression, at, num_removed, inserted, batch_size) -> None:
+    path, data = tmp_path / "changed.tfrecord", COMPRESS[compression](b"".join(map(framed, RECORDS)))
+    at %= len(data) + 1
+    path.write_bytes(data[:at] + inserted + data[at + num_removed :])
     dataset = mr.data.tfrecord_dataset(path, compression)
     found = []
     with contextlib.suppress(mr.data.TFRecordError):
         for element in dataset if batch_size is None else dataset.batch(batch_size):
             found += [element] if batch_size is None else element
-    assert found == RECORDS[: len(found)] or changes[-1][0] == "remove"  # a record may be removed whole; none is ever wrong
+    assert found == RECORDS[: len(found)] or num_removed > 1  # a record may be removed whole; none is ever wrong
     assert set(found) <= set(RECORDS)
 
 

@@ -22,30 +22,9 @@ class Ahead(Generic[T]):
     """An iterator over a generator that runs in a thread, at most `count` items ahead; an exception comes after its items."""
 
     def __init__(
-        self, items: Generator[T, None, None], close: Callable[[], None], count: int, interrupt: Callable[[], None] = lambda: None
+        self, owner: object, items: Generator[T, None, None], close: Callable[[], None], count: int, interrupt: Callable[[], None]
     ) -> None:
         """Start the thread, which calls `close` once at its end; `interrupt`, in any thread, ends waiting for other workers."""
-        # The thread knows the queue, not this object, so that a loop which is left early leaves garbage, which ends the thread.
-        self._queue = _Queue[T](items, close, count, interrupt)
-        weakref.finalize(self, self._queue.close)
-
-    def __iter__(self) -> Ahead[T]:
-        return self
-
-    def __next__(self) -> T:
-        return self._queue.take()
-
-    def close(self) -> None:
-        """End the thread, and drop the items that are ready."""
-        self._queue.close()
-
-
-class _Queue(Generic[T]):
-    """The items that are ready, between the thread and its reader."""
-
-    def __init__(
-        self, items: Generator[T, None, None], close: Callable[[], None], count: int, interrupt: Callable[[], None]
-    ) -> None:
         self._count = count
         self._interrupt = interrupt
         self._changed = threading.Condition()  # its lock is reentrant: garbage collection can call `close` at any line
@@ -61,6 +40,8 @@ class _Queue(Generic[T]):
 
         self._thread = threading.Thread(target=work, name="mirrored input", daemon=True)
         atexit.register(self.close)  # before JAX ends its backends: exit functions run in reverse, and JAX's is there by now
+        # The thread does not know the owner, so that a loop which is left early leaves garbage, which ends the thread.
+        self._finalizer = weakref.finalize(owner, self.close)
         self._thread.start()
 
     def _fill(self, items: Generator[T, None, None], close: Callable[[], None]) -> None:
@@ -96,7 +77,10 @@ class _Queue(Generic[T]):
                 self._ready.append(item)
                 self._changed.notify_all()
 
-    def take(self) -> T:
+    def __iter__(self) -> Ahead[T]:
+        return self
+
+    def __next__(self) -> T:
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._is_finished or self._is_closed)
             if self._ready and not self._is_closed:
@@ -110,11 +94,13 @@ class _Queue(Generic[T]):
             del failure  # a frame that held it would keep itself, and the batches in it, until the next collection
 
     def close(self) -> None:
+        """End the thread, and drop the items that are ready."""
         with self._changed:
             self._is_closed = True
             self._ready.clear()
             self._failure = None
             self._changed.notify_all()
+        self._finalizer.detach()
         self._interrupt()
         if self._thread is not threading.current_thread():
             self._thread.join(MAX_WAIT_SECONDS)

@@ -15,10 +15,9 @@ from .value_places import ValuePlaces, find_layout
 
 #: With fewer records of one length it costs more to find the places of their values than to parse them.
 MIN_RECORDS = 8
-#: Bounds of the layouts that are kept, 64 MiB together: lengths, layouts of each (features may change order), bytes of a record.
-MAX_LENGTHS, MAX_LAYOUTS, MAX_RECORD_BYTES = 16, 4, 1 << 20
-#: A length is given up after so many layouts that fitted too few records: its records differ in more than their values.
-MAX_MISSES = 3
+#: Bounds of the layouts that are kept, 96 MiB together: lengths, layouts that are tried of each (features may change order, or
+#: records of one length differ in more than their values), bytes of a record.
+MAX_LENGTHS, MAX_LAYOUTS, MAX_RECORD_BYTES = 16, 6, 1 << 20
 #: Messages of protobuf that are held at a time; each is a copy of its record.
 MESSAGES = 64
 
@@ -90,7 +89,7 @@ class _Batch:
         self._results = {name: _allocate(feature, len(records)) for name, feature in spec.items()}
 
     def parse(self) -> dict[str, Any]:
-        left = [row for rows in self._rows_by_length() for row in self._parse_alike(rows)]
+        left = np.sort(np.concatenate([self._parse_alike(rows) for rows in self._rows_by_length()]))
         for start in range(0, len(left), MESSAGES):
             self._parse_others(left[start : start + MESSAGES])
         return {
@@ -108,7 +107,7 @@ class _Batch:
     def _records_of(self, rows: np.ndarray) -> Sequence[bytes]:
         return self._records if len(rows) == len(self._records) else [self._records[row] for row in rows]
 
-    def _parse_others(self, rows: Sequence[int]) -> None:
+    def _parse_others(self, rows: np.ndarray) -> None:
         """Let protobuf parse records, and put their features into their rows."""
         messages = []
         for row in rows:
@@ -130,7 +129,7 @@ class _Batch:
             present = ", ".join(sorted(other for other in features if features[other].WhichOneof("kind"))) or "none"
             raise ValueError(f"{self._title.format(row)}, feature {name!r}: {problem} (Its features: {present}.)") from problem
 
-    def _assign(self, name: str, rows: np.ndarray | Sequence[int], values: np.ndarray | Sequence[np.ndarray]) -> None:
+    def _assign(self, name: str, rows: np.ndarray, values: np.ndarray | Sequence[np.ndarray]) -> None:
         """Put values, one for each row, into these rows of a result."""
         result = self._results[name]
         if isinstance(result, list):
@@ -149,12 +148,17 @@ class _Batch:
         matrix = np.frombuffer(b"".join(self._records_of(rows)), np.uint8).reshape(len(rows), length)
         bools = {name for name, feature in self._wanted.items() if feature.dtype == bool}
         known, tried = _layouts_of(length), 0
-        while len(rows) >= MIN_RECORDS and (layout := known.get(tried, self._records[rows[0]])):
-            matching = layout.matches(matrix, bools)
-            if tried == len(known.layouts) and not known.keep(layout, matching.sum()):
-                break
+        while len(rows) >= MIN_RECORDS and tried < MAX_LAYOUTS:
+            is_new = tried == len(known)
+            layout = _layout_of(self._records[rows[0]]) if is_new else known[tried]
             tried += 1
-            if matching.any():
+            matching = np.zeros(len(rows), bool) if layout is None else layout.matches(matrix, bools)
+            if is_new and matching.sum() < MIN_RECORDS:
+                known.append(None)
+                break
+            if is_new:
+                known.append(layout)
+            if layout is not None and matching.any():
                 chosen = slice(None) if matching.all() else matching  # a slice copies nothing
                 self._cut(layout, matrix[chosen], rows[chosen])
                 rows, matrix = rows[~matching], matrix[~matching]
@@ -178,34 +182,15 @@ def _allocate(feature: Feature, num_records: int) -> Any:
     return np.empty((num_records, feature._size), object if feature.dtype is bytes else feature.dtype)
 
 
-class _Layouts:
-    """The layouts that are known of the records of one length."""
-
-    def __init__(self) -> None:
-        self.layouts: list[ValuePlaces] = []
-        self._misses = 0
-
-    def get(self, number: int, record: bytes) -> ValuePlaces | None:
-        """Return a layout by its number, or find one for a record that matches none; None where there are no more."""
-        if number < len(self.layouts):
-            return self.layouts[number]
-        is_full = number >= MAX_LAYOUTS or self._misses >= MAX_MISSES
-        features = None if is_full else _features_of(record)
-        return None if features is None else find_layout(record, features)
-
-    def keep(self, layout: ValuePlaces, num_matching: int) -> bool:
-        """Keep a layout that was found, if it fits enough records."""
-        if num_matching < MIN_RECORDS:
-            self._misses += 1
-            return False
-        self.layouts.append(layout)
-        return True
-
-
 @functools.lru_cache(maxsize=MAX_LENGTHS)
-def _layouts_of(length: int) -> _Layouts:
-    """Return the layouts of the records of a length, to be added to."""
-    return _Layouts()
+def _layouts_of(length: int) -> list[ValuePlaces | None]:
+    """Return the layouts that were tried of the records of a length, to be added to; None for one that fitted too few."""
+    return []
+
+
+def _layout_of(record: bytes) -> ValuePlaces | None:
+    features = _features_of(record)
+    return None if features is None else find_layout(record, features)
 
 
 def _features_of(record: bytes) -> Any:

@@ -16,9 +16,8 @@ import numpy as np
 FIRST, SECOND = 0x0A, 0x12
 #: The tag of each kind of list in a Feature.
 LISTS = {"bytes_list": 0x0A, "float_list": 0x12, "int64_list": 0x1A}
-#: The last three bits of a tag give the form of the payload: a number, a length and so many bytes, or 8 or 4 bytes.
-VARINT, LENGTH = 0, 2
-FIXED = {1: 8, 5: 4}
+#: The last three bits of a tag whose payload is a length and so many bytes.
+LENGTH = 2
 
 Span = tuple[int, int]
 
@@ -51,15 +50,19 @@ class _UnusualError(Exception):
 
 
 def find_layout(record: bytes, features: Mapping[str, Any]) -> ValuePlaces:
-    """Find the places of the values of a record that protobuf has parsed to these features."""
+    """Find the places of the values of a record that protobuf has parsed to these features, and set ints with places to zero."""
     kinds = {name: kind for name, feature in features.items() if (kind := feature.WhichOneof("kind"))}
     try:
         spans = _find_spans(record, kinds)
     except _UnusualError:
         spans = {}
+    for name in spans:
+        if kinds[name] == "int64_list":  # zeros fit any dtype, and those of this record need not
+            values = features[name].int64_list.value
+            values[:] = [0] * len(values)
     size, array = len(record), np.frombuffer(record, np.uint8)
-    values = [(0, 0), *sorted(itertools.chain(*spans.values())), (size, size)]
-    between = [(stop, start) for (_, stop), (start, _) in itertools.pairwise(values) if stop < start]
+    places = [(0, 0), *sorted(itertools.chain(*spans.values())), (size, size)]
+    between = [(stop, start) for (_, stop), (start, _) in itertools.pairwise(places) if stop < start]
     return ValuePlaces(features, kinds, spans, [((start, stop), array[start:stop]) for start, stop in between])
 
 
@@ -94,18 +97,12 @@ def _fields(record: bytes, message: Span) -> list[tuple[int, Span]]:
     fields = []
     start, stop = message
     while start < stop:
-        tag, start = record[start], start + 1
-        form = tag & 7
-        if tag >= 0x80 or form not in (VARINT, LENGTH, *FIXED):  # a number of several bytes, or a group
+        tag = record[start]
+        if tag >= 0x80 or tag & 7 != LENGTH:  # a number of several bytes, or a payload without a length
             raise _UnusualError
-        if form in FIXED:
-            end = start + FIXED[form]
-        else:
-            number, end = _read_varint(record, start)
-            if form == LENGTH:
-                start, end = end, end + number
-        fields.append((tag, (start, end)))
-        start = end
+        size, start = _read_varint(record, start + 1)
+        fields.append((tag, (start, start + size)))
+        start += size
     return fields
 
 
