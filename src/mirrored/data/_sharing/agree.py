@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import dataclasses
 import itertools
-import re
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -165,7 +162,7 @@ def _encode(tree: PyTree) -> dict[str, Any]:
     """Write the structure of a batch, and the dtypes and shapes of its rows, as JSON."""
     leaves, treedef = jax.tree.flatten(tree)
     rows = [[leaf.dtype.name, list(leaf.shape[1:])] for leaf in leaves]
-    return {"structure": str(treedef), "leaves": rows}
+    return {"structure": str(treedef), "skeleton": _skeleton(tree), "leaves": rows}
 
 
 def _show(rows: dict[str, Any]) -> str:
@@ -176,13 +173,29 @@ def _show(rows: dict[str, Any]) -> str:
 def _decode(rows: dict[str, Any], like: PyTree) -> PyTree:
     """Make a batch without rows of what another worker wrote, in the structure of `like` if there is one."""
     leaves = [np.zeros((0, *shape), dtype) for dtype, shape in rows["leaves"]]
-    if like is None:
-        with contextlib.suppress(ValueError, SyntaxError):  # the text of dicts, lists and tuples is Python, `*` an array
-            text = re.sub(r"(?<=[ (\[])\*(?=[,)\]}])", "0", rows["structure"])
-            like = ast.literal_eval(text.removeprefix("PyTreeDef(").removesuffix(")"))
-        if str(jax.tree.structure(like)) != rows["structure"]:
+    treedef = jax.tree.structure(_from_skeleton(rows["skeleton"]) if like is None else like)
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _skeleton(tree: PyTree) -> Any:
+    if type(tree) is dict:
+        return {"dict": [[key, _skeleton(child)] for key, child in tree.items()]}
+    if type(tree) in (list, tuple):
+        return {type(tree).__name__: [_skeleton(child) for child in tree]}
+    return None if tree is None else 0 if isinstance(tree, np.ndarray) else {"class": type(tree).__name__}
+
+
+def _from_skeleton(skeleton: dict[str, Any] | int | None) -> PyTree:
+    match skeleton:
+        case {"dict": items}:
+            return {key: _from_skeleton(child) for key, child in items}
+        case {"list": children}:
+            return [_from_skeleton(child) for child in children]
+        case {"tuple": children}:
+            return tuple(_from_skeleton(child) for child in children)
+        case {"class": name}:
             raise TypeError(
-                f"this worker has had no record, and so cannot make an empty batch of {escape(rows['structure'], _MAX_SHOWN)}. "
-                "Yield batches made of dicts, lists and tuples, or use mr.InputOptions(auto_shard_policy='data')."
+                f"this worker has had no record, and so cannot make an empty batch of class {name}. Yield batches made of dicts, "
+                "lists and tuples, or use mr.InputOptions(auto_shard_policy='data')."
             )
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+    return skeleton
