@@ -96,15 +96,12 @@ MirroredStrategy
     mr.MirroredStrategy({"cpu:0"}) => TypeError: devices is .* of type set; expected a list
     mr.MirroredStrategy([None]) => TypeError: devices contains None of type NoneType; expected strings such as 'gpu:0'
     mr.MirroredStrategy(["cpu:0"], cross_device_ops="ring") => ValueError: cross_device_ops is 'ring'; expected None
-    mr.MirroredStrategy(["cpu:0"], cross_device_ops=ONES) => TypeError: cross_device_ops is array
     mr.MirroredStrategy(["cpu:0"], cross_device_ops=mr.NcclAllReduce) => TypeError: is the class .* Write .*NcclAllReduce\(\)
     mr.MirroredStrategy(["cpu:0"], cross_device_ops=mr.NcclAllReduce()) => ValueError: connects GPUs, but the devices are
     mr.MirroredStrategy(["cpu:0"], cross_device_ops=mr.ReductionToOneDevice("cpu:1")) => DeviceError: is none of the strat
     mr.MirroredStrategy(["cpu:0"], cross_device_ops=mr.ReductionToOneDevice(3)) => TypeError: reduce_to_device is 3; expect
 NcclAllReduce
     mr.NcclAllReduce(-1) => ValueError: num_packs is -1; expected 0 or more packs
-    mr.NcclAllReduce("1") => TypeError: num_packs is '1'; expected an int
-    mr.NcclAllReduce(True) => TypeError: num_packs is True; expected an int
 HierarchicalCopyAllReduce
     mr.HierarchicalCopyAllReduce(num_packs=-2) => ValueError: num_packs is -2; expected 0 or more packs
 ReductionToOneDevice
@@ -118,7 +115,6 @@ profile
 progress
     mr.progress(3) => TypeError: mr\.progress got 3; expected the batches of a loop: for batch in mr\.progress\(dataset\)
     mr.progress([], total="4") => TypeError: total is '4'; expected how many batches
-    mr.progress([], total=-1) => TypeError: total is -1
     mr.progress([], description=3) => TypeError: description is 3; expected a str
 report
     mr.report(3) => TypeError: mr\.report got 3; expected a strategy: mr\.report\(strategy, 'run\.html'\)
@@ -146,7 +142,6 @@ Strategy.run
     step(lambda: step(lambda: 1)) => ContextError: NOT_IN_A_STEP
     in_three(lambda: step(lambda: 1)) => StrategyMismatchError: run of .*scope of
 Strategy.reduce
-    two.reduce("max", x) => ValueError: is 'max'; expected one of 'sum', 'mean' or a member of mr\.ReduceOp, for example mr\.R
     two.reduce("sum", {"a": [x, "b"]}) => TypeError: strategy\.reduce got 'b' of type str; NO_NUMBERS
     two.reduce("sum", WORDS) => TypeError: of type ndarray; NO_NUMBERS
     two.reduce("sum", np.zeros(2, [("a", int)])) => TypeError: of type ndarray; NO_NUMBERS
@@ -156,19 +151,14 @@ Strategy.reduce
     two.reduce("sum", x_of_three) => StrategyMismatchError: reduce got a PerReplica of 3 .*ANOTHER
     two.reduce("sum", [x_elsewhere]) => StrategyMismatchError: lie on \['cpu:2', 'cpu:3'\].*ANOTHER
     two.reduce("sum", {"a": of_three}) => StrategyMismatchError: reduce got variable 'of_three'
-    two.reduce("sum", x, 1) => ValueError: reduce: axis=1 for a value of rank 1 on each replica; its only axis is 0
     two.reduce("sum", np.ones((2, 2)), -3) => ValueError: axis=-3 for a value of rank 2 on each replica; its axes are 0 to 1
-    two.reduce("sum", x, 1.5) => TypeError: axis is 1\.5 of type float; expected an int, for example axis=0
-    two.reduce("sum", scalars, 0) => ValueError: it is a scalar and has no axes
     step(lambda: two.reduce("sum", x)) => PerReplicaError: strategy\.run\(step, args=\(x,\)\)
     step(lambda: two.reduce("sum", "a")) => TypeError: strategy\.reduce got 'a' of type str
     step(lambda: two.reduce("sum", jnp.ones(3), axis=1)) => ValueError: strategy\.reduce: axis=1 for a value of rank 1
     step(lambda: three.reduce("sum", 1.0)) => StrategyMismatchError: reduce of .*3 replicas.* in the scope of .*2 replicas
 Strategy.gather
     two.gather([x, "b"], 0) => TypeError: strategy\.gather got 'b' of type str; NO_NUMBERS
-    two.gather(x, 1) => ValueError: gather: axis=1 for a value of rank 1 on each replica; its only axis is 0
     two.gather(x, (0,)) => TypeError: gather: axis is \(0,\) of type tuple
-    two.gather(1.0, 0) => ValueError: it is a scalar and has no axes
     step(lambda: two.gather(ONES, 0)) => ContextError: NOT_IN_A_STEP.*all_gather\(value, axis\)
 Strategy.local_results
     two.local_results(x_of_three) => StrategyMismatchError: local_results got a PerReplica of 3 .*ANOTHER
@@ -275,7 +265,6 @@ Variable.assign
     counts.assign(np.ones(2)) => TypeError: 'counts' of dtype int32 was given a value of dtype float32
     w.assign(x) => ReplicasDivergeError: 'w' .* Reduce it first: variable\.assign
     mean.assign(x_elsewhere) => StrategyMismatchError: ANOTHER
-    mean.assign(x_of_three) => StrategyMismatchError: ANOTHER
     mean.assign(uneven) => UnevenReplicasError: given a PerReplica with shapes \(1,\), \(2,\)
     mean.assign(scalars) => ValueError: was given a PerReplica with shapes \(\), \(\)
     w.assign(private) => ValueError: variable 'private' has one value per replica
@@ -287,8 +276,6 @@ Variable.assign
     step(lambda: jax.lax.fori_loop(0, 2, lambda i, c: (w.assign(ONES), c)[1], 0)) => ContextError: TRACED
 Variable.assign_add
     w.assign_add(np.ones(3)) => ValueError: assign_add to variable 'w' of shape \(2,\)
-    w.assign_add(x) => ReplicasDivergeError: Reduce it first: variable\.assign_add
-    jax.jit(lambda x: w.assign_add(x).value)(ONES) => ContextError: TRACED
 Variable.assign_sub
     w.assign_sub("a") => TypeError: assign_sub to variable 'w' is 'a' of type str
 Variable.value
@@ -339,7 +326,6 @@ scan
 fori_loop
     mr.fori_loop(0, 3, None, 0.0) => TypeError: mr\.fori_loop got None as its body
     mr.fori_loop(0.5, 3, max, 0.0) => TypeError: mr\.fori_loop got the bounds 0\.5 and 3; expected two ints
-    mr.fori_loop(0, "3", max, 0.0) => TypeError: got the bounds 0 and '3'
     mr.fori_loop(0, ONES, max, 0.0) => TypeError: expected two ints
     mr.fori_loop(0, 3, lambda i, carry: carry, "a") => TypeError: the carry of mr\.fori_loop got 'a'
     mr.fori_loop(0, 3, lambda i, carry: np.ones(3), 0.0) => TypeError: must have equal types
@@ -371,7 +357,6 @@ value_and_grad
     step(lambda: mr.value_and_grad(lambda: jnp.sum(of_three), of_three)()) => StrategyMismatchError: 'of_three' lives on 3
 # training
 Optimizer
-    mr.Optimizer(3, [w]) => TypeError: tx is 3; expected an optax transformation, for example
     mr.Optimizer(optax.adam, [w]) => TypeError: tx is <function adam
     mr.Optimizer(optax.sgd(0.1), [seen]) => ValueError: variable 'seen' is sync-on-read
     mr.Optimizer(optax.sgd(0.1), [w, w]) => ValueError: 'w' is listed twice
@@ -439,19 +424,14 @@ export
 # datasets
 InputOptions
     mr.InputOptions(prefetch=-1) => ValueError: prefetch is -1; expected 0 or more batches
-    mr.InputOptions(prefetch=1.5) => TypeError: prefetch is 1\.5; expected an int
     mr.InputOptions(drop_remainder=1) => TypeError: drop_remainder is 1; expected True or False
     mr.InputOptions(auto_shard_policy="files") => ValueError: auto_shard_policy is 'files'; expected one of
-    mr.InputOptions(auto_shard_policy=None) => TypeError: auto_shard_policy is None; expected one of
 InputContext.get_per_replica_batch_size
     mr.InputContext(1, 0, 2).get_per_replica_batch_size(3) => ValueError: 3 is not divisible by the 2
     mr.InputContext().get_per_replica_batch_size(0) => ValueError: global_batch_size is 0; expected at
-    mr.InputContext().get_per_replica_batch_size("4") => TypeError: global_batch_size is '4'; expected
 data.DistributedDataset.take
-    distributed.take("2") => TypeError: take got '2'; expected an int, the number of steps
     distributed.take(-1) => ValueError: take got -1; expected at least 0
 data.DistributedDataset.repeat
-    distributed.repeat(1.5) => TypeError: repeat got 1\.5; expected an int, the number of passes
     distributed.repeat(0) => ValueError: repeat got 0; expected at least 1, the number of passes, or None
 data.DistributedDataset.map
     distributed.map(None) => TypeError: map got None; expected a function of a batch
@@ -471,18 +451,15 @@ data.NumpyDataset
     NumpyDataset(x) => TypeError: of type PerReplica; expected a numpy array
     NumpyDataset(ONES, batch_size=0) => ValueError: batch_size is 0; expected at least 1
 data.NumpyDataset.batch
-    rows.batch(1.5) => TypeError: batch_size is 1\.5; expected an int
     rows.batch(0) => ValueError: batch_size is 0; expected at least 1
     rows.batch(2, "no") => TypeError: drop_remainder is 'no'; expected True or False
     rows.batch(2).batch(2) => ValueError: the dataset is batched already, by 2
 data.NumpyDataset.shuffle
-    rows.shuffle(seed="2") => TypeError: seed is '2'; expected an int
     rows.shuffle(seed=-1) => ValueError: seed is -1; expected at least 0
     rows.shuffle() => TypeError: shuffle got seed=None; expected a seed by its name, and no more: \.shuffle\(seed=0\)
     rows.shuffle(1000) => TypeError: shuffle got buffer_size=1000, seed=None; .* as in tf\.data with a buffer_size
     rows.shuffle(buffer_size=10, seed=3) => TypeError: buffer_size=10, seed=3; .*: \.shuffle\(seed=3\)\.
 data.NumpyDataset.repeat
-    rows.repeat("2") => TypeError: num_epochs is '2'; expected an int
     rows.repeat(0) => ValueError: num_epochs is 0; expected at least 1
 # files; more rows are in test_tfrecord.py and test_example.py
 data.tfrecord_dataset
@@ -524,7 +501,6 @@ CommunicationOptions
     mr.CommunicationOptions(implementation="gloo") => ValueError: implementation is 'gloo'; expected one of 'auto', 'ring'
     mr.CommunicationOptions(bytes_per_pack=-1) => ValueError: bytes_per_pack is -1; expected 0 or more
     mr.CommunicationOptions(timeout_seconds=0) => ValueError: timeout_seconds is 0; expected 1 to 604800 seconds
-    mr.CommunicationOptions(bytes_per_pack=1.5) => TypeError: bytes_per_pack is 1\.5; expected an int
     mr.CommunicationOptions(timeout_seconds="60") => TypeError: timeout_seconds is '60'; expected seconds
     mr.CommunicationOptions(timeout_seconds=float("nan")) => ValueError: timeout_seconds is nan
 MultiWorkerMirroredStrategy
@@ -554,7 +530,6 @@ Checkpoint
 Checkpoint.restore_latest
     checkpoint.restore_latest(partial="w") => TypeError: partial is 'w'; expected True or False
 Checkpoint.save
-    checkpoint.save("1") => TypeError: checkpoint\.save: step is '1'; expected an int
     checkpoint.save(-1) => TypeError: checkpoint\.save: step is -1; expected an int
     step(lambda: checkpoint.save(1)) => ContextError: inside a step
 PreemptionHandler
