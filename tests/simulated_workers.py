@@ -1,15 +1,15 @@
-"""Several workers in one process: threads that exchange values as processes would."""
+"""Several workers in one process, as `mirrored.testing.input_of_workers` makes them, with their plans and positions."""
 
 import dataclasses
+import itertools
 import json
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import numpy as np
 
+from mirrored._testing.inputs import _make_workers, _run_together
 from mirrored.data._passes import Elements, Passes
 from mirrored.data._sharing.agree import InputWorker
 from mirrored.data._sharing.plan import Plan, make_plan
@@ -44,23 +44,6 @@ def _true_rows(stacked: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
     return np.concatenate([row[:size] for row, size in zip(stacked, sizes, strict=True)])
 
 
-def exchanges(barrier: threading.Barrier) -> list[Callable[[Any], list[Any]]]:
-    """One `exchange` for each worker; values pass through JSON, as between processes."""
-    slots = [""] * barrier.parties
-
-    def of_worker(index: int) -> Callable[[Any], list[Any]]:
-        def exchange(value: Any) -> list[Any]:
-            slots[index] = json.dumps(value)
-            barrier.wait()
-            values = [json.loads(text) for text in slots]
-            barrier.wait()
-            return values
-
-        return exchange
-
-    return [of_worker(index) for index in range(barrier.parties)]
-
-
 def run_workers(
     make_dataset: Callable[[int], Any],
     num_workers: int,
@@ -76,35 +59,16 @@ def run_workers(
 ) -> Run:
     """Read a dataset, made anew on each worker, to its end; the first error of a worker ends all."""
     dropped: list[int] = []
-    barrier = threading.Barrier(num_workers, timeout=30)
 
-    def work(index: int, exchange: Any) -> tuple[Plan, list[Step]]:
-        try:
-            return read(index, exchange)
-        except BaseException:
-            barrier.abort()
-            raise
-
-    def read(index: int, exchange: Any) -> tuple[Plan, list[Step]]:
-        worker = InputWorker(index, num_workers, exchange, is_noted=is_noted)
-        plan = make(make_dataset(index), policy, worker, num_workers * num_local)
+    def read(worker: InputWorker) -> tuple[Plan, list[Step]]:
+        worker = dataclasses.replace(worker, is_noted=is_noted)
+        plan = make(make_dataset(worker.index), policy, worker, num_workers * num_local)
         layout = LocalReplicas(num_workers * num_local, worker, drop_remainder, lambda lost, _: dropped.append(lost), lookahead)
-        text, extra = positions[index] if positions else (None, {})
-        elements = Elements(plan, limits=tuple(limits))
-        passes = Passes(elements, None if text is None else json.loads(text), extra)
-        steps = []
-        for step in passes.steps(layout):
-            steps.append(step)
-            if len(steps) == max_steps:
-                break
+        text, extra = positions[worker.index] if positions else (None, {})
+        passes = Passes(Elements(plan, limits=tuple(limits)), None if text is None else json.loads(text), extra)
+        steps = list(itertools.islice(passes.steps(layout), max_steps))
         passes.close()
         return plan, steps
 
-    with ThreadPoolExecutor(num_workers) as pool:
-        futures = [pool.submit(work, index, exchange) for index, exchange in enumerate(exchanges(barrier))]
-    errors = [error for future in futures if (error := future.exception())]
-    for error in errors:
-        if not isinstance(error, threading.BrokenBarrierError):
-            raise error
-    plans, steps = zip(*(future.result() for future in futures), strict=True)
+    plans, steps = zip(*_run_together(read, _make_workers(num_workers)), strict=True)
     return Run(list(plans), list(steps), sum(dropped))
