@@ -130,7 +130,6 @@ Strategy.run
     step(abs, x) => TypeError: args of strategy\.run is PerReplica; .* with the comma
     step(abs, (), [1]) => TypeError: kwargs of strategy\.run is \[1\]; expected a dict
     step(abs, (), {1: 2}) => TypeError: kwargs of strategy\.run is \{1: 2\}
-    step(lambda x: x) => TypeError: missing 1 required positional argument: 'x'
     step(abs, (WORDS,)) => TypeError: is a numpy array of dtype <U1, which no device can hold
     step(abs, (MASKED,)) => TypeError: NO_MASKS
     step(abs, (np.array([1, 2**33]),)) => ValueError: the argument `x` holds int64 values from 1 to 8589934592, .*jax_enable_x64
@@ -178,7 +177,6 @@ Strategy.distribute_dataset
     step(lambda: two.distribute_dataset([ONES])) => ContextError: NOT_IN_A_STEP
 Strategy.distribute_datasets_from_function
     two.distribute_datasets_from_function(3) => TypeError: dataset_fn is 3; expected a function of a mr\.InputContext
-    two.distribute_datasets_from_function(lambda: []) => TypeError: takes 0 positional arguments but 1 was given
     two.distribute_datasets_from_function(lambda c: ONES) => TypeError: distribute_datasets_from_function got ndarray, one set
     two.distribute_datasets_from_function(list, mr.InputOptions(auto_shard_policy="data"))
         => ValueError: dataset_fn shares the records out by itself
@@ -196,8 +194,6 @@ Strategy.distribute_values_from_function
     two.distribute_values_from_function(3) => TypeError: value_fn is 3; expected a function of a mr\.ValueContext
     values(two, lambda i: "a") => TypeError: distribute_values_from_function got 'a' of type str; NO_NUMBERS
     values(two, lambda i: MASKED) => TypeError: NO_MASKS
-    values(two, lambda i: x) => PerReplicaError: PerReplica does not support
-    two.distribute_values_from_function(lambda: 1) => TypeError: takes 0 positional arguments but 1 was given
     values(two, lambda i: np.ones((1,) * (1 + i)))
         => ValueError: arrays of different ranks, shapes \(1,\), \(1, 1\); expected one rank for all replicas
     values(two, lambda i: np.ones(1, ["int32", "float32"][i])) => TypeError: returned different dtypes: float32, int32
@@ -229,11 +225,9 @@ ReplicaContext.merge_call
     in_context(lambda ctx: ctx.merge_call(3)) => TypeError: merge_call got 3; expected a function
     in_context(lambda ctx: ctx.merge_call(max, ONES)) => TypeError: args of merge_call is ndarray; .*args=\(x,\).*comma
     in_context(lambda ctx: ctx.merge_call(max, (), [1])) => TypeError: kwargs of merge_call is \[1\]; expected a dict
-    in_context(lambda ctx: ctx.merge_call(lambda: 1)) => TypeError: takes 0 positional arguments but 1
 ReplicaContext.rng
     in_context(lambda ctx: ctx.rng("a")) => TypeError: rng got 'a'; expected a key from jax\.random\.key\(seed\), or an int
     in_context(lambda ctx: ctx.rng(jnp.ones(2))) => TypeError: rng got
-    in_context(lambda ctx: ctx.rng(x)) => PerReplicaError: PerReplica does not support
 # variables
 Variable
     mr.Variable(None, name="v") => TypeError: value of variable 'v' is None of type NoneType; expected an array or a num
@@ -242,10 +236,8 @@ Variable
     mr.Variable([[1], [1, 2]]) => TypeError: is \[\[1\], \[1, 2\]\]; expected an array or a number
     mr.Variable(MASKED) => TypeError: NO_MASKS
     mr.Variable(WORDS) => TypeError: is array\(\['a', 'b'\]
-    mr.Variable(lambda x: 1.0) => TypeError: missing 1 required positional argument: 'x'
     mr.Variable(2**40) => TypeError: is 1099511627776, which the dtype int32 cannot hold
     mr.Variable(1.5, dtype="int32") => TypeError: is 1\.5, which the dtype int32 cannot hold\. Round it, or use another dtype
-    mr.Variable(1.0, dtype="number") => TypeError: number
     mr.Variable(1.0, name=3) => TypeError: name is 3; expected a non-empty string
     mr.Variable(1.0, synchronization="sometimes") => ValueError: is 'sometimes'; expected one of 'auto', .*'on_read'
     mr.Variable(1.0, synchronization="none") => ValueError: synchronization NONE is not supported\. Use 'on_write'
@@ -304,7 +296,6 @@ function
     mr.function(3) => TypeError: mr\.function got 3; expected a function: @mr\.function above
     mr.function(lambda x: x)(WORDS) => TypeError: the argument `x` is a numpy array of dtype <U1
     mr.function(lambda x: x)(MASKED) => TypeError: NO_MASKS
-    mr.function(lambda x: x)() => TypeError: missing 1 required positional argument: 'x'
     mr.function(lambda: (step(lambda: w + 1), three.run(lambda: of_three + 1)))()
         => StrategyMismatchError: an mr\.function uses two strategies
     mr.function(lambda x: two.reduce("sum", x))(x_of_three) => StrategyMismatchError: ANOTHER
@@ -318,24 +309,17 @@ scan
     mr.scan(lambda c, x: (c, x), 0.0, 1.0) => ValueError: xs of mr\.scan holds a scalar
     mr.scan(lambda c, x: (c, x), 0.0, [1.0, 2.0]) => ValueError: scalar.*jnp\.asarray\(\[1\.0, 2\.0\]\)
     mr.scan(lambda c, x: (c, x), 0.0, (np.ones(2), np.ones(3))) => ValueError: different leading axis sizes: 2, 3
-    mr.scan(lambda c, x: (c, x), 0.0) => ValueError: no values to scan over
     mr.scan(lambda c, x: (c, x), 0.0, None, -1) => TypeError: mr\.scan got length=-1; expected an int, 0 or more
-    mr.scan(lambda c, x: (c, x), 0.0, ONES, 3) => ValueError: `length` argument of 3 which disagrees
     mr.scan(lambda c, x: (c, x), 0.0, uneven) => UnevenReplicasError: xs of mr\.scan.*\(1,\), \(2,\).*the same number of rows
-    mr.scan(lambda carry, x: (np.ones(3), x), 0.0, ONES) => TypeError: must have equal types
 fori_loop
     mr.fori_loop(0, 3, None, 0.0) => TypeError: mr\.fori_loop got None as its body
     mr.fori_loop(0.5, 3, max, 0.0) => TypeError: mr\.fori_loop got the bounds 0\.5 and 3; expected two ints
     mr.fori_loop(0, ONES, max, 0.0) => TypeError: expected two ints
     mr.fori_loop(0, 3, lambda i, carry: carry, "a") => TypeError: the carry of mr\.fori_loop got 'a'
-    mr.fori_loop(0, 3, lambda i, carry: np.ones(3), 0.0) => TypeError: must have equal types
 cond
     mr.cond(True, 3, lambda: 1) => TypeError: mr\.cond got 3
-    mr.cond("a", lambda: 1, lambda: 2) => TypeError: [Pp]red must be a scalar
     mr.cond(scalars, lambda: 1, lambda: 2) => PerReplicaError: PerReplica does not support
     mr.cond(True, lambda x: 1, lambda x: 2, "a") => TypeError: the operands of mr\.cond got 'a'
-    mr.cond(True, lambda: 1, lambda: 2.5) => TypeError: must have equal output types
-    mr.cond(True, lambda: (1,), lambda: 1) => TypeError: same pytree structure
 grad
     mr.grad(w, lambda: 1.0) => TypeError: expected a function that returns a loss
     mr.grad(lambda: [w.value], w)() => TypeError: the function returned \[.*\]; expected a loss, one for each example or one
@@ -353,7 +337,6 @@ value_and_grad
     mr.value_and_grad(lambda: (1.0, 2), w)() => TypeError: the function returned a tuple; pass has_aux=True
     mr.value_and_grad(lambda: 1.0, w, has_aux=True)() => TypeError: must return \(loss, aux\)
     mr.value_and_grad(lambda: 1.0, private)() => ContextError: variable 'private' is sync-on-read: outside a step
-    mr.value_and_grad(lambda x: jnp.sum(w * x), w)() => TypeError: missing 1 required positional argument
     step(lambda: mr.value_and_grad(lambda: jnp.sum(of_three), of_three)()) => StrategyMismatchError: 'of_three' lives on 3
 # training
 Optimizer
@@ -395,7 +378,6 @@ losses.compute_average_loss
     average(ONES, np.ones(3)) => ValueError: sample_weight has shape \(3,\), per_example_loss has shape \(2,\)
     average(ONES, None, 0) => ValueError: global_batch_size is 0; expected the whole number of examples
     average(ONES, None, True) => ValueError: global_batch_size is True
-    average(x) => PerReplicaError: PerReplica does not support
 losses.weighted_mean
     mr.losses.weighted_mean(ONES, ONES) => ContextError: weighted_mean was called outside a step
     step(lambda: mr.losses.weighted_mean("a", ONES)) => TypeError: losses is 'a' of type str
@@ -404,7 +386,6 @@ losses.weighted_mean
 losses.mean_over_own_rows
     mr.losses.mean_over_own_rows(1.0) => ContextError: mean_over_own_rows was called outside a step
     step(lambda: mr.losses.mean_over_own_rows(ONES)) => ValueError: got shape \(2,\); expected a scalar.*needs no word
-    step(lambda: mr.losses.mean_over_own_rows(x)) => PerReplicaError: PerReplica does not support
 losses.already_divided
     mr.losses.already_divided(1.0) => ContextError: already_divided was called outside a step
     step(lambda: mr.losses.already_divided(ONES)) => ValueError: got shape \(2,\); expected a scalar.*needs no word
@@ -412,7 +393,6 @@ losses.already_divided
 losses.scale_regularization_loss
     mr.losses.scale_regularization_loss(1.0) => ContextError: was called outside a step
     step(lambda: mr.losses.scale_regularization_loss("a")) => TypeError: regularization_loss is 'a'
-    step(lambda: mr.losses.scale_regularization_loss(x)) => PerReplicaError: PerReplica does not support
 losses.global_loss
     mr.losses.global_loss(1.0) => TypeError: global_loss got 1\.0; expected a function.*average_loss\(per_example_loss\(w\)\)
     mr.losses.global_loss(jnp.sum)(ONES) => ContextError: global_loss was called outside a step
@@ -488,7 +468,6 @@ data.make_example
     mr.data.make_example([1]) => TypeError: features is list; expected a dict
     mr.data.make_example({"x": "a"}) => TypeError: feature 'x' is 'a' of type str; expected bytes, ints or
     mr.data.make_example({"x": 2**63}) => ValueError: feature 'x' has the value 9223372036854775808
-    mr.data.make_example({"x": x}) => PerReplicaError: PerReplica does not support
 data.FixedLenFeature
     mr.data.FixedLenFeature(2, np.int64) => TypeError: shape is 2; expected a tuple of ints
     mr.data.FixedLenFeature((), str) => TypeError: dtype is <class 'str'>; expected bytes, np\.float32

@@ -332,13 +332,6 @@ def test_what_tensorflow_cannot_do_in_a_step_works_here(strategy2):
         assert plain(results[name]) == ours, name
 
 
-def test_a_condition_that_differs_by_replica_is_refused_as_in_tensorflow(strategy2):
-    """TensorFlow's `tf.cond(replica_id >= 0, all_reduce, ...)` fails for a reason of its own; here the reason is the hang."""
-    assert "error" in RECORDED["replica_context"]["ar_in_tf_cond"]["2"]
-    with pytest.raises(mr.CollectiveHangError, match="all_reduce it first"):
-        strategy2.run(lambda: jax.lax.cond(replica_id() >= 0, lambda: all_reduce("SUM", replica_id()), lambda: jnp.float32(0)))
-
-
 # -- the assign matrix: synchronization x context x aggregation x method x value, from 1.0
 
 
@@ -417,21 +410,6 @@ def test_the_assign_matrix_is_that_of_tensorflow_where_tensorflow_is_right(strat
 
     all_cases(check, [(cell,) for cell in cells])
     strategy2.assert_mirrored()
-
-
-def test_values_of_three_replicas_are_aggregated_as_in_tensorflow(strategy3):
-    """Without an aggregation TensorFlow's copies diverge; here that is an error."""
-    recorded = {tuple(cell.split(".")): theirs for cell, theirs in RECORDED["assign_in_three_replicas"].items()}
-    made = {cell: variable(strategy3, 1.0, aggregation=cell[0]) for cell in recorded}
-    strategy3.run(lambda: [assign(v, "replica", m, "per_replica") for (a, m), v in made.items() if a != "NONE"])
-    for (aggregation, method), v in made.items():
-        if aggregation == "NONE":
-            with pytest.raises(mr.ReplicasDivergeError):
-                strategy3.run(lambda v=v, method=method: assign(v, "replica", method, "per_replica"))
-        assert copies(strategy3, v) == ([1, 1, 1] if aggregation == "NONE" else recorded[aggregation, method]), (
-            aggregation,
-            method,
-        )
 
 
 # -- variables
