@@ -28,7 +28,8 @@ def _load(name: str) -> ModuleType:
 
 def _run(name: str, *arguments: str, cwd: Path) -> str:
     command = [sys.executable, "-W", "error", str(EXAMPLES / f"{name}.py"), *arguments]
-    return subprocess.run(command, cwd=cwd, check=True, capture_output=True, text=True, timeout=100).stdout
+    fast = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}  # convolutions of many steps take six times as long without
+    return subprocess.run(command, cwd=cwd, env=fast, check=True, capture_output=True, text=True, timeout=100).stdout
 
 
 def test_every_example_is_tested_here_and_says_how_to_run_it() -> None:
