@@ -14,6 +14,7 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.par
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
+import jax
 import numpy as np
 import pytest
 
@@ -42,6 +43,14 @@ def strategy3() -> mr.MirroredStrategy:
 def strategy2() -> mr.MirroredStrategy:
     """Two replicas."""
     return mr.MirroredStrategy(ALL_DEVICES[:2])
+
+
+@pytest.fixture
+def without_optimizations():
+    """Let XLA compile large programs fast; the slow suite optimizes otherwise."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1")
 
 
 @pytest.fixture

@@ -96,15 +96,12 @@ MirroredStrategy
     mr.MirroredStrategy({"cpu:0"}) => TypeError: devices is .* of type set; expected a list
     mr.MirroredStrategy([None]) => TypeError: devices contains None of type NoneType; expected strings such as 'gpu:0'
     mr.MirroredStrategy(["cpu:0"], cross_device_ops="ring") => ValueError: cross_device_ops is 'ring'; expected None
-    mr.MirroredStrategy(["cpu:0"], cross_device_ops=ONES) => TypeError: cross_device_ops is array
     mr.MirroredStrategy(["cpu:0"], cross_device_ops=mr.NcclAllReduce) => TypeError: is the class .* Write .*NcclAllReduce\(\)
     mr.MirroredStrategy(["cpu:0"], cross_device_ops=mr.NcclAllReduce()) => ValueError: connects GPUs, but the devices are
     mr.MirroredStrategy(["cpu:0"], cross_device_ops=mr.ReductionToOneDevice("cpu:1")) => DeviceError: is none of the strat
     mr.MirroredStrategy(["cpu:0"], cross_device_ops=mr.ReductionToOneDevice(3)) => TypeError: reduce_to_device is 3; expect
 NcclAllReduce
     mr.NcclAllReduce(-1) => ValueError: num_packs is -1; expected 0 or more packs
-    mr.NcclAllReduce("1") => TypeError: num_packs is '1'; expected an int
-    mr.NcclAllReduce(True) => TypeError: num_packs is True; expected an int
 HierarchicalCopyAllReduce
     mr.HierarchicalCopyAllReduce(num_packs=-2) => ValueError: num_packs is -2; expected 0 or more packs
 ReductionToOneDevice
@@ -118,7 +115,6 @@ profile
 progress
     mr.progress(3) => TypeError: mr\.progress got 3; expected the batches of a loop: for batch in mr\.progress\(dataset\)
     mr.progress([], total="4") => TypeError: total is '4'; expected how many batches
-    mr.progress([], total=-1) => TypeError: total is -1
     mr.progress([], description=3) => TypeError: description is 3; expected a str
 report
     mr.report(3) => TypeError: mr\.report got 3; expected a strategy: mr\.report\(strategy, 'run\.html'\)
@@ -134,7 +130,6 @@ Strategy.run
     step(abs, x) => TypeError: args of strategy\.run is PerReplica; .* with the comma
     step(abs, (), [1]) => TypeError: kwargs of strategy\.run is \[1\]; expected a dict
     step(abs, (), {1: 2}) => TypeError: kwargs of strategy\.run is \{1: 2\}
-    step(lambda x: x) => TypeError: missing 1 required positional argument: 'x'
     step(abs, (WORDS,)) => TypeError: is a numpy array of dtype <U1, which no device can hold
     step(abs, (MASKED,)) => TypeError: NO_MASKS
     step(abs, (np.array([1, 2**33]),)) => ValueError: the argument `x` holds int64 values from 1 to 8589934592, .*jax_enable_x64
@@ -146,7 +141,6 @@ Strategy.run
     step(lambda: step(lambda: 1)) => ContextError: NOT_IN_A_STEP
     in_three(lambda: step(lambda: 1)) => StrategyMismatchError: run of .*scope of
 Strategy.reduce
-    two.reduce("max", x) => ValueError: is 'max'; expected one of 'sum', 'mean' or a member of mr\.ReduceOp, for example mr\.R
     two.reduce("sum", {"a": [x, "b"]}) => TypeError: strategy\.reduce got 'b' of type str; NO_NUMBERS
     two.reduce("sum", WORDS) => TypeError: of type ndarray; NO_NUMBERS
     two.reduce("sum", np.zeros(2, [("a", int)])) => TypeError: of type ndarray; NO_NUMBERS
@@ -156,19 +150,14 @@ Strategy.reduce
     two.reduce("sum", x_of_three) => StrategyMismatchError: reduce got a PerReplica of 3 .*ANOTHER
     two.reduce("sum", [x_elsewhere]) => StrategyMismatchError: lie on \['cpu:2', 'cpu:3'\].*ANOTHER
     two.reduce("sum", {"a": of_three}) => StrategyMismatchError: reduce got variable 'of_three'
-    two.reduce("sum", x, 1) => ValueError: reduce: axis=1 for a value of rank 1 on each replica; its only axis is 0
     two.reduce("sum", np.ones((2, 2)), -3) => ValueError: axis=-3 for a value of rank 2 on each replica; its axes are 0 to 1
-    two.reduce("sum", x, 1.5) => TypeError: axis is 1\.5 of type float; expected an int, for example axis=0
-    two.reduce("sum", scalars, 0) => ValueError: it is a scalar and has no axes
     step(lambda: two.reduce("sum", x)) => PerReplicaError: strategy\.run\(step, args=\(x,\)\)
     step(lambda: two.reduce("sum", "a")) => TypeError: strategy\.reduce got 'a' of type str
     step(lambda: two.reduce("sum", jnp.ones(3), axis=1)) => ValueError: strategy\.reduce: axis=1 for a value of rank 1
     step(lambda: three.reduce("sum", 1.0)) => StrategyMismatchError: reduce of .*3 replicas.* in the scope of .*2 replicas
 Strategy.gather
     two.gather([x, "b"], 0) => TypeError: strategy\.gather got 'b' of type str; NO_NUMBERS
-    two.gather(x, 1) => ValueError: gather: axis=1 for a value of rank 1 on each replica; its only axis is 0
     two.gather(x, (0,)) => TypeError: gather: axis is \(0,\) of type tuple
-    two.gather(1.0, 0) => ValueError: it is a scalar and has no axes
     step(lambda: two.gather(ONES, 0)) => ContextError: NOT_IN_A_STEP.*all_gather\(value, axis\)
 Strategy.local_results
     two.local_results(x_of_three) => StrategyMismatchError: local_results got a PerReplica of 3 .*ANOTHER
@@ -188,7 +177,6 @@ Strategy.distribute_dataset
     step(lambda: two.distribute_dataset([ONES])) => ContextError: NOT_IN_A_STEP
 Strategy.distribute_datasets_from_function
     two.distribute_datasets_from_function(3) => TypeError: dataset_fn is 3; expected a function of a mr\.InputContext
-    two.distribute_datasets_from_function(lambda: []) => TypeError: takes 0 positional arguments but 1 was given
     two.distribute_datasets_from_function(lambda c: ONES) => TypeError: distribute_datasets_from_function got ndarray, one set
     two.distribute_datasets_from_function(list, mr.InputOptions(auto_shard_policy="data"))
         => ValueError: dataset_fn shares the records out by itself
@@ -206,8 +194,6 @@ Strategy.distribute_values_from_function
     two.distribute_values_from_function(3) => TypeError: value_fn is 3; expected a function of a mr\.ValueContext
     values(two, lambda i: "a") => TypeError: distribute_values_from_function got 'a' of type str; NO_NUMBERS
     values(two, lambda i: MASKED) => TypeError: NO_MASKS
-    values(two, lambda i: x) => PerReplicaError: PerReplica does not support
-    two.distribute_values_from_function(lambda: 1) => TypeError: takes 0 positional arguments but 1 was given
     values(two, lambda i: np.ones((1,) * (1 + i)))
         => ValueError: arrays of different ranks, shapes \(1,\), \(1, 1\); expected one rank for all replicas
     values(two, lambda i: np.ones(1, ["int32", "float32"][i])) => TypeError: returned different dtypes: float32, int32
@@ -239,11 +225,9 @@ ReplicaContext.merge_call
     in_context(lambda ctx: ctx.merge_call(3)) => TypeError: merge_call got 3; expected a function
     in_context(lambda ctx: ctx.merge_call(max, ONES)) => TypeError: args of merge_call is ndarray; .*args=\(x,\).*comma
     in_context(lambda ctx: ctx.merge_call(max, (), [1])) => TypeError: kwargs of merge_call is \[1\]; expected a dict
-    in_context(lambda ctx: ctx.merge_call(lambda: 1)) => TypeError: takes 0 positional arguments but 1
 ReplicaContext.rng
     in_context(lambda ctx: ctx.rng("a")) => TypeError: rng got 'a'; expected a key from jax\.random\.key\(seed\), or an int
     in_context(lambda ctx: ctx.rng(jnp.ones(2))) => TypeError: rng got
-    in_context(lambda ctx: ctx.rng(x)) => PerReplicaError: PerReplica does not support
 # variables
 Variable
     mr.Variable(None, name="v") => TypeError: value of variable 'v' is None of type NoneType; expected an array or a num
@@ -252,10 +236,8 @@ Variable
     mr.Variable([[1], [1, 2]]) => TypeError: is \[\[1\], \[1, 2\]\]; expected an array or a number
     mr.Variable(MASKED) => TypeError: NO_MASKS
     mr.Variable(WORDS) => TypeError: is array\(\['a', 'b'\]
-    mr.Variable(lambda x: 1.0) => TypeError: missing 1 required positional argument: 'x'
     mr.Variable(2**40) => TypeError: is 1099511627776, which the dtype int32 cannot hold
     mr.Variable(1.5, dtype="int32") => TypeError: is 1\.5, which the dtype int32 cannot hold\. Round it, or use another dtype
-    mr.Variable(1.0, dtype="number") => TypeError: number
     mr.Variable(1.0, name=3) => TypeError: name is 3; expected a non-empty string
     mr.Variable(1.0, synchronization="sometimes") => ValueError: is 'sometimes'; expected one of 'auto', .*'on_read'
     mr.Variable(1.0, synchronization="none") => ValueError: synchronization NONE is not supported\. Use 'on_write'
@@ -275,7 +257,6 @@ Variable.assign
     counts.assign(np.ones(2)) => TypeError: 'counts' of dtype int32 was given a value of dtype float32
     w.assign(x) => ReplicasDivergeError: 'w' .* Reduce it first: variable\.assign
     mean.assign(x_elsewhere) => StrategyMismatchError: ANOTHER
-    mean.assign(x_of_three) => StrategyMismatchError: ANOTHER
     mean.assign(uneven) => UnevenReplicasError: given a PerReplica with shapes \(1,\), \(2,\)
     mean.assign(scalars) => ValueError: was given a PerReplica with shapes \(\), \(\)
     w.assign(private) => ValueError: variable 'private' has one value per replica
@@ -287,8 +268,6 @@ Variable.assign
     step(lambda: jax.lax.fori_loop(0, 2, lambda i, c: (w.assign(ONES), c)[1], 0)) => ContextError: TRACED
 Variable.assign_add
     w.assign_add(np.ones(3)) => ValueError: assign_add to variable 'w' of shape \(2,\)
-    w.assign_add(x) => ReplicasDivergeError: Reduce it first: variable\.assign_add
-    jax.jit(lambda x: w.assign_add(x).value)(ONES) => ContextError: TRACED
 Variable.assign_sub
     w.assign_sub("a") => TypeError: assign_sub to variable 'w' is 'a' of type str
 Variable.value
@@ -317,7 +296,6 @@ function
     mr.function(3) => TypeError: mr\.function got 3; expected a function: @mr\.function above
     mr.function(lambda x: x)(WORDS) => TypeError: the argument `x` is a numpy array of dtype <U1
     mr.function(lambda x: x)(MASKED) => TypeError: NO_MASKS
-    mr.function(lambda x: x)() => TypeError: missing 1 required positional argument: 'x'
     mr.function(lambda: (step(lambda: w + 1), three.run(lambda: of_three + 1)))()
         => StrategyMismatchError: an mr\.function uses two strategies
     mr.function(lambda x: two.reduce("sum", x))(x_of_three) => StrategyMismatchError: ANOTHER
@@ -331,25 +309,17 @@ scan
     mr.scan(lambda c, x: (c, x), 0.0, 1.0) => ValueError: xs of mr\.scan holds a scalar
     mr.scan(lambda c, x: (c, x), 0.0, [1.0, 2.0]) => ValueError: scalar.*jnp\.asarray\(\[1\.0, 2\.0\]\)
     mr.scan(lambda c, x: (c, x), 0.0, (np.ones(2), np.ones(3))) => ValueError: different leading axis sizes: 2, 3
-    mr.scan(lambda c, x: (c, x), 0.0) => ValueError: no values to scan over
     mr.scan(lambda c, x: (c, x), 0.0, None, -1) => TypeError: mr\.scan got length=-1; expected an int, 0 or more
-    mr.scan(lambda c, x: (c, x), 0.0, ONES, 3) => ValueError: `length` argument of 3 which disagrees
     mr.scan(lambda c, x: (c, x), 0.0, uneven) => UnevenReplicasError: xs of mr\.scan.*\(1,\), \(2,\).*the same number of rows
-    mr.scan(lambda carry, x: (np.ones(3), x), 0.0, ONES) => TypeError: must have equal types
 fori_loop
     mr.fori_loop(0, 3, None, 0.0) => TypeError: mr\.fori_loop got None as its body
     mr.fori_loop(0.5, 3, max, 0.0) => TypeError: mr\.fori_loop got the bounds 0\.5 and 3; expected two ints
-    mr.fori_loop(0, "3", max, 0.0) => TypeError: got the bounds 0 and '3'
     mr.fori_loop(0, ONES, max, 0.0) => TypeError: expected two ints
     mr.fori_loop(0, 3, lambda i, carry: carry, "a") => TypeError: the carry of mr\.fori_loop got 'a'
-    mr.fori_loop(0, 3, lambda i, carry: np.ones(3), 0.0) => TypeError: must have equal types
 cond
     mr.cond(True, 3, lambda: 1) => TypeError: mr\.cond got 3
-    mr.cond("a", lambda: 1, lambda: 2) => TypeError: [Pp]red must be a scalar
     mr.cond(scalars, lambda: 1, lambda: 2) => PerReplicaError: PerReplica does not support
     mr.cond(True, lambda x: 1, lambda x: 2, "a") => TypeError: the operands of mr\.cond got 'a'
-    mr.cond(True, lambda: 1, lambda: 2.5) => TypeError: must have equal output types
-    mr.cond(True, lambda: (1,), lambda: 1) => TypeError: same pytree structure
 grad
     mr.grad(w, lambda: 1.0) => TypeError: expected a function that returns a loss
     mr.grad(lambda: [w.value], w)() => TypeError: the function returned \[.*\]; expected a loss, one for each example or one
@@ -367,11 +337,9 @@ value_and_grad
     mr.value_and_grad(lambda: (1.0, 2), w)() => TypeError: the function returned a tuple; pass has_aux=True
     mr.value_and_grad(lambda: 1.0, w, has_aux=True)() => TypeError: must return \(loss, aux\)
     mr.value_and_grad(lambda: 1.0, private)() => ContextError: variable 'private' is sync-on-read: outside a step
-    mr.value_and_grad(lambda x: jnp.sum(w * x), w)() => TypeError: missing 1 required positional argument
     step(lambda: mr.value_and_grad(lambda: jnp.sum(of_three), of_three)()) => StrategyMismatchError: 'of_three' lives on 3
 # training
 Optimizer
-    mr.Optimizer(3, [w]) => TypeError: tx is 3; expected an optax transformation, for example
     mr.Optimizer(optax.adam, [w]) => TypeError: tx is <function adam
     mr.Optimizer(optax.sgd(0.1), [seen]) => ValueError: variable 'seen' is sync-on-read
     mr.Optimizer(optax.sgd(0.1), [w, w]) => ValueError: 'w' is listed twice
@@ -410,7 +378,6 @@ losses.compute_average_loss
     average(ONES, np.ones(3)) => ValueError: sample_weight has shape \(3,\), per_example_loss has shape \(2,\)
     average(ONES, None, 0) => ValueError: global_batch_size is 0; expected the whole number of examples
     average(ONES, None, True) => ValueError: global_batch_size is True
-    average(x) => PerReplicaError: PerReplica does not support
 losses.weighted_mean
     mr.losses.weighted_mean(ONES, ONES) => ContextError: weighted_mean was called outside a step
     step(lambda: mr.losses.weighted_mean("a", ONES)) => TypeError: losses is 'a' of type str
@@ -419,7 +386,6 @@ losses.weighted_mean
 losses.mean_over_own_rows
     mr.losses.mean_over_own_rows(1.0) => ContextError: mean_over_own_rows was called outside a step
     step(lambda: mr.losses.mean_over_own_rows(ONES)) => ValueError: got shape \(2,\); expected a scalar.*needs no word
-    step(lambda: mr.losses.mean_over_own_rows(x)) => PerReplicaError: PerReplica does not support
 losses.already_divided
     mr.losses.already_divided(1.0) => ContextError: already_divided was called outside a step
     step(lambda: mr.losses.already_divided(ONES)) => ValueError: got shape \(2,\); expected a scalar.*needs no word
@@ -427,7 +393,6 @@ losses.already_divided
 losses.scale_regularization_loss
     mr.losses.scale_regularization_loss(1.0) => ContextError: was called outside a step
     step(lambda: mr.losses.scale_regularization_loss("a")) => TypeError: regularization_loss is 'a'
-    step(lambda: mr.losses.scale_regularization_loss(x)) => PerReplicaError: PerReplica does not support
 losses.global_loss
     mr.losses.global_loss(1.0) => TypeError: global_loss got 1\.0; expected a function.*average_loss\(per_example_loss\(w\)\)
     mr.losses.global_loss(jnp.sum)(ONES) => ContextError: global_loss was called outside a step
@@ -439,19 +404,14 @@ export
 # datasets
 InputOptions
     mr.InputOptions(prefetch=-1) => ValueError: prefetch is -1; expected 0 or more batches
-    mr.InputOptions(prefetch=1.5) => TypeError: prefetch is 1\.5; expected an int
     mr.InputOptions(drop_remainder=1) => TypeError: drop_remainder is 1; expected True or False
     mr.InputOptions(auto_shard_policy="files") => ValueError: auto_shard_policy is 'files'; expected one of
-    mr.InputOptions(auto_shard_policy=None) => TypeError: auto_shard_policy is None; expected one of
 InputContext.get_per_replica_batch_size
     mr.InputContext(1, 0, 2).get_per_replica_batch_size(3) => ValueError: 3 is not divisible by the 2
     mr.InputContext().get_per_replica_batch_size(0) => ValueError: global_batch_size is 0; expected at
-    mr.InputContext().get_per_replica_batch_size("4") => TypeError: global_batch_size is '4'; expected
 data.DistributedDataset.take
-    distributed.take("2") => TypeError: take got '2'; expected an int, the number of steps
     distributed.take(-1) => ValueError: take got -1; expected at least 0
 data.DistributedDataset.repeat
-    distributed.repeat(1.5) => TypeError: repeat got 1\.5; expected an int, the number of passes
     distributed.repeat(0) => ValueError: repeat got 0; expected at least 1, the number of passes, or None
 data.DistributedDataset.map
     distributed.map(None) => TypeError: map got None; expected a function of a batch
@@ -471,18 +431,15 @@ data.NumpyDataset
     NumpyDataset(x) => TypeError: of type PerReplica; expected a numpy array
     NumpyDataset(ONES, batch_size=0) => ValueError: batch_size is 0; expected at least 1
 data.NumpyDataset.batch
-    rows.batch(1.5) => TypeError: batch_size is 1\.5; expected an int
     rows.batch(0) => ValueError: batch_size is 0; expected at least 1
     rows.batch(2, "no") => TypeError: drop_remainder is 'no'; expected True or False
     rows.batch(2).batch(2) => ValueError: the dataset is batched already, by 2
 data.NumpyDataset.shuffle
-    rows.shuffle(seed="2") => TypeError: seed is '2'; expected an int
     rows.shuffle(seed=-1) => ValueError: seed is -1; expected at least 0
     rows.shuffle() => TypeError: shuffle got seed=None; expected a seed by its name, and no more: \.shuffle\(seed=0\)
     rows.shuffle(1000) => TypeError: shuffle got buffer_size=1000, seed=None; .* as in tf\.data with a buffer_size
     rows.shuffle(buffer_size=10, seed=3) => TypeError: buffer_size=10, seed=3; .*: \.shuffle\(seed=3\)\.
 data.NumpyDataset.repeat
-    rows.repeat("2") => TypeError: num_epochs is '2'; expected an int
     rows.repeat(0) => ValueError: num_epochs is 0; expected at least 1
 # files; more rows are in test_tfrecord.py and test_example.py
 data.tfrecord_dataset
@@ -511,7 +468,6 @@ data.make_example
     mr.data.make_example([1]) => TypeError: features is list; expected a dict
     mr.data.make_example({"x": "a"}) => TypeError: feature 'x' is 'a' of type str; expected bytes, ints or
     mr.data.make_example({"x": 2**63}) => ValueError: feature 'x' has the value 9223372036854775808
-    mr.data.make_example({"x": x}) => PerReplicaError: PerReplica does not support
 data.FixedLenFeature
     mr.data.FixedLenFeature(2, np.int64) => TypeError: shape is 2; expected a tuple of ints
     mr.data.FixedLenFeature((), str) => TypeError: dtype is <class 'str'>; expected bytes, np\.float32
@@ -524,7 +480,6 @@ CommunicationOptions
     mr.CommunicationOptions(implementation="gloo") => ValueError: implementation is 'gloo'; expected one of 'auto', 'ring'
     mr.CommunicationOptions(bytes_per_pack=-1) => ValueError: bytes_per_pack is -1; expected 0 or more
     mr.CommunicationOptions(timeout_seconds=0) => ValueError: timeout_seconds is 0; expected 1 to 604800 seconds
-    mr.CommunicationOptions(bytes_per_pack=1.5) => TypeError: bytes_per_pack is 1\.5; expected an int
     mr.CommunicationOptions(timeout_seconds="60") => TypeError: timeout_seconds is '60'; expected seconds
     mr.CommunicationOptions(timeout_seconds=float("nan")) => ValueError: timeout_seconds is nan
 MultiWorkerMirroredStrategy
@@ -554,7 +509,6 @@ Checkpoint
 Checkpoint.restore_latest
     checkpoint.restore_latest(partial="w") => TypeError: partial is 'w'; expected True or False
 Checkpoint.save
-    checkpoint.save("1") => TypeError: checkpoint\.save: step is '1'; expected an int
     checkpoint.save(-1) => TypeError: checkpoint\.save: step is -1; expected an int
     step(lambda: checkpoint.save(1)) => ContextError: inside a step
 PreemptionHandler

@@ -4,7 +4,6 @@ import re
 
 import pytest
 
-import mirrored as mr
 from mirrored import _env
 from mirrored._env import EnvironmentVariable, at_least
 
@@ -57,12 +56,3 @@ def test_the_table_names_each_variable_once_and_says_what_for() -> None:
     assert all(len(variable.use) > 20 for variable in _env.TABLE)
     declared = {value for value in vars(_env).values() if isinstance(value, EnvironmentVariable)}
     assert declared == set(_env.TABLE)
-
-
-def test_tf_config_is_ignored_and_the_log_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger="mirrored"):
-        mr.MirroredStrategy(["cpu:0"])
-        assert "TF_CONFIG" not in caplog.text
-        monkeypatch.setenv("TF_CONFIG", "{not json")
-        assert mr.MirroredStrategy(["cpu:0"]).num_workers == 1
-    assert "TF_CONFIG is set, but MirroredStrategy is for one machine and ignores it" in caplog.text

@@ -216,21 +216,6 @@ def test_a_mean_in_merge_call_weighs_replicas_by_their_rows_and_leaves_out_who_h
     assert float(w) == -0.75
 
 
-def test_a_none_in_the_tree_of_variables_is_a_none_in_that_of_the_gradients(strategy2: mr.Strategy) -> None:
-    with strategy2.scope():
-        w = mr.Variable(1.0)
-        optimizer = mr.Optimizer(optax.sgd(0.5), {"w": w, "b": None})
-
-    def step() -> None:
-        _, gradients = mr.value_and_grad(lambda: w * w / 2, {"w": w, "b": None})()
-        optimizer.apply_gradients(gradients, aggregate=False)
-
-    strategy2.run(step)
-    assert float(w) == 0.5
-    with pytest.raises(ValueError, match="gradients of structure"):
-        optimizer.apply_gradients({"w": 1.0, "b": 1.0})
-
-
 # -- minimize and iterations
 
 

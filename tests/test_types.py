@@ -99,16 +99,6 @@ mr.value_and_grad(lambda x: w[0] * x, [w])(1)[0].values
 """
 
 
-def _checked(folder: Path, program: str, *command: str) -> list[int]:
-    """Return the lines of which a type checker says that they are wrong."""
-    (folder / "program.py").write_text(_BEGIN + program)
-    environment = {**os.environ, "MYPY_CACHE_DIR": str(folder / "cache")}
-    done = subprocess.run(
-        [str(_BIN / command[0]), *command[1:], "program.py"], cwd=folder, env=environment, text=True, stdout=subprocess.PIPE
-    )
-    return sorted({int(line) for line in re.findall(r"program\.py:(\d+)(?::\d+)?:? (?:- )?error", done.stdout)})
-
-
 _MYPY = pytest.param(("mypy", "--ignore-missing-imports"), marks=pytest.mark.slow, id="mypy")
 _PYRIGHT = pytest.param(("basedpyright", "--level=error", "--pythonpath", sys.executable), id="pyright")
 
@@ -116,7 +106,10 @@ _PYRIGHT = pytest.param(("basedpyright", "--level=error", "--pythonpath", sys.ex
 @pytest.mark.parametrize("command", [_PYRIGHT, _MYPY])
 def test_a_right_program_is_accepted_and_each_wrong_line_is_found(command: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard"}')
-    assert _checked(tmp_path, RIGHT, *command) == []
-    first = _BEGIN.count("\n") + 2
-    wrong = WRONG.strip().splitlines()
-    assert _checked(tmp_path, WRONG, *command) == list(range(first, first + len(wrong)))
+    right, wrong = _BEGIN + RIGHT, WRONG.strip()
+    (tmp_path / "program.py").write_text(right + wrong)
+    options = {"cwd": tmp_path, "env": {**os.environ, "MYPY_CACHE_DIR": str(tmp_path / "cache")}}
+    said = subprocess.run([_BIN / command[0], *command[1:], "program.py"], **options, capture_output=True, text=True).stdout
+    found = sorted({int(line) for line in re.findall(r"program\.py:(\d+)(?::\d+)?:? (?:- )?error", said)})
+    first = right.count("\n") + 1
+    assert found == list(range(first, first + len(wrong.splitlines()))), said

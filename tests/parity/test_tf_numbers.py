@@ -70,7 +70,7 @@ def assert_equal(result, expected):
     result = plain(result)
     assert jax.tree.structure(result) == jax.tree.structure(expected)
     for ours, theirs in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+        np.testing.assert_allclose(ours, complex(theirs) if isinstance(theirs, str) else theirs, rtol=1e-6)
 
 
 def all_cases(check, cases):
@@ -94,10 +94,12 @@ REDUCE = {
     "sum_none_scalar": lambda s: s.reduce("SUM", values(s, lambda i: i + 1.0), axis=None),
     "mean_none_scalar": lambda s: s.reduce("MEAN", values(s, lambda i: i + 1.0), axis=None),
     "sum_none_vec": lambda s: s.reduce("SUM", vec(s), axis=None),
+    "sum_complex": lambda s: s.reduce("SUM", values(s, lambda i: np.complex64(1 + 2j))),
     "sum_axis0_vec": lambda s: s.reduce("SUM", vec(s), axis=0),
     "mean_axis0_vec": lambda s: s.reduce("MEAN", vec(s), axis=0),
     "sum_axis0_uneven": lambda s: s.reduce("SUM", uneven(s), axis=0),
     "mean_axis0_uneven_true_denominator": lambda s: s.reduce("MEAN", uneven(s), axis=0),
+    "mean_of_means_differs": lambda s: s.reduce("MEAN", values(s, lambda i: np.mean(np.full(i + 1, i, np.float32)))),
     "mean_axis0_int32": lambda s: s.reduce("MEAN", uneven(s, "int32"), axis=0),
     "mean_none_int32": lambda s: s.reduce("MEAN", values(s, lambda i: i + 1), axis=None),
     "sum_axis0_int32": lambda s: s.reduce("SUM", uneven(s, "int32"), axis=0),
@@ -141,18 +143,6 @@ def test_reduce_and_gather_give_the_numbers_of_tensorflow(num_replicas):
     names = [name for name in REDUCE if num_replicas in recorded[name]]
     assert names
     all_cases(lambda name: assert_equal(REDUCE[name](strategy), recorded[name][num_replicas]), [(name,) for name in names])
-
-
-def test_the_sum_of_complex_numbers_is_that_of_tensorflow(strategy2):
-    total = strategy2.reduce("SUM", values(strategy2, lambda i: np.complex64(1 + 2j)))
-    assert complex(total) == complex(RECORDED["reduce_and_gather"]["sum_complex"]["2"])
-
-
-def test_a_mean_of_means_is_another_number_than_the_mean_of_the_rows_as_in_tensorflow(strategy2):
-    """A mean of each replica's mean weighs rows unequally; uneven values do not enter a step yet, so numpy makes the means."""
-    means = values(strategy2, lambda i: np.mean(np.full(i + 1, i, np.float32)))
-    assert strategy2.reduce("MEAN", means) == RECORDED["reduce_and_gather"]["mean_of_means_differs"]["2"] == 0.5
-    assert strategy2.reduce("MEAN", uneven(strategy2), axis=0) == np.float32(2 / 3)
 
 
 #: What TensorFlow refuses, crashes on or gets wrong, and why it has an answer here: one rule for mirrored values (SUM is R times
@@ -238,7 +228,13 @@ def thrice():
     return total
 
 
+def nest():
+    result = all_reduce("SUM", {"a": replica_id(), "b": (1.0, [jnp.float32([2, 3])])})
+    return {"a": result["a"], "b": {"tuple": list(result["b"])}}
+
+
 STEPS = {
+    "ar_nested": nest,
     "ar_sum_fn": lambda: all_reduce("SUM", replica_id() + 1),
     "ar_mean_eager": lambda: all_reduce("MEAN", replica_id() + 1),
     "ar_mean_int32": lambda: all_reduce("MEAN", replica_id().astype(jnp.int32) + 1),
@@ -270,8 +266,10 @@ def as_recorded(strategy, result):
 @pytest.mark.parametrize("num_replicas", ["2", "3"])
 def test_collectives_and_their_gradients_give_the_numbers_of_tensorflow(num_replicas):
     strategy, recorded = strategy_of(int(num_replicas)), RECORDED["replica_context"]
-    names = [name for name in STEPS if num_replicas in recorded[name]]
-    results = strategy.run(lambda: {name: STEPS[name]() for name in names})
+    v = variable(strategy, 2.0)
+    steps = STEPS | {"ar_variable_mirrored": lambda: all_reduce("SUM", v)}
+    names = [name for name in steps if num_replicas in recorded[name]]
+    results = strategy.run(lambda: {name: steps[name]() for name in names})
     assert names
 
     def check(name):
@@ -281,18 +279,6 @@ def test_collectives_and_their_gradients_give_the_numbers_of_tensorflow(num_repl
         assert_equal(result if name == "mc_basic" else as_recorded(strategy, result), number)
 
     all_cases(check, [(name,) for name in names])
-
-
-def test_a_nest_is_reduced_as_in_tensorflow(strategy2):
-    result = strategy2.run(lambda: all_reduce("SUM", {"a": replica_id(), "b": (1.0, [jnp.float32([2, 3])])}))
-    theirs = RECORDED["replica_context"]["ar_nested"]["2"]
-    scalar, [vector] = theirs["b"]["tuple"]
-    assert result["a"] == theirs["a"][0] and result["b"][0] == scalar[0] and result["b"][1][0].tolist() == vector[0]
-
-
-def test_a_variable_is_all_reduced_as_in_tensorflow(strategy2):
-    v = variable(strategy2, 2.0)
-    assert [strategy2.run(lambda: all_reduce("SUM", v)).tolist()] * 2 == RECORDED["replica_context"]["ar_variable_mirrored"]["2"]
 
 
 def test_the_gradient_of_all_gather_is_that_of_tensorflow(strategy2):
@@ -344,13 +330,6 @@ def test_what_tensorflow_cannot_do_in_a_step_works_here(strategy2):
         theirs = RECORDED["replica_context"][name]["2"]
         assert "error" in theirs or theirs == [float("inf")] * 2, name
         assert plain(results[name]) == ours, name
-
-
-def test_a_condition_that_differs_by_replica_is_refused_as_in_tensorflow(strategy2):
-    """TensorFlow's `tf.cond(replica_id >= 0, all_reduce, ...)` fails for a reason of its own; here the reason is the hang."""
-    assert "error" in RECORDED["replica_context"]["ar_in_tf_cond"]["2"]
-    with pytest.raises(mr.CollectiveHangError, match="all_reduce it first"):
-        strategy2.run(lambda: jax.lax.cond(replica_id() >= 0, lambda: all_reduce("SUM", replica_id()), lambda: jnp.float32(0)))
 
 
 # -- the assign matrix: synchronization x context x aggregation x method x value, from 1.0
@@ -433,21 +412,6 @@ def test_the_assign_matrix_is_that_of_tensorflow_where_tensorflow_is_right(strat
     strategy2.assert_mirrored()
 
 
-def test_values_of_three_replicas_are_aggregated_as_in_tensorflow(strategy3):
-    """Without an aggregation TensorFlow's copies diverge; here that is an error."""
-    recorded = {tuple(cell.split(".")): theirs for cell, theirs in RECORDED["assign_in_three_replicas"].items()}
-    made = {cell: variable(strategy3, 1.0, aggregation=cell[0]) for cell in recorded}
-    strategy3.run(lambda: [assign(v, "replica", m, "per_replica") for (a, m), v in made.items() if a != "NONE"])
-    for (aggregation, method), v in made.items():
-        if aggregation == "NONE":
-            with pytest.raises(mr.ReplicasDivergeError):
-                strategy3.run(lambda v=v, method=method: assign(v, "replica", method, "per_replica"))
-        assert copies(strategy3, v) == ([1, 1, 1] if aggregation == "NONE" else recorded[aggregation, method]), (
-            aggregation,
-            method,
-        )
-
-
 # -- variables
 
 
@@ -466,61 +430,19 @@ def test_a_sync_on_read_variable_reads_outside_as_in_tensorflow(strategy2):
     assert {aggregation: made[aggregation].numpy() for aggregation in theirs} == theirs
 
 
-def test_a_sync_on_read_sum_is_divided_as_in_tensorflow(strategy2):
-    v = on_read(strategy2, 0.0, "sum")
-    v.assign(6.0)
-    assert [copies(strategy2, v), float(v)] == RECORDED["variables"]["onread_sum_cross_assign_divides"]
-    mean = on_read(strategy2, 1.0, "mean")
+def test_what_is_assigned_outside_is_divided_as_in_tensorflow_but_loses_no_remainder(strategy2):
+    recorded = RECORDED["variables"]
+    total, mean, integer = on_read(strategy2, 0.0, "sum"), on_read(strategy2, 1.0, "mean"), on_read(strategy2, 0, "sum")
+    total.assign(6.0)
+    assert [copies(strategy2, total), float(total)] == recorded["onread_sum_cross_assign_divides"]
     mean.assign_add(2.0)
-    assert copies(strategy2, mean) == RECORDED["variables"]["onread_cross_assign_add_mean"]
+    assert copies(strategy2, mean) == recorded["onread_cross_assign_add_mean"]
+    integer.assign(7)
+    assert recorded["onread_sum_int_cross_assign_truncates"] == [[3, 3], 6]
+    assert [copies(strategy2, integer), int(integer)] == [[4, 3], 7]
 
 
-def test_a_sync_on_read_sum_of_integers_loses_no_remainder(strategy2):
-    """TensorFlow stores 3 and 3 for 7, and reads back 6."""
-    assert RECORDED["variables"]["onread_sum_int_cross_assign_truncates"] == [[3, 3], 6]
-    v = on_read(strategy2, 0, "sum")
-    v.assign(7)
-    assert [copies(strategy2, v), int(v)] == [[4, 3], 7]
-
-
-def test_a_refused_assignment_changes_nothing(strategy2):
-    """TensorFlow writes the copies of a sync-on-read NONE variable, and then raises."""
-    assert RECORDED["variables"]["onread_none_cross_assign_raises_after_mutating"] == ["error", [7.0, 7.0]]
-    v = on_read(strategy2, 1.0, "none")
-    with pytest.raises(ValueError, match="Nothing was changed"):
-        v.assign(7.0)
-    assert copies(strategy2, v) == [1, 1]
-
-
-def test_a_step_that_fails_changes_nothing(strategy2):
-    """TensorFlow keeps what replica 0 wrote before replica 1 failed."""
-    assert RECORDED["variables"]["failed_replica_partial_write"] == ["error", [1.0, 0.0]]
-    v = variable(strategy2, 0.0)
-
-    def step():
-        v.assign(1.0)
-        raise ValueError("x")
-
-    with pytest.raises(ValueError, match=r"^x\b"):
-        strategy2.run(step)
-    assert copies(strategy2, v) == [0, 0]
-
-
-def test_an_assignment_on_one_replica_only_is_refused(strategy2):
-    """TensorFlow's copies are then 1 and 0 (seed 003, example 1)."""
-    assert RECORDED["variables"]["onwrite_none_only_replica0_assigns"] == [[1.0, 0.0], 1.0]
-    v = variable(strategy2, 0.0)
-
-    def step():
-        if mr.get_replica_context().replica_id_in_sync_group == 0:
-            v.assign(1.0)
-
-    with pytest.raises(mr.OneProgramError, match=r"jnp\.where"):
-        strategy2.run(step)
-    assert copies(strategy2, v) == [0, 0]
-
-
-def gradient_step(v, how):
+def gradient_step(v, how=""):
     gradient = jax.grad(lambda value: value * value * (replica_id() + 1))(v.value)
     v.assign_sub(0.1 * (all_reduce("MEAN", gradient) if how == "all_reduce" else gradient))
 
@@ -537,12 +459,38 @@ def test_gradient_descent_by_hand_gives_the_numbers_of_tensorflow(strategy2):
         np.testing.assert_allclose(copies(strategy2, v), RECORDED["variables"][name], rtol=1e-6)
 
 
-def test_gradient_descent_without_aggregation_is_refused(strategy2):
-    """TensorFlow's copies are then 0.8 and 0.6 (seed 003, example 2)."""
-    np.testing.assert_allclose(RECORDED["variables"]["sgd_manual_no_aggregation"], [0.8, 0.6], rtol=1e-6)
-    v = variable(strategy2, 1.0)
-    with pytest.raises(mr.ReplicasDivergeError, match="may differ by replica"):
-        strategy2.run(gradient_step, args=(v, ""))
+def fails(v):
+    v.assign(1.0)
+    raise ValueError("x")
+
+
+def on_one_replica(v):
+    if mr.get_replica_context().replica_id_in_sync_group == 0:
+        v.assign(1.0)
+
+
+#: What TensorFlow writes all the same, to all copies or some (seed 003, examples 1 and 2): the first value, the step, the error.
+PARTLY_WRITTEN = {
+    "failed_replica_partial_write": ([1.0, 0.0], 0.0, fails, ValueError, r"^x\b"),
+    "onwrite_none_only_replica0_assigns": ([1.0, 0.0], 0.0, on_one_replica, mr.OneProgramError, r"jnp\.where"),
+    "sgd_manual_no_aggregation": ([0.8, 0.6], 1.0, gradient_step, mr.ReplicasDivergeError, "may differ by replica"),
+}
+
+
+def test_what_is_refused_or_fails_changes_nothing(strategy2):
+    def check(name, theirs, start, step, error, message):
+        recorded = RECORDED["variables"][name]
+        np.testing.assert_allclose(next((copies for copies in recorded if isinstance(copies, list)), recorded), theirs, rtol=1e-6)
+        v = variable(strategy2, start)
+        with pytest.raises(error, match=message):
+            strategy2.run(step, args=(v,))
+        assert copies(strategy2, v) == [start, start]
+
+    all_cases(check, [(name, *case) for name, case in PARTLY_WRITTEN.items()])
+    assert RECORDED["variables"]["onread_none_cross_assign_raises_after_mutating"] == ["error", [7.0, 7.0]]
+    v = on_read(strategy2, 1.0, "none")
+    with pytest.raises(ValueError, match="Nothing was changed"):
+        v.assign(7.0)
     assert copies(strategy2, v) == [1, 1]
 
 
