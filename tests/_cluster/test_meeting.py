@@ -166,9 +166,8 @@ def test_workers_may_start_in_any_order_leave_and_come_again(start: Start) -> No
 def test_a_worker_that_left_unseen_may_come_again() -> None:
     """Its end and the hello of its next start may be there at once, and are then read in any order."""
     clusters = [worker(["127.0.0.1:1", "127.0.0.1:2"], index) for index in (0, 1)]
-    clock = _gathering.Clock(time.monotonic(), time.monotonic() + 5)
-    gathering = _gathering.Gathering(clusters[0], _hello.introduce(clusters[0], VERSIONS, "chief", "0"), [], clock)
-    pairs = [socket.socketpair() for _ in range(3)]
+    clock, pairs = _gathering.Clock(time.monotonic(), time.monotonic() + 5), [socket.socketpair() for _ in range(3)]
+    gathering = _gathering.Gathering(clusters[0], _hello.introduce(clusters[0], VERSIONS, "chief", "0"), pairs[0][0], clock)
     try:
         for i, (ours, theirs) in enumerate(pairs):
             peer = _gathering._Peer(ours, f"127.0.0.1:{i}", clock.deadline)
@@ -310,6 +309,7 @@ def test_a_name_server_that_does_not_answer_holds_nobody_up(monkeypatch: Patch) 
 
 @pytest.mark.parametrize("late", [True, False])
 def test_only_in_kubernetes_a_name_may_appear_late(late: bool, start: Start, monkeypatch: Patch) -> None:
+    """It means two addresses, in an order of chance: worker 0 listens at one, and the other finds it there."""
     asked, calls = socket.getaddrinfo, []
 
     def slowly(host: str, port: int, **more: Any) -> Any:
@@ -317,7 +317,8 @@ def test_only_in_kubernetes_a_name_may_appear_late(late: bool, start: Start, mon
             calls.append(host)
             if len(calls) < 3:
                 raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-            host = "127.0.0.1"
+            found = [asked(address, port, **more) for address in ("127.0.0.1", "127.0.0.2")]
+            return [*found[len(calls) % 2], *found[1 - len(calls) % 2]]
         return asked(host, port, **more)
 
     monkeypatch.setattr(socket, "getaddrinfo", slowly)

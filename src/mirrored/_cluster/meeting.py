@@ -66,14 +66,12 @@ def meet(cluster: Cluster, versions: Mapping[str, str], timeout_seconds: float) 
     hello = introduce(cluster, versions, f"{socket.gethostname()} pid {os.getpid()}", secrets.token_hex(8))
     if not cluster.is_chief:
         return Meeting(_join(cluster, hello, clock, own))
-    listeners = _listen(cluster, hello, clock)
-    try:
-        addresses = [listener.getsockname() for listener in listeners]
-        Gathering(cluster, hello, listeners, clock).run()
-    finally:
-        for listener in listeners:
-            listener.close()
-    return Meeting(addresses[0][0], join_address(*addresses[0][:2]))
+    chief, port = split_address(cluster.coordinator_address or "")
+    family, address = _resolve(chief if cluster.is_local else own or chief, port, cluster, clock)[0]
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        _listen(listener, address, cluster.coordinator_address or "", hello, clock)
+        Gathering(cluster, hello, listener, clock).run()
+    return Meeting(address[0], join_address(*address[:2]))
 
 
 def _allow_open_files() -> None:
@@ -170,29 +168,8 @@ def _answers(sock: socket.socket, clock: Clock) -> Iterator[str | Exception | by
             yield buffer
 
 
-def _listen(cluster: Cluster, hello: Hello, clock: Clock) -> list[socket.socket]:
-    """Take worker 0's port on its own addresses, and on no other."""
-    chief = cluster.coordinator_address or ""
-    listeners: list[socket.socket] = []
-    try:
-        for family, address in _resolve(*split_address(chief), cluster, clock):
-            sock = socket.socket(family, socket.SOCK_STREAM)
-            listeners.append(sock)
-            if not _take(sock, address, chief, hello, clock):
-                listeners.pop().close()
-        if not listeners:
-            raise _foreign(cluster, chief)
-    except BaseException:
-        for sock in listeners:
-            sock.close()
-        raise
-    return listeners
-
-
-def _take(sock: socket.socket, address: Any, chief: str, hello: Hello, clock: Clock) -> bool:
-    """Bind and listen; return False for an address of another host, raise when the port is taken."""
-    if sock.family == socket.AF_INET6:
-        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+def _listen(sock: socket.socket, address: Any, chief: str, hello: Hello, clock: Clock) -> None:
+    """Take worker 0's port where jax's service is to listen, and on no other address."""
     sock.setblocking(False)
     try:
         _bind(sock, address, hello, clock)
@@ -200,8 +177,6 @@ def _take(sock: socket.socket, address: Any, chief: str, hello: Hello, clock: Cl
         # Inherited by the connections, so that none of them keeps jax from the port.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     except OSError as error:
-        if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-            return False
         host, port = address[:2]
         if error.errno == errno.EADDRINUSE:
             raise ClusterStartError(
@@ -209,7 +184,6 @@ def _take(sock: socket.socket, address: Any, chief: str, hello: Hello, clock: Cl
                 "another port"
             ) from error
         raise ClusterConfigError(f"the chief cannot listen at {chief} ({host}): {error.strerror}") from error
-    return True
 
 
 def _bind(sock: socket.socket, address: Any, hello: Hello, clock: Clock) -> None:
