@@ -16,7 +16,7 @@ from mirrored._workers.coordination import ChannelClosed, Coordination
 
 def cluster(num_workers: int) -> list[Coordination]:
     client = FakeClient()
-    return [Coordination(client, worker, num_workers, timeout_seconds=20) for worker in range(num_workers)]
+    return [Coordination(client, worker, num_workers) for worker in range(num_workers)]
 
 
 def on_each(workers: list[Coordination], work: Any) -> list[Any]:

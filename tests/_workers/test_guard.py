@@ -74,11 +74,11 @@ class Guarded:
     def other_ends(self, worker: int, history: list[str] | None = None) -> None:
         """Let another worker come to its end, and wait there for the others."""
         self.says(f"ended/{worker}")
-        there = Coordination(self.service, worker, self.guard._num_workers, timeout_seconds=10)
+        there = Coordination(self.service, worker, self.guard._num_workers)
 
         def wait() -> None:
             with contextlib.suppress(WorkerLostError):
-                there.exchange("end", history or ["0", "00000000"])
+                there.exchange("end", history or ["0", "00000000"], timeout_seconds=10)
 
         threading.Thread(target=wait, daemon=True).start()
 
@@ -297,11 +297,12 @@ def test_a_worker_of_this_host_that_dies_is_named_at_once_wherever_this_one_is(
     there[4].guard._has_ended = True
     there[4].says("ended/1")
     neighbour.die()
-    assert there[4].guard._round(0.5) is False and there[4].codes.empty(), "after both ends, it may go"
+    assert there[4].guard._is_left_alone() is False and there[4].codes.empty(), "after both ends, it may go"
     there[4].service.values.pop("mirrored/guard/ended/1")
     for guarded in there:
         caplog.clear()
-        assert guarded.guard._round(0.5) is True and guarded.codes.get(timeout=5) == 75
+        guarded.guard._watch_host()
+        assert guarded.codes.get(timeout=5) == 75
         assert re.search(r"worker 0 leaves with code 75: lost worker 1 at step \d: the process is gone", caplog.text)
 
 
@@ -328,7 +329,8 @@ def test_a_worker_that_died_after_it_said_why_is_believed(
     threading.Timer(0.1, guarded.says, ("verdict", Verdict("worker 1 failed at step 3 with ValueError: x", lost=(1,)))).start()
     failing.says("verdict", Verdict("worker 1 failed at step 3 with ValueError: x"))
     neighbour.die()
-    assert guarded.guard._round(0.5) is True and guarded.codes.get(timeout=5) == 75
+    guarded.guard._watch_host()
+    assert guarded.codes.get(timeout=5) == 75
     slow = RuntimeError("DEADLINE_EXCEEDED: GetKeyValue() timed out")
     monkeypatch.setattr(failing.service, "blocking_key_value_get", MagicMock(side_effect=slow))
     failing.guard._fail_with(LOSSES[1])

@@ -26,7 +26,7 @@ class Job:
     def __init__(self, num_workers: int) -> None:
         self.client = FakeClient()
         self.progress = [Progress() for _ in range(num_workers)]
-        self.workers = [Coordination(self.client, worker, num_workers, timeout_seconds=20) for worker in range(num_workers)]
+        self.workers = [Coordination(self.client, worker, num_workers) for worker in range(num_workers)]
         self.agreements = [Agreement(*pair) for pair in zip(self.workers, self.progress, strict=True)]
 
     def run(self, work: Callable[[int, Agreement], object]) -> list[object]:
@@ -228,7 +228,7 @@ def test_the_debug_mode_is_an_environment_variable(monkeypatch: pytest.MonkeyPat
 def test_what_another_process_writes_is_shown_escaped() -> None:
     for garbage in ("null", "[]", '["only one"]', '[1, {"a": 2}]', '"text"', "[" * 50 + "]" * 50):
         client = FakeClient()
-        agreement = Agreement(Coordination(client, 0, 2, timeout_seconds=5), Progress())
+        agreement = Agreement(Coordination(client, 0, 2), Progress())
         values = [garbage, json.dumps("no count"), *[json.dumps("evil\x1b[2J\nCRITICAL")] * 15]
         for number, value in enumerate(values):
             here = f"mirrored/exchange/agreement/{number}"

@@ -49,12 +49,12 @@ def decoded(text: str, worker: int, where: str) -> Any:
 class Coordination:
     """This worker's connection to the others of its cluster, for messages and barriers; one worker talks to itself.
 
-    Without `timeout_seconds`, `exchange` and `barrier` wait for ever, because the guard ends a program that is stuck.
+    What waits for other workers waits for ever, because the guard ends a program that is stuck.
     """
 
-    def __init__(self, client: Any = None, worker: int = 0, num_workers: int = 1, timeout_seconds: float | None = None) -> None:
+    def __init__(self, client: Any = None, worker: int = 0, num_workers: int = 1) -> None:
         assert client is not None or num_workers == 1
-        self.worker, self.num_workers, self.timeout_seconds = worker, num_workers, timeout_seconds
+        self.worker, self.num_workers = worker, num_workers
         self._client = client
         self._channels: dict[str, Channel] = {}
         self._num_told: dict[str, int] = {}
@@ -121,7 +121,7 @@ class Coordination:
         worker. Where they differ, each worker reads all of them.
 
         Raises:
-            WorkerLostError: when a worker has not come after `timeout_seconds`, by default those of this object.
+            WorkerLostError: when a worker has not come after `timeout_seconds`.
             ProgramMismatchError: when a worker has given what is no JSON, or too much; the message names it.
         """
         if channel not in self._channels:
@@ -194,8 +194,7 @@ class Channel:
         text = json.dumps(value)
         if this.num_workers == 1:
             return [json.loads(text)]
-        seconds = this.timeout_seconds if timeout_seconds is None else timeout_seconds
-        deadline = None if seconds is None else time.monotonic() + seconds
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         self._is_waiting = True
         if self._are_same and self._all_have(digest(text), deadline):
             values = [json.loads(text)] * this.num_workers

@@ -209,8 +209,6 @@ class Guard:
         finally:
             self._looks_in_call = 0
         self._neighbours.meet()
-        if self._is_left_alone():
-            return True
         view = self._look_at_others(own, elapsed)
         is_on_time = was_late or not self._was_late
         verdict = self._find_difference(view) or (self._find_stuck(view) if is_on_time else None)
@@ -262,8 +260,8 @@ class Guard:
         """Leave at once when a worker of this host has died: JAX aborts this one within 50 ms when it was worker 0."""
         try:
             while not self._stopped.is_set():
-                has_died = self._neighbours.await_death(ROUND_SECONDS)
-                if self._stopped.is_set() or (has_died and self._is_left_alone()):
+                self._neighbours.await_death(ROUND_SECONDS)
+                if self._stopped.is_set() or self._is_left_alone():
                     return
         except Exception as error:  # jaxlib's errors have no classes of their own
             self._on_service_error(error)
