@@ -416,7 +416,7 @@ BUDGETS = {
     "_strategy": 1165,  # 1,100
     "_transforms": 621,  # 600
     "data": 3459,  # 3,200
-    "_workers": 2298,  # 1,700
+    "_workers": 2290,  # 1,700
     "_cluster": 1563,  # 1,080
     "_checkpoint": 2154,  # 1,800
     "_report": 992,  # 800

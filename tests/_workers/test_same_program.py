@@ -232,9 +232,9 @@ def test_what_another_process_writes_is_shown_escaped() -> None:
         values = [garbage, json.dumps("no count"), *[json.dumps("evil\x1b[2J\nCRITICAL")] * 15]
         for number, value in enumerate(values):
             here = f"mirrored/exchange/agreement/{number}"
-            client.key_value_set(f"{here}/are", "different")
+            client.key_value_set(f"{here}/same-are", "different")
             client.key_value_set(f"{here}/given/1", value)
-            client.key_value_increment(f"{here}/count", 1)
+            client.key_value_increment(f"{here}/givers/all", 1)
         with pytest.raises(ProgramMismatchError) as caught:
             agreement.check("tr\x1bain", "0123456789" * 100)
         message = str(caught.value)
