@@ -416,8 +416,8 @@ BUDGETS = {
     "_strategy": 1165,  # 1,100
     "_transforms": 621,  # 600
     "data": 3459,  # 3,200
-    "_workers": 2290,  # 1,700
-    "_cluster": 1563,  # 1,080
+    "_workers": 2288,  # 1,700
+    "_cluster": 1558,  # 1,080
     "_checkpoint": 2154,  # 1,800
     "_report": 992,  # 800
     "_testing": 781,  # 750

@@ -658,17 +658,17 @@ def test_a_service_that_is_silent_is_told_once_and_ends_a_worker_that_waits_for_
     monkeypatch.setattr("mirrored._workers.guard.ROUND_SECONDS", 0.5)
     guarded = make(worker=1, is_started=False, stall_seconds=8.0)
     guard, looks = guarded.guard, []
-    wait = lambda seconds: looks.append(seconds) or len(looks) > 40  # noqa: E731
-    monkeypatch.setattr(guard, "_stopped", SimpleNamespace(is_set=lambda: len(looks) > 40, wait=wait))
+    monkeypatch.setattr(guard._neighbours, "await_death", looks.append)
+    monkeypatch.setattr(guard, "_stopped", SimpleNamespace(is_set=lambda: len(looks) > 40))
     for in_service in (0, 1):
         guard._looks_in_call = in_service
-        guard._watch_service()
+        guard._watch_host()
         assert guarded.codes.empty(), "it does not wait"
         assert caplog.text.count("has not answered worker 1 for 4 s: it is stopped, cut off, or dead") == in_service
         looks.clear()
     guarded.enter("train")
     guard._looks_in_call = 1
-    guard._watch_service()
+    guard._watch_host()
     assert guarded.codes.get(timeout=5) == 75 and looks == [0.5] * 16
     assert "leaves with code 75: worker 0, which hosts the coordination service, has not answered for 8 s" in caplog.text
 

@@ -242,13 +242,8 @@ def _own_host(cluster: Cluster, clock: Clock) -> str | None:
             except OSError:
                 continue
             return address[0]
-    raise _foreign(cluster, cluster.address)
-
-
-def _foreign(cluster: Cluster, address: str) -> ClusterConfigError:
-    host, _ = split_address(address)
-    return ClusterConfigError(
-        f"{cluster.found_in}: this process is worker {cluster.worker_index} at {address}, but {host} is not an "
+    raise ClusterConfigError(
+        f"{cluster.found_in}: this process is worker {cluster.worker_index} at {cluster.address}, but {host} is not an "
         f"address of this host ({socket.gethostname()}); check the index and the address"
     )
 
