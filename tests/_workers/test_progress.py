@@ -101,18 +101,6 @@ def test_batches_that_another_thread_takes_are_not_counted() -> None:
     assert progress.history()[0] == "1" and seen == [[UNKNOWN] * 2]
 
 
-def test_the_trail_is_of_what_was_done_in_its_order() -> None:
-    def history(*digests: bytes) -> list[str]:
-        progress = Progress()
-        for number, digest in enumerate(digests):
-            progress.enter(str(number), digest)
-        return progress.history()
-
-    assert history(b"a", b"b", b"a") == history(b"a", b"b", b"a")
-    trails = [history(*digests)[1] for digests in ((), (b"a",), (b"a", b"b"), (b"b", b"a"), (b"a", b"b", b"b"))]
-    assert len(set(trails)) == 5
-
-
 def test_the_trail_is_not_known_after_another_thread_had_part_in_it(caplog) -> None:
     caplog.set_level("INFO", "mirrored")
     progress = Progress()
