@@ -417,7 +417,7 @@ BUDGETS = {
     "_transforms": 621,  # 600
     "data": 3459,  # 3,200
     "_workers": 2288,  # 1,700
-    "_cluster": 1558,  # 1,080
+    "_cluster": 1550,  # 1,080
     "_checkpoint": 2154,  # 1,800
     "_report": 992,  # 800
     "_testing": 781,  # 750

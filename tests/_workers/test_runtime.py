@@ -93,7 +93,7 @@ def test_a_process_that_a_worker_has_started_is_not_that_worker_too(monkeypatch:
 def connecting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[..., None]], object]]:
     """Start a worker whose `jax.distributed.initialize` is a function of the test."""
     monkeypatch.setattr(distributed, "has_backend", lambda: False)
-    monkeypatch.setattr(_runtime, "meet", lambda *_: _meeting.Meeting())
+    monkeypatch.setattr(_runtime, "meet", lambda *_: _meeting.Meeting("10.0.0.1"))
     monkeypatch.setattr(_runtime.jax, "config", SimpleNamespace(update=lambda *_: None))
     monkeypatch.setattr(distributed, "listen_at", lambda _: None)
     monkeypatch.setattr(_runtime, "_begin", lambda *given: given)

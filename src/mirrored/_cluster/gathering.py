@@ -47,8 +47,9 @@ def keep_alive(sock: socket.socket) -> None:
 class Clock:
     """A deadline, and the time of the next log line of a worker that waits."""
 
-    def __init__(self, started: float, deadline: float) -> None:
-        self.started, self.deadline, self.next_report = started, deadline, started + PROGRESS_SECONDS
+    def __init__(self, seconds: float) -> None:
+        self.started = time.monotonic()
+        self.deadline, self.next_report = self.started + seconds, self.started + PROGRESS_SECONDS
         # Whether a job ran at the address: an earlier run of this one, or another that has the same port.
         self.has_met_a_run = False
 

@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .._errors import ClusterConfigError, ClusterStartError
-from .._options import MAX_TIMEOUT_SECONDS
 from .._text import describe
 from .gathering import LINGER_SECONDS, PATIENCE_SECONDS, Clock, Gathering, keep_alive, reset_on_close
 from .hello import GO, MAX_LINE, Hello, introduce, is_grpc, may_be_ours, parse_answer
@@ -35,32 +34,24 @@ _Address = tuple[socket.AddressFamily, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Meeting:
-    """A worker's addresses, known after it has met the others; None where there was no need to meet."""
+    """A worker's addresses, known after it has met the others."""
 
-    host: str | None = None  # the numeric address at which other workers reach this one, for the collectives
+    host: str  # the numeric address at which other workers reach this one, for the collectives
     bind_address: str | None = None  # where worker 0's coordinator is to listen, and not on every network of the host
 
 
 def meet(cluster: Cluster, versions: Mapping[str, str], timeout_seconds: float) -> Meeting:
     """Wait until all workers are there, and check that they have the same cluster and versions.
 
-    On return, worker 0's port is free again, and `jax.distributed.initialize` may take it. One worker, and an
-    evaluator, need nobody and return at once. An error comes at most two seconds after the timeout.
+    For a cluster of several workers. On return, worker 0's port is free again, and `jax.distributed.initialize` may take it. An
+    error comes at most two seconds after the timeout.
 
     Raises:
         ClusterConfigError: when starting again would not help: an address that is not this host's, a name that does not
             exist, an index that two workers have, workers that differ in their cluster or versions.
         ClusterStartError: when a worker is missing, the chief cannot be reached, or the port is taken.
     """
-    is_number = isinstance(timeout_seconds, int | float) and not isinstance(timeout_seconds, bool)
-    if not is_number or not 0 < timeout_seconds <= MAX_TIMEOUT_SECONDS:
-        raise ClusterConfigError(
-            f"timeout_seconds is {describe(timeout_seconds)}; expected seconds up to {MAX_TIMEOUT_SECONDS:.0f}"
-        )
-    if cluster.num_workers == 1:
-        return Meeting()
-    started = time.monotonic()
-    clock = Clock(started, started + timeout_seconds)
+    clock = Clock(timeout_seconds)
     _allow_open_files()
     own = _own_host(cluster, clock)
     hello = introduce(cluster, versions, f"{socket.gethostname()} pid {os.getpid()}", secrets.token_hex(8))
@@ -212,7 +203,7 @@ def _bind(sock: socket.socket, address: Any, hello: Hello, clock: Clock) -> None
 
 def _is_listened_to(address: Any, hello: Hello) -> bool:
     """Tell whether a process listens at an address; raise the error of a cluster that starts there, OSError if it is not jax."""
-    clock = Clock(time.monotonic(), time.monotonic() + 0.2)  # for the connection; the answer has LINGER_SECONDS more
+    clock = Clock(0.2)  # for the connection; the answer has LINGER_SECONDS more
     family = socket.AF_INET6 if len(address) == 4 else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as sock:
