@@ -665,7 +665,7 @@ def test_after_jax_was_shut_down_the_guard_is_quiet(make: Make, child, caplog: L
     assert guarded.codes.empty() and not caplog.records
 
 
-@pytest.mark.parametrize(("num_workers", "waits"), [(2, False), (2, True), (100, False), (100, True)])
+@pytest.mark.parametrize(("num_workers", "waits"), [(2, False), (100, True)])
 def test_a_round_of_a_healthy_job_is_three_calls_whatever_the_number_of_workers(
     make: Make, num_workers: int, waits: bool
 ) -> None:
