@@ -322,6 +322,18 @@ def test_only_in_kubernetes_a_name_may_appear_late(late: bool, start: Start, mon
     assert all(isinstance(result, Meeting if late else ClusterConfigError) for result in results), results
 
 
+def test_the_chief_listens_at_its_own_address_and_on_loopback_where_all_are_on_one_host(start: Start, monkeypatch: Patch) -> None:
+    asked, (port, other) = socket.getaddrinfo, map(port_of, addresses(2))
+    names = {"chief.name": ("203.0.113.1", "127.0.0.2")}  # the first one is of another host
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *a, **more: [r for h in names.get(host, (host,)) for r in asked(h, *a, **more)]
+    )
+    (error,) = outcomes([start(worker([f"chief.name:{port}", "203.0.113.2:1"], 0), timeout=0.05)])
+    assert "the chief's address means 127.0.0.2 on the chief's host" in str(error)
+    local = [f"127.0.0.2:{port}", f"127.0.0.2:{other}"]
+    assert outcomes([start(worker(local, i)) for i in range(2)])[0] == Meeting("127.0.0.1", f"127.0.0.1:{port}")
+
+
 def test_what_a_chief_says_of_many_missing_workers_and_of_an_address_that_only_its_own_host_can_reach(
     start: Start, monkeypatch: Patch
 ) -> None:
