@@ -99,7 +99,7 @@ def started_by_a_worker(g):
 
 def different_barriers(g):
     client = FakeClient()
-    workers = [Coordination(client, worker, 2, timeout_seconds=20) for worker in range(2)]
+    workers = [Coordination(client, worker, 2) for worker in range(2)]
     with ThreadPoolExecutor(2) as pool:
         for future in [pool.submit(worker.barrier, f"end of {worker.worker}") for worker in workers]:
             future.result()

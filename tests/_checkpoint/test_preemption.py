@@ -321,7 +321,7 @@ def simulate(
     recorders, codes, taken = [Recorder() for _ in range(num_workers)], [0] * num_workers, [0] * num_workers
 
     def work(worker: int, pauses: list[float]) -> None:
-        strategy = types.SimpleNamespace(_coordination=Coordination(store, worker, num_workers, timeout_seconds=30))
+        strategy = types.SimpleNamespace(_coordination=Coordination(store, worker, num_workers))
         try:
             with PreemptionHandler(recorders[worker], strategy=strategy) as handler:
                 for step in range(1, num_steps + 1):

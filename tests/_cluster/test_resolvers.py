@@ -90,7 +90,8 @@ def not_refused(cases: Iterable[tuple[Any, str]], begins: str = "") -> list[str]
             wrong.append(f"{says}: {quickly(case if callable(case) else lambda e=case: discover(environment=e))}")
         except ClusterConfigError as error:
             text = str(error)
-            if not (re.search(says, text) and text.startswith(begins) and text.isprintable() and len(text) < 600):
+            is_right = re.search(says, text) and text.startswith(begins) and error.exit_code == 76
+            if not (is_right and text.isprintable() and len(text) < 600):
                 wrong.append(f"{says}: {text}")
     return wrong
 

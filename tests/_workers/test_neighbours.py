@@ -3,9 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,34 +11,19 @@ from fake_service import FakeClient
 from mirrored._workers.coordination import Coordination
 from mirrored._workers.neighbours import Neighbours, Process
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux")
 
-
-@pytest.fixture
-def child() -> Iterator[tuple[subprocess.Popen, Process]]:
-    """Another process, and what names it."""
-    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as started:
-        fields = Path(f"/proc/{started.pid}/stat").read_text().rpartition(")")[2].split()
-        yield started, Process(Process.own().host, started.pid, fields[19])
-        started.kill()
-
-
-Child = tuple[subprocess.Popen, Process]
-
-
-def test_a_process_is_dead_when_it_has_ended_and_no_other_is_taken_for_it(child: Child) -> None:
-    started, process = child
+def test_a_process_is_dead_when_it_has_ended_and_no_other_is_taken_for_it(child) -> None:
     own = Process.own()
-    assert not process.is_dead() and not own.is_dead()
+    assert not child.process.is_dead() and not own.is_dead()
     assert Process(own.host, own.number, "1").is_dead(), "another has its number"
-    started.send_signal(signal.SIGSTOP)
-    os.waitpid(started.pid, os.WUNTRACED)
-    assert not process.is_dead(), "it is only stopped"
-    started.kill()
-    os.waitid(os.P_PID, started.pid, os.WEXITED | os.WNOWAIT)
-    assert process.is_dead(), "a zombie"
-    started.wait()
-    assert process.is_dead()
+    child.send_signal(signal.SIGSTOP)
+    os.waitpid(child.pid, os.WUNTRACED)
+    assert not child.process.is_dead(), "it is only stopped"
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert child.process.is_dead(), "a zombie"
+    child.wait()
+    assert child.process.is_dead()
 
 
 def test_what_is_no_process_is_none() -> None:
@@ -64,32 +46,28 @@ def introduce(entries: dict[str, str], texts: dict[int, str]) -> None:
     entries.update({own[:-1] + str(worker): text for worker, text in texts.items()})
 
 
-def test_where_processes_are_hidden_none_is_taken_for_dead(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
-    started, process = child
-    started.kill()
-    started.wait()
+def test_where_processes_are_hidden_none_is_taken_for_dead(child, monkeypatch: pytest.MonkeyPatch) -> None:
+    child.die()
     read = Path.read_text
     gone = lambda path, **more: read(Path("/gone") if path == Path("/proc/1/stat") else path, **more)  # noqa: E731
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_text", gone)
         neighbours, entries = meeting(2)
-    introduce(entries, {1: process.encode()})
+    introduce(entries, {1: child.process.encode()})
     neighbours.meet()
     assert neighbours.dead() == ()
 
 
-def test_neighbours_are_the_other_workers_of_this_host(child: Child) -> None:
-    started, process = child
+def test_neighbours_are_the_other_workers_of_this_host(child) -> None:
     neighbours, entries = meeting(4)
     far = Process("another host", 1, "1").encode()
-    introduce(entries, {1: process.encode(), 7: process.encode()})
+    introduce(entries, {1: child.process.encode(), 7: child.process.encode()})
     neighbours.meet()
     introduce(entries, {2: far, 3: "garbage"})
     neighbours.meet()
     assert neighbours.dead() == () and neighbours.near() == {1}
-    started.kill()
-    started.wait()
+    child.die()
     assert neighbours.dead() == (1,)
-    introduce(entries, {1: far, 2: process.encode()})
+    introduce(entries, {1: far, 2: child.process.encode()})
     neighbours.meet()
     assert neighbours.dead() == (1,), "the first introduction counts"

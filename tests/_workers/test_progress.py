@@ -102,18 +102,6 @@ def test_batches_that_another_thread_takes_are_not_counted() -> None:
     assert progress.history()[0] == "1" and seen[0][0] == UNKNOWN
 
 
-def test_the_trail_is_of_what_was_done_in_its_order() -> None:
-    def history(*digests: bytes) -> list[str]:
-        progress = Progress()
-        for number, digest in enumerate(digests):
-            progress.enter(str(number), digest)
-        return progress.history()
-
-    assert history(b"a", b"b", b"a") == history(b"a", b"b", b"a")
-    trails = [history(*digests)[1] for digests in ((), (b"a",), (b"a", b"b"), (b"b", b"a"), (b"a", b"b", b"b"))]
-    assert len(set(trails)) == 5
-
-
 def test_one_thread_does_what_workers_do_together_until_it_ends_or_hands_over() -> None:
     progress, refused = Progress(), []
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, call
 
 import jax
 import numpy as np
@@ -92,7 +93,7 @@ def test_a_process_that_a_worker_has_started_is_not_that_worker_too(monkeypatch:
 def connecting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[..., None]], object]]:
     """Start a worker whose `jax.distributed.initialize` is a function of the test."""
     monkeypatch.setattr(distributed, "has_backend", lambda: False)
-    monkeypatch.setattr(_runtime, "meet", lambda *_: _meeting.Meeting())
+    monkeypatch.setattr(_runtime, "meet", lambda *_: _meeting.Meeting("10.0.0.1"))
     monkeypatch.setattr(_runtime.jax, "config", SimpleNamespace(update=lambda *_: None))
     monkeypatch.setattr(distributed, "listen_at", lambda _: None)
     monkeypatch.setattr(_runtime, "_begin", lambda *given: given)
@@ -191,24 +192,16 @@ def test_the_users_own_jax_distributed_and_cluster_must_agree(
 
 
 def test_the_guard_watches_from_the_start_to_the_end_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    did: list[object] = []
-
-    class Watcher:
-        def __init__(self, coordination: Coordination, progress: object, *, stall_seconds: float | None) -> None:
-            did.append((coordination.worker, coordination.num_workers, stall_seconds))
-
-        def start(self) -> None:
-            did.append("start")
-
-        def stop(self) -> None:
-            did.append("stop")
-
-    monkeypatch.setattr(_runtime, "Guard", Watcher)
+    guard = MagicMock()
+    monkeypatch.setattr(_runtime, "Guard", guard)
     monkeypatch.setattr(_runtime, "_current", None)
     monkeypatch.setattr(distributed._distributed, "global_state", SimpleNamespace(client=object()))
-    monkeypatch.setattr(_runtime.atexit, "register", lambda function: did.append("at exit") or function())
+    monkeypatch.setattr(_runtime.atexit, "register", guard.at_exit)
     runtime = _runtime._begin(None, mr.CommunicationOptions(timeout_seconds=20), 1, 2)
-    assert did == [(1, 2, 20), "start", "at exit", "stop"] and _runtime.current() is runtime
+    coordination = runtime.coordination
+    assert (coordination.worker, coordination.num_workers) == (1, 2) and _runtime.current() is runtime
+    made = call(coordination, progress, stall_seconds=20)
+    assert guard.mock_calls == [made, call().start(), call.at_exit(guard.return_value.stop)]
 
 
 def test_a_process_is_part_of_one_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

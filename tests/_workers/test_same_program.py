@@ -1,6 +1,5 @@
 """Workers compare what they run: the same programs pass, each kind of difference is shown, on every worker, with both sides."""
 
-import functools
 import json
 import re
 import threading
@@ -26,7 +25,7 @@ class Job:
     def __init__(self, num_workers: int) -> None:
         self.client = FakeClient()
         self.progress = [Progress() for _ in range(num_workers)]
-        self.workers = [Coordination(self.client, worker, num_workers, timeout_seconds=20) for worker in range(num_workers)]
+        self.workers = [Coordination(self.client, worker, num_workers) for worker in range(num_workers)]
         self.agreements = [Agreement(*pair) for pair in zip(self.workers, self.progress, strict=True)]
 
     def run(self, work: Callable[[int, Agreement], object]) -> list[object]:
@@ -173,21 +172,13 @@ def test_only_what_differs_is_shown_of_long_programs_and_long_lines() -> None:
     assert sum(map(len, job.client.values.values())) < 4000, "little is sent"
 
 
-def test_new_programs_and_starts_are_counted() -> None:
-    """The guard tells by the number whether two workers wait at the same comparison."""
-    steps = {"check": "new program 3:", "check_order": "start 3 of a program:"}
-
-    def work(worker: int, agreement: Agreement, method: str) -> None:
-        for number in range(3):
-            getattr(agreement, method)("train", f"text {worker}" if number == 2 else "text")
-
-    for method, expected in steps.items():
-        for error in Job(2).run(functools.partial(work, method=method)):
-            assert f"as their {expected}" in str(error)
-
-
 def test_a_program_that_is_the_beginning_of_another_differs() -> None:
-    message = str(Job(2).run(lambda worker, agreement: agreement.check("train", "a\nb" if worker else "a\nb\nc"))[0])
+    def work(worker: int, agreement: Agreement) -> None:
+        agreement.check(*TRAIN)
+        agreement.check("train", "a\nb" if worker else "a\nb\nc")
+
+    message = str(Job(2).run(work)[0])
+    assert "as their new program 2:" in message, "the guard tells by it whether two workers wait at the same comparison"
     assert "it has ended before the others" in message and "line 2 of 3" in message
 
 
@@ -228,13 +219,13 @@ def test_the_debug_mode_is_an_environment_variable(monkeypatch: pytest.MonkeyPat
 def test_what_another_process_writes_is_shown_escaped() -> None:
     for garbage in ("null", "[]", '["only one"]', '[1, {"a": 2}]', '"text"', "[" * 50 + "]" * 50):
         client = FakeClient()
-        agreement = Agreement(Coordination(client, 0, 2, timeout_seconds=5), Progress())
+        agreement = Agreement(Coordination(client, 0, 2), Progress())
         values = [garbage, json.dumps("no count"), *[json.dumps("evil\x1b[2J\nCRITICAL")] * 15]
         for number, value in enumerate(values):
             here = f"mirrored/exchange/agreement/{number}"
-            client.key_value_set(f"{here}/are", "different")
+            client.key_value_set(f"{here}/same-are", "different")
             client.key_value_set(f"{here}/given/1", value)
-            client.key_value_increment(f"{here}/count", 1)
+            client.key_value_increment(f"{here}/givers/all", 1)
         with pytest.raises(ProgramMismatchError) as caught:
             agreement.check("tr\x1bain", "0123456789" * 100)
         message = str(caught.value)

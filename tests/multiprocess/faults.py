@@ -75,19 +75,11 @@ class ParserExit(SystemExit):
     """What a program may derive from SystemExit."""
 
 
-class Unpicklable(Exception):
-    """An exception whose text cannot be had."""
-
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
-
-
 #: An error of a program: what is not printable, what looks like a line of a log, and more of it than anybody reads.
 HOSTILE = "\x1b[2J\x1b]0;owned\x07 \r\nCRITICAL worker 0 leaves with code 0: all is well\n\x00\u202e" + "A" * 2**20
 ERRORS: dict[str, Callable[[], BaseException]] = {
     "ValueError": lambda: ValueError("the data is gone"),
     "hostile": lambda: ValueError(HOSTILE),
-    "unpicklable": Unpicklable,
     "ParserExit": lambda: ParserExit("usage: train.py"),
     "KeyboardInterrupt": KeyboardInterrupt,
 }
@@ -199,7 +191,6 @@ def fail_aside() -> None:
 FAULTS: dict[str, Callable[[], Any]] = {
     "killed": die,
     "killed in step": lambda: die_in(0.3),  # this worker goes on with its steps
-    "os._exit": lambda: (said(), os._exit(9)),
     "outside": lambda: (die_in(1.0), time.sleep(1000)),  # the others wait in the next step meanwhile
     "hang": wait_for_ever,
     "hold the lock": lambda: (said(), ctypes.PyDLL(None).sleep(1000)),  # no other thread of Python runs

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from processes import Ended, Worker, run_workers, wait_for_line, workers
 
-import mirrored as mr
-
 SCRIPT = Path(__file__).with_name("faults.py")
 #: Seconds within which all have left: measured values are below 1, and JAX by itself would need its heartbeat's 10.
 SOON = 6.0
@@ -46,7 +44,7 @@ def require(
     for one, code in zip(ended, codes, strict=True):
         assert one.code in (code if isinstance(code, tuple) else (code,)), shown
         assert one.time - fault < within, shown
-        if one.code not in (KILLED, 9):
+        if one.code != KILLED:
             assert re.search(message, one.output), f"not in the log of worker {one.index}: {message}\n{shown}"
         reported = [float(moment) for moment in re.findall(r"(?m)^STEP \d+ ([\d.]+)$", one.output)]
         assert sum(moment > fault for moment in reported) <= run_ahead, shown
@@ -65,23 +63,13 @@ LOST = "leaves with code 75: lost worker {} at step \\d+: "
 ENDS = {
     "killed": (["policy=none"], 2, 2, 1, KILLED, LOST + "the process is gone"),
     "raise hostile": ([], 2, 1, 1, 1, FAILED + r"ValueError: \\x1b\[2J\\x1b\]0;owned\\x07 \\r$"),
-    "raise unpicklable": ([], 2, 1, 0, 1, FAILED + r"Unpicklable: \(which has no text\)$"),
     "raise KeyboardInterrupt": ([], 2, 1, 1, 130, FAILED + "KeyboardInterrupt"),
     "raise ParserExit": ([], 2, 1, 1, 75, ENDED_ITSELF + "and worker 0 waits in step 8"),
     "exit": (["code=3"], 3, 1, 1, 3, ENDED_ITSELF + r"by sys.exit\(3\), and .* waits in step 8"),
-    "exit without an error": (["fault=exit", "code=0"], 2, 1, 1, 75, ENDED_ITSELF),
     "return": ([], 3, 1, 0, 75, ENDED_ITSELF + "waits in step 8"),
     "extra": ([], 2, 1, 0, 75, r"worker {} waits at the comparison of new program \d+ \('.*<lambda>'\), after step 7"),
     "tracing fails": ([], 2, 1, 1, 1, FAILED + "ValueError: the data is gone$"),
-    "input fails": (
-        ["policy=data"],
-        2,
-        1,
-        1,
-        1,
-        r"code \d+: worker {} failed at step \d+ with ValueError: the data",
-    ),
-    "os._exit": ([], 3, 1, 2, 9, LOST + "the process is gone"),
+    "input fails": (["policy=data"], 2, 1, 1, 1, r"code \d+: worker {} failed at step \d+ with ValueError: the data"),
     "killed while compiling": ([], 4, 1, 2, KILLED, LOST),
     "killed while saving": ([], 3, 1, 2, KILLED, LOST),
     "input is killed": (["policy=data"], 3, 1, 1, KILLED, LOST),
@@ -96,12 +84,13 @@ def test_whatever_ends_one_worker_ends_all_at_once(name: str, tmp_path: Path) ->
     args, num_workers, devices, culprit, code, message = ENDS[name]
     ended = run(name, num_workers, f"folder={tmp_path}", *args, devices=devices, who=culprit)
     require(ended, others(num_workers, culprit, code), f"(?m){message.format(culprit)}")
-    if name.startswith("raise") and code == 1:
+    if name == "tracing fails":
+        assert all("raise ERRORS[kind]()" in one.output for one in ended), "the traceback is in every log"
+    if name == "raise hostile":
         other = ended[1 - culprit].output
         told = other[other.index("CRITICAL") :]
         assert len(told) < 20_000 and told.replace("\n", "").isprintable(), "nothing of another worker's text acts on a terminal"
         assert all(line.startswith("  | ") for line in told.splitlines()[1:]), "a line of ours, from another worker"
-        assert all("raise ERRORS[kind]()" in one.output for one in ended) or "hostile" in name, "the traceback is in every log"
 
 
 @slow
@@ -279,12 +268,3 @@ def test_an_evaluator_runs_alone_beside_chief_and_workers() -> None:
     for one, said in ((chief, "END 5.0 2 True"), (worker, "END 5.0 2 False"), (evaluator, "END 5.0 1 True")):
         assert one.code == 0 and said in one.output, one.output
     assert not listeners(evaluator.output), "it needs nobody"
-
-
-def test_a_malformed_tf_config_is_refused_by_the_strategy_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for text in ("", "{", '{"cluster": {"worker": ["h", "h:2"]}, "task": {"type": "worker", "index": 0}}', "x" * 2**20):
-        monkeypatch.setenv("TF_CONFIG", text)
-        with pytest.raises(mr.ClusterConfigError, match="TF_CONFIG") as caught:
-            mr.MultiWorkerMirroredStrategy()
-        assert caught.value.exit_code == 76
-        assert len(str(caught.value)) < 2000 and str(caught.value).isprintable()

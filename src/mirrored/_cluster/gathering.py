@@ -12,7 +12,6 @@ import selectors
 import socket
 import struct
 import time
-from typing import Any
 
 from .._errors import ClusterConfigError, ClusterStartError
 from .._text import describe
@@ -48,8 +47,9 @@ def keep_alive(sock: socket.socket) -> None:
 class Clock:
     """A deadline, and the time of the next log line of a worker that waits."""
 
-    def __init__(self, started: float, deadline: float) -> None:
-        self.started, self.deadline, self.next_report = started, deadline, started + PROGRESS_SECONDS
+    def __init__(self, seconds: float) -> None:
+        self.started = time.monotonic()
+        self.deadline, self.next_report = self.started + seconds, self.started + PROGRESS_SECONDS
         # Whether a job ran at the address: an earlier run of this one, or another that has the same port.
         self.has_met_a_run = False
 
@@ -100,8 +100,8 @@ class Gathering:
     One thread serves all connections without blocking on any, so that a stranger cannot hold up the others.
     """
 
-    def __init__(self, cluster: Cluster, hello: Hello, listeners: list[socket.socket], clock: Clock) -> None:
-        self.cluster, self.hello, self.listeners, self.clock = cluster, hello, listeners, clock
+    def __init__(self, cluster: Cluster, hello: Hello, listener: socket.socket, clock: Clock) -> None:
+        self.cluster, self.hello, self.listener, self.clock = cluster, hello, listener, clock
         self.selector = selectors.DefaultSelector()
         self.peers: dict[_Peer, None] = {}  # in the order in which they came
         self.present: dict[int, _Peer] = {}
@@ -111,8 +111,7 @@ class Gathering:
     def run(self) -> None:
         """Return when all workers are there and know it, with all connections closed."""
         try:
-            for listener in self.listeners:
-                self.selector.register(listener, selectors.EVENT_READ)
+            self.selector.register(self.listener, selectors.EVENT_READ)
             while not self.failure and self._missing():
                 if self.clock.left <= 0:
                     text = f"{self._waiting()} after {self.clock.waited}{self._hint()}. {self._advice()}"
@@ -131,9 +130,8 @@ class Gathering:
 
     def _release(self) -> None:
         """Close the port first, so that nobody takes us for jax; let the workers hang up, so that no port stays in use."""
-        for listener in self.listeners:
-            self.selector.unregister(listener)
-            listener.close()
+        self.selector.unregister(self.listener)
+        self.listener.close()
         for index, peer in self.present.items():
             if not peer.answer(GO):
                 raise ClusterStartError(f"{self._name(index)} left while all were told to start")
@@ -158,14 +156,14 @@ class Gathering:
         strangers = [peer for peer in self.peers if not peer.hello]
         until = min([until, *(peer.until for peer in strangers)])
         for key, _ in self.selector.select(max(0.0, until - time.monotonic())):
-            self._read(key.data) if key.data else self._accept(key.fileobj)
+            self._read(key.data) if key.data else self._accept()
         for peer in strangers:
             if not peer.hello and time.monotonic() >= peer.until:
                 self._drop(peer, "said nothing")
 
-    def _accept(self, listener: Any) -> None:
+    def _accept(self) -> None:
         try:
-            sock, address = listener.accept()
+            sock, address = self.listener.accept()
         except (BlockingIOError, ConnectionError):
             return
         except OSError as error:
@@ -281,7 +279,7 @@ class Gathering:
         )
 
     def _hint(self) -> str:
-        hosts = [listener.getsockname()[0] for listener in self.listeners]
-        if self.cluster.is_local or not all(map(is_loopback, hosts)):
+        host = self.listener.getsockname()[0]
+        if self.cluster.is_local or not is_loopback(host):
             return ""
-        return f" (the chief's address means {hosts[0]} on the chief's host, which other hosts cannot reach)"
+        return f" (the chief's address means {host} on the chief's host, which other hosts cannot reach)"

@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .._errors import ClusterConfigError, ClusterStartError
-from .._options import MAX_TIMEOUT_SECONDS
 from .._text import describe
 from .gathering import LINGER_SECONDS, PATIENCE_SECONDS, Clock, Gathering, keep_alive, reset_on_close
 from .hello import GO, MAX_LINE, Hello, introduce, is_grpc, may_be_ours, parse_answer
@@ -35,45 +34,35 @@ _Address = tuple[socket.AddressFamily, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Meeting:
-    """A worker's addresses, known after it has met the others; None where there was no need to meet."""
+    """A worker's addresses, known after it has met the others."""
 
-    host: str | None = None  # the numeric address at which other workers reach this one, for the collectives
+    host: str  # the numeric address at which other workers reach this one, for the collectives
     bind_address: str | None = None  # where worker 0's coordinator is to listen, and not on every network of the host
 
 
 def meet(cluster: Cluster, versions: Mapping[str, str], timeout_seconds: float) -> Meeting:
     """Wait until all workers are there, and check that they have the same cluster and versions.
 
-    On return, worker 0's port is free again, and `jax.distributed.initialize` may take it. One worker, and an
-    evaluator, need nobody and return at once. An error comes at most two seconds after the timeout.
+    For a cluster of several workers. On return, worker 0's port is free again, and `jax.distributed.initialize` may take it. An
+    error comes at most two seconds after the timeout.
 
     Raises:
         ClusterConfigError: when starting again would not help: an address that is not this host's, a name that does not
             exist, an index that two workers have, workers that differ in their cluster or versions.
         ClusterStartError: when a worker is missing, the chief cannot be reached, or the port is taken.
     """
-    is_number = isinstance(timeout_seconds, int | float) and not isinstance(timeout_seconds, bool)
-    if not is_number or not 0 < timeout_seconds <= MAX_TIMEOUT_SECONDS:
-        raise ClusterConfigError(
-            f"timeout_seconds is {describe(timeout_seconds)}; expected seconds up to {MAX_TIMEOUT_SECONDS:.0f}"
-        )
-    if cluster.num_workers == 1:
-        return Meeting()
-    started = time.monotonic()
-    clock = Clock(started, started + timeout_seconds)
+    clock = Clock(timeout_seconds)
     _allow_open_files()
     own = _own_host(cluster, clock)
     hello = introduce(cluster, versions, f"{socket.gethostname()} pid {os.getpid()}", secrets.token_hex(8))
     if not cluster.is_chief:
         return Meeting(_join(cluster, hello, clock, own))
-    listeners = _listen(cluster, hello, clock)
-    try:
-        addresses = [listener.getsockname() for listener in listeners]
-        Gathering(cluster, hello, listeners, clock).run()
-    finally:
-        for listener in listeners:
-            listener.close()
-    return Meeting(addresses[0][0], join_address(*addresses[0][:2]))
+    chief, port = split_address(cluster.coordinator_address or "")
+    family, address = _resolve(chief if cluster.is_local else own or chief, port, cluster, clock)[0]
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        _listen(listener, address, cluster.coordinator_address or "", hello, clock)
+        Gathering(cluster, hello, listener, clock).run()
+    return Meeting(address[0], join_address(*address[:2]))
 
 
 def _allow_open_files() -> None:
@@ -170,29 +159,8 @@ def _answers(sock: socket.socket, clock: Clock) -> Iterator[str | Exception | by
             yield buffer
 
 
-def _listen(cluster: Cluster, hello: Hello, clock: Clock) -> list[socket.socket]:
-    """Take worker 0's port on its own addresses, and on no other."""
-    chief = cluster.coordinator_address or ""
-    listeners: list[socket.socket] = []
-    try:
-        for family, address in _resolve(*split_address(chief), cluster, clock):
-            sock = socket.socket(family, socket.SOCK_STREAM)
-            listeners.append(sock)
-            if not _take(sock, address, chief, hello, clock):
-                listeners.pop().close()
-        if not listeners:
-            raise _foreign(cluster, chief)
-    except BaseException:
-        for sock in listeners:
-            sock.close()
-        raise
-    return listeners
-
-
-def _take(sock: socket.socket, address: Any, chief: str, hello: Hello, clock: Clock) -> bool:
-    """Bind and listen; return False for an address of another host, raise when the port is taken."""
-    if sock.family == socket.AF_INET6:
-        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+def _listen(sock: socket.socket, address: Any, chief: str, hello: Hello, clock: Clock) -> None:
+    """Take worker 0's port where jax's service is to listen, and on no other address."""
     sock.setblocking(False)
     try:
         _bind(sock, address, hello, clock)
@@ -200,8 +168,6 @@ def _take(sock: socket.socket, address: Any, chief: str, hello: Hello, clock: Cl
         # Inherited by the connections, so that none of them keeps jax from the port.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     except OSError as error:
-        if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-            return False
         host, port = address[:2]
         if error.errno == errno.EADDRINUSE:
             raise ClusterStartError(
@@ -209,7 +175,6 @@ def _take(sock: socket.socket, address: Any, chief: str, hello: Hello, clock: Cl
                 "another port"
             ) from error
         raise ClusterConfigError(f"the chief cannot listen at {chief} ({host}): {error.strerror}") from error
-    return True
 
 
 def _bind(sock: socket.socket, address: Any, hello: Hello, clock: Clock) -> None:
@@ -238,7 +203,7 @@ def _bind(sock: socket.socket, address: Any, hello: Hello, clock: Clock) -> None
 
 def _is_listened_to(address: Any, hello: Hello) -> bool:
     """Tell whether a process listens at an address; raise the error of a cluster that starts there, OSError if it is not jax."""
-    clock = Clock(time.monotonic(), time.monotonic() + 0.2)  # for the connection; the answer has LINGER_SECONDS more
+    clock = Clock(0.2)  # for the connection; the answer has LINGER_SECONDS more
     family = socket.AF_INET6 if len(address) == 4 else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as sock:
@@ -268,13 +233,8 @@ def _own_host(cluster: Cluster, clock: Clock) -> str | None:
             except OSError:
                 continue
             return address[0]
-    raise _foreign(cluster, cluster.address)
-
-
-def _foreign(cluster: Cluster, address: str) -> ClusterConfigError:
-    host, _ = split_address(address)
-    return ClusterConfigError(
-        f"{cluster.found_in}: this process is worker {cluster.worker_index} at {address}, but {host} is not an "
+    raise ClusterConfigError(
+        f"{cluster.found_in}: this process is worker {cluster.worker_index} at {cluster.address}, but {host} is not an "
         f"address of this host ({socket.gethostname()}); check the index and the address"
     )
 

@@ -49,12 +49,12 @@ def decoded(text: str, worker: int, where: str) -> Any:
 class Coordination:
     """This worker's connection to the others of its cluster, for messages and barriers; one worker talks to itself.
 
-    Without `timeout_seconds`, `exchange` and `barrier` wait for ever, because the guard ends a program that is stuck.
+    What waits for other workers waits for ever, because the guard ends a program that is stuck.
     """
 
-    def __init__(self, client: Any = None, worker: int = 0, num_workers: int = 1, timeout_seconds: float | None = None) -> None:
+    def __init__(self, client: Any = None, worker: int = 0, num_workers: int = 1) -> None:
         assert client is not None or num_workers == 1
-        self.worker, self.num_workers, self.timeout_seconds = worker, num_workers, timeout_seconds
+        self.worker, self.num_workers = worker, num_workers
         self._client = client
         self._channels: dict[str, Channel] = {}
         self._num_told: dict[str, int] = {}
@@ -121,7 +121,7 @@ class Coordination:
         worker. Where they differ, each worker reads all of them.
 
         Raises:
-            WorkerLostError: when a worker has not come after `timeout_seconds`, by default those of this object.
+            WorkerLostError: when a worker has not come after `timeout_seconds`.
             ProgramMismatchError: when a worker has given what is no JSON, or too much; the message names it.
         """
         if channel not in self._channels:
@@ -175,7 +175,7 @@ class Channel:
 
     Each worker counts itself under the digest of its value, and waits for one key. The last worker under one common digest sets
     it: all values are equal. The first worker under a second digest sets it to say that values differ; then each worker gives its
-    value, and reads all. After a round in which values differed, the next begins with the values.
+    value, counts itself once more, and reads all. After a round in which values differed, the next begins with the values.
     """
 
     def __init__(self, coordination: Coordination, prefix: str, number: int = -1) -> None:
@@ -183,7 +183,9 @@ class Channel:
         self.number = number  # of those that were opened, the same on all workers; -1 of one that has a name
         self._opened_by = threading.get_ident()
         self._round, self._are_same = 0, True
-        self._counted, self._has_given = "", False  # in this round: an exchange that was interrupted may be made again
+        #: Place in this round -> the digest under which this worker is counted: an interrupted exchange may be made again.
+        self._counted: dict[str, str] = {}
+        self._is_last = False  # whether this worker was the last to come to such a place
         self._num_passes = 0
         self._closed = threading.Event()
         self._is_waiting = False
@@ -194,11 +196,11 @@ class Channel:
         text = json.dumps(value)
         if this.num_workers == 1:
             return [json.loads(text)]
-        seconds = this.timeout_seconds if timeout_seconds is None else timeout_seconds
-        deadline = None if seconds is None else time.monotonic() + seconds
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         self._is_waiting = True
-        if self._are_same and self._all_have(digest(text), deadline):
+        if self._are_same and self._all_have("same", digest(text), deadline):
             values = [json.loads(text)] * this.num_workers
+            self._end_round()
         else:
             texts = self._texts(text, deadline)
             self._are_same = len(set(texts)) == 1
@@ -226,45 +228,34 @@ class Channel:
     def _name(self) -> str:
         return self._prefix.removeprefix("exchange/")
 
-    def _all_have(self, own: str, deadline: float | None) -> bool:
-        """Tell whether all workers have come with this digest; False as soon as one has come with another."""
-        this, here = self._coordination, f"{self._prefix}/{self._round}"
+    def _all_have(self, place: str, own: str, deadline: float | None) -> bool:
+        """Tell whether all workers have come to a place in this round with a digest; False as soon as one has another."""
+        this, here = self._coordination, f"{self._prefix}/{self._round}/{place}"
         count = 0
-        if not self._counted:
-            count = this.count(f"{here}/same/{own}")
-            self._counted = own
-        if count == this.num_workers:
-            this.put(f"{here}/are", _SAME)
-            self._end_round(is_last=True)
+        if place not in self._counted:
+            count = this.count(f"{here}/{own}")
+            self._counted[place] = own
+        self._is_last = count == this.num_workers
+        if self._is_last:
+            this.put(f"{here}-are", _SAME)
             return True
-        if self._counted != own or (count == 1 and len(this.list(f"{here}/same/")) > 1):
-            this.put(f"{here}/are", "different")
-        if self._await(f"{here}/are", deadline) != _SAME:
-            return False
-        self._end_round(is_last=False)
-        return True
+        if self._counted[place] != own or (count == 1 and len(this.list(f"{here}/")) > 1):
+            this.put(f"{here}-are", "different")
+        return self._await(f"{here}-are", deadline) == _SAME
 
     def _texts(self, text: str, deadline: float | None) -> Sequence[str]:
         """Return the texts of all workers."""
-        this, here = self._coordination, f"{self._prefix}/{self._round}"
-        count = 0
-        this.put(f"{here}/given/{this.worker}", text[: MAX_TEXT + 1])  # of one that is too long, enough for all to see it
-        if not self._has_given:
-            count = this.count(f"{here}/count")
-            self._has_given = True
-        is_last = count == this.num_workers
-        if is_last:
-            this.put(f"{here}/all", "given")
-        else:
-            self._await(f"{here}/all", deadline)
-        found = this.by_worker(f"{here}/given")
-        self._end_round(is_last)
+        this, here = self._coordination, f"{self._prefix}/{self._round}/given"
+        this.put(f"{here}/{this.worker}", text[: MAX_TEXT + 1])  # of one that is too long, enough for all to see it
+        self._all_have("givers", "all", deadline)
+        found = this.by_worker(here)
+        self._end_round()
         return [found.get(worker, "") for worker in range(this.num_workers)]
 
-    def _end_round(self, is_last: bool) -> None:
+    def _end_round(self) -> None:
         """Go on to the next round; the last worker to come to this one knows that all have read the one before."""
         this = self._coordination
-        if is_last and self._round:
+        if self._is_last and self._round:
             this.delete(f"{self._prefix}/{self._round - 1}")
         if self._round == 0:  # all workers have opened this channel, and closed what this thread had closed before
             for entry in list(this._closed):
@@ -274,7 +265,7 @@ class Channel:
                     with contextlib.suppress(ValueError):  # another thread may have removed it, too
                         this._closed.remove(entry)
         self._round += 1
-        self._counted, self._has_given = "", False
+        self._counted = {}
 
     def _await(self, key: str, deadline: float | None) -> str:
         while True:

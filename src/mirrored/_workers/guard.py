@@ -88,7 +88,7 @@ class Guard:
         # Exceptions of other threads do not end a Python program, so they do not end a job.
         sys.excepthook, sys.exit = self._on_exception, self._on_sys_exit  # pyrefly: ignore[bad-assignment]
         # Daemons, because Python waits for other threads before it runs what is registered with atexit; `stop` joins them.
-        for work in (self._watch, self._watch_host, self._watch_service):
+        for work in (self._watch, self._watch_host):
             thread = threading.Thread(target=work, name=f"mirrored-guard-{work.__name__.strip('_')}", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -209,8 +209,6 @@ class Guard:
         finally:
             self._looks_in_call = 0
         self._neighbours.meet()
-        if self._is_left_alone():
-            return True
         view = self._look_at_others(own, elapsed)
         is_on_time = was_late or not self._was_late
         verdict = self._find_difference(view) or (self._find_stuck(view) if is_on_time else None)
@@ -259,19 +257,17 @@ class Guard:
             return own
 
     def _watch_host(self) -> None:
-        """Leave at once when a worker of this host has died: JAX aborts this one within 50 ms when it was worker 0."""
+        """Leave at once when a worker of this host has died: JAX aborts this one within 50 ms when it was worker 0.
+
+        See also whether the service answers the other thread: until a worker has died, this one does not call the service.
+        """
         try:
             while not self._stopped.is_set():
-                has_died = self._neighbours.await_death(ROUND_SECONDS)
-                if self._stopped.is_set() or (has_died and self._is_left_alone()):
+                self._neighbours.await_death(ROUND_SECONDS)
+                if self._stopped.is_set() or self._is_unanswered() or self._is_left_alone():
                     return
         except Exception as error:  # jaxlib's errors have no classes of their own
             self._on_service_error(error)
-
-    def _watch_service(self) -> None:
-        """Look, in a thread that calls the service in no other way, whether it answers."""
-        while not self._stopped.wait(ROUND_SECONDS) and not self._is_unanswered():
-            pass
 
     def _is_unanswered(self) -> bool:
         """Warn when the service does not answer; JAX ends this process a few seconds later, and names nobody."""

@@ -94,16 +94,15 @@ class Neighbours:
         """Return the workers of this host that have ended."""
         return tuple(worker for worker, process in sorted(dict(self._found).items()) if process is not None and process.is_dead())
 
-    def await_death(self, seconds: float) -> bool:
-        """Wait for a worker of this host to end, or for `wake`; tell whether one has, each once."""
+    def await_death(self, seconds: float) -> None:
+        """Wait until a worker of this host ends, for each one once, or until `wake`; not where the kernel has no such notice."""
         poll = select.poll()
         for handle in (self._woken, *self._handles):
             poll.register(handle, select.POLLIN)
-        ended = {handle for handle, _ in poll.poll(1000 * seconds)} - {self._woken}
-        for handle in ended:
-            self._handles.remove(handle)
-            os.close(handle)
-        return bool(ended)
+        for handle, _ in poll.poll(1000 * seconds):
+            if handle != self._woken:
+                self._handles.remove(handle)
+                os.close(handle)
 
     def forget(self) -> None:
         """Take nobody for dead any more: the job is over, and the others may go."""
