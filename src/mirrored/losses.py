@@ -58,9 +58,8 @@ def compute_average_loss(
         )
     if sample_weight is not None:
         losses = losses * _broadcast_weight(sample_weight, losses, "sample_weight", "per_example_loss")
-    wide = losses.astype(jnp.promote_types(losses.dtype, jnp.float32))  # 65,536 rows are no float16
-    share = jnp.sum(wide) / _global_batch_size(global_batch_size, losses, replicas)
-    return _share(share.astype(losses.dtype))
+    total = jnp.sum(losses, dtype=jnp.promote_types(losses.dtype, jnp.float32))  # 65,536 rows are no float16
+    return _share((total / _global_batch_size(global_batch_size, losses, replicas)).astype(losses.dtype))
 
 
 def scale_regularization_loss(regularization_loss: _ArrayLike) -> jax.Array:
@@ -113,8 +112,7 @@ def weighted_mean(losses: _ArrayLike, weights: _ArrayLike) -> jax.Array:
     wide = losses.astype(jnp.promote_types(losses.dtype, jnp.float32))  # 257 tokens are no bfloat16
     weights = jnp.broadcast_to(_broadcast_weight(weights, wide, "weights", "losses"), losses.shape)
     [total] = replicas.sum([jnp.sum(weights)])
-    share = jnp.sum(wide * weights) / jnp.where(total == 0, 1, total)
-    return _share(share.astype(losses.dtype))
+    return _share((jnp.sum(wide * weights) / jnp.where(total == 0, 1, total)).astype(losses.dtype))
 
 
 def mean_over_own_rows(loss: _ArrayLike) -> jax.Array:

@@ -20,7 +20,7 @@ from ._models.keras_variables import own_variable
 from ._options import ReduceOp
 from ._program.refusals import check_outside
 from ._replicas import cross_replica, frames
-from ._replicas.collectives import all_reduce
+from ._replicas.collectives import ReplicaAxis, all_reduce
 from ._replicas.context import axis_of, own_parts
 from ._replicas.frames import Frame
 from ._replicas.per_replica import PerReplica, is_per_replica, is_share, stack_of
@@ -33,7 +33,7 @@ from ._variables.assignment import check_per_replica
 from ._variables.tree import trainable
 from ._variables.variable import Variable, is_variable, spec_of
 
-Aggregate = Literal["sum", "mean"] | ReduceOp | bool
+Aggregate = Literal["sum", "mean"] | ReduceOp | bool | None
 _SAID = {ReduceOp.SUM: Purpose.SUMMED_GRADIENT, ReduceOp.MEAN: Purpose.MEAN_GRADIENT}
 
 
@@ -73,12 +73,7 @@ class Optimizer:
     """
 
     def __init__(
-        self,
-        tx: optax.GradientTransformation,
-        variables: PyTree,
-        *,
-        aggregate: Aggregate | None = None,
-        shard_state: bool = False,
+        self, tx: optax.GradientTransformation, variables: PyTree, *, aggregate: Aggregate = None, shard_state: bool = False
     ) -> None:
         if not (hasattr(tx, "init") and hasattr(tx, "update")):
             raise TypeError(f"tx is {shown(tx)}; expected an optax transformation, for example optax.adam(1e-3).")
@@ -87,7 +82,7 @@ class Optimizer:
                 f"mr.Optimizer was created inside a step, at {user_code.user_line()}. Its state must outlive the step: create "
                 "it once, before, next to the variables."
             )
-        self._aggregate = None if aggregate is None else _parse_aggregate(aggregate)
+        self._aggregate = _parse_aggregate(aggregate)
         self._tx = tx
         self._is_sharded = bool(shard_state)
         self._leaves, self._treedef = check_variables(variables, "mr.Optimizer", "mr.Optimizer(optax.adam(1e-3), [w, b])")
@@ -161,9 +156,7 @@ class Optimizer:
         return value
 
     @user_code.shorten_errors
-    def apply_gradients(
-        self, grads: PyTree | Iterable[tuple[Any, Variable]], aggregate: Aggregate | None = None, **extra: Any
-    ) -> None:
+    def apply_gradients(self, grads: PyTree | Iterable[tuple[Any, Variable]], aggregate: Aggregate = None, **extra: Any) -> None:
         """Combine the gradients over the replicas, in one packed all-reduce, and update the variables.
 
         Outside a step gradients are already one value each (a PerReplica is combined; in a mean all replicas have one
@@ -187,11 +180,10 @@ class Optimizer:
                 gradient at all, or when an update changes the structure of the transformation's state.
             TypeError: for a gradient that is not an array or None.
         """
-        frame = frames.current()
         said = self._aggregate if aggregate is None else _parse_aggregate(aggregate)
         gradients = self._aligned(grads)
         pairs = list(zip(gradients, self._leaves, strict=True))
-        combined = iter(self._combined(frame, [(gradient, v) for gradient, v in pairs if gradient is not None], said))
+        combined = iter(self._combined([(gradient, v) for gradient, v in pairs if gradient is not None], said))
         complete = [jnp.zeros(v.shape, v.dtype) if gradient is None else next(combined) for gradient, v in pairs]
         self._update(complete, [gradient is None for gradient in gradients], extra)
 
@@ -242,15 +234,15 @@ class Optimizer:
         flags = optax.tree_map_params(self._tx.init, of_state, paths, transform_non_params=lambda _: False)
         return jax.tree.leaves(flags)
 
-    def _combined(
-        self, frame: Frame | None, pairs: list[tuple[Any, Variable]], said: ReduceOp | Literal[False] | None
-    ) -> list[jax.Array]:
+    def _combined(self, pairs: list[tuple[Any, Variable]], said: ReduceOp | Literal[False] | None) -> list[jax.Array]:
+        frame = frames.current()
         op = ReduceOp.SUM if said is None else said or None
         where, purpose = user_code.user_line(), _SAID[op] if op and said else Purpose.GRADIENT
         notes = [Mark(purpose, v.name, where, id(self)) for _, v in pairs]
         if frame is None or frame.replica is None:
-            values = [_one_value(gradient, v, op, frame, note) for note, (gradient, v) in zip(notes, pairs, strict=True)]
-            if frame is None or frame.axis is None:
+            axis = None if frame is None else frame.axis
+            values = [_one_value(gradient, v, op, axis, note) for note, (gradient, v) in zip(notes, pairs, strict=True)]
+            if axis is None:
                 returned = {note: is_share(g) for note, (g, _) in zip(notes, pairs, strict=True) if isinstance(g, PerReplica)}
                 check_outside(returned, spec_of(self._leaves[0]).mesh.num_replicas)
             return values
@@ -343,15 +335,13 @@ def _checked_gradient(gradient: object, variable: Variable) -> Any:
     return gradient
 
 
-def _parse_aggregate(aggregate: Aggregate) -> ReduceOp | Literal[False]:
+def _parse_aggregate(aggregate: Aggregate) -> ReduceOp | Literal[False] | None:
     if isinstance(aggregate, bool):
         return ReduceOp.SUM if aggregate else False
-    return ReduceOp.parse(aggregate, "aggregate")
+    return None if aggregate is None else ReduceOp.parse(aggregate, "aggregate")
 
 
-def _one_value(
-    gradient: jax.Array | PerReplica, variable: Variable, op: ReduceOp | None, frame: Frame | None, note: Mark
-) -> jax.Array:
+def _one_value(gradient: Any, variable: Variable, op: ReduceOp | None, axis: ReplicaAxis | None, note: Mark) -> jax.Array:
     if not isinstance(gradient, PerReplica):
         return gradient
     if op is None:
@@ -361,8 +351,8 @@ def _one_value(
         )
     spec, stack = spec_of(variable), stack_of(gradient)
     check_per_replica(spec, "apply_gradients", gradient)
-    if frame is not None and frame.axis is not None:  # in merge_call, where rows are known, and what a loss has said
-        return all_reduce(op, mark(own_parts(gradient, frame.axis), note), frame.axis)
+    if axis is not None:  # in merge_call, where rows are known, and what a loss has said
+        return all_reduce(op, mark(own_parts(gradient, axis), note), axis)
     if isinstance(stack, jax.core.Tracer):
         return cross_replica.reduce_stack(stack, op, (), None)
     return cross_replica.compiled(cross_replica.reduce_stack, spec.mesh.mirrored, op, (), None)(stack)

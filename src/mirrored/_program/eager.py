@@ -93,7 +93,7 @@ def run_eagerly(frame_with: Callable[..., Frame], mesh: ReplicaMesh, program: St
         for variable, new in zip(lifted.written, outputs[lifted.num_results :], strict=True):
             store(variable, new if spec_of(variable).is_on_read else _first_row(mesh, new))
     results = outputs[: lifted.num_results]
-    rows = [_first_row(mesh, r) if same else r for r, same in zip(results, program.is_mirrored, strict=True)]
+    rows = [_first_row(mesh, r) if state.is_mirrored else r for r, state in zip(results, program.findings.outputs, strict=False)]
     return dataclasses.replace(program, lifted=dataclasses.replace(lifted, plan=new_lifted["plan"])).rebuild(rows)
 
 

@@ -28,7 +28,7 @@ from .._workers import joint_programs
 from .call import NUMBERS, ArrayLeaf
 from .fuse_all_reduces import Joined
 from .lift import Lifted
-from .proof import Collective, Findings
+from .proof import Collective, Findings, Said
 
 _ON_HOST = (np.ndarray, *NUMBERS)
 #: While a profile is recorded: begins the mark of a program's run in it, and returns a function to be called when the run has
@@ -158,8 +158,6 @@ class StepProgram(Program):
 
     findings: Findings
     mapped: Callable[..., Any]  # the pure function of global arrays, before it is compiled
-    is_mirrored: tuple[bool, ...]  # for each result array, whether it is the same on every replica
-    is_share: tuple[bool, ...]  # and whether it is a share of a loss
     joined: Joined  # the SUM and MEAN of each result that a sum carries follow the results
 
     def run(self, arrays: list[Any]) -> PyTree:
@@ -170,16 +168,17 @@ class StepProgram(Program):
         plan = self.lifted.plan
         carried = results[len(plan.shapes) :]
         del results[len(plan.shapes) :]
-        for index, shapes, place in self._differing:
+        for index, shapes, place, is_share in self._differing:
             sums = (carried[place], carried[place + 1], self.mesh) if carried and place is not None else None
-            results[index] = PerReplica(results[index], shapes, sums, None, self.is_share[index])
+            results[index] = PerReplica(results[index], shapes, sums, None, is_share)
         return plan.rebuild(results)
 
     @functools.cached_property
-    def _differing(self) -> list[tuple[int, tuple[Shape, ...] | None, int | None]]:
-        """The position of each result that differs by replica, its shapes, and the position of its SUM among carried sums."""
+    def _differing(self) -> list[tuple[int, tuple[Shape, ...] | None, int | None, bool]]:
+        """Of each result that differs by replica: its position, shapes, the place of its SUM, whether it is a share of a loss."""
         shapes, places = self.lifted.plan.shapes, {index: 2 * place for place, index in enumerate(self.joined.carried)}
-        return [(index, shapes[index], places.get(index)) for index, same in enumerate(self.is_mirrored) if not same]
+        differing = [(i, state) for i, state in enumerate(self.findings.outputs[: len(shapes)]) if not state.is_mirrored]
+        return [(index, shapes[index], places.get(index), state.said is Said.SHARE) for index, state in differing]
 
 
 def is_placed(mesh: ReplicaMesh, array: Any) -> bool:

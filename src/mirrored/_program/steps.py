@@ -33,7 +33,7 @@ from .eager import is_eager, refuse_eager, run_eagerly, silenced
 from .fuse_all_reduces import Joined, join_sums, mean_of
 from .lift import Lifted, trace_step
 from .program import StepProgram, place
-from .proof import SAME, Findings, Said, State, varying
+from .proof import SAME, Findings, State, varying
 from .uneven import traces
 
 
@@ -186,11 +186,10 @@ def _make_program(mesh: ReplicaMesh, call: Call, frame_with: Callable[[Any], Fra
     refusals.check_assignments(lifted, findings)
     if not call.is_uneven():  # else `lift_uneven` has looked at each kind of replicas
         refusals.check_gradients(findings, mesh.num_replicas)
-    results = findings.outputs[: lifted.num_results]
-    is_mirrored, is_share = (tuple(state.is_mirrored for state in results), tuple(state.said is Said.SHARE for state in results))
+    is_mirrored = tuple(state.is_mirrored for state in findings.outputs[: lifted.num_results])
     proven = Proven(call, lifted, findings, is_mirrored, even.axis)
     sums, mapped = _map(mesh, proven)
-    fields = {"findings": findings, "mapped": mapped, "is_mirrored": is_mirrored, "is_share": is_share, "joined": sums}
+    fields = {"findings": findings, "mapped": mapped, "joined": sums}
     return StepProgram.compile(mesh, lifted, call.name, mapped, proven.describe, **fields)
 
 

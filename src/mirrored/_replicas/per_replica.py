@@ -63,7 +63,7 @@ class PerReplica:
         self._carried = carried  # SUM and MEAN over the replicas, and their mesh, where the program that made the values has them
         # Of a dataset's batch, each replica's rows of its last batch, when these are known to differ, else (); else None.
         self._last_sizes = last_sizes
-        self._is_share = is_share  # whether the step that made it knows that it is a share of a loss, or computed from one
+        self._is_share = is_share  # whether its step knows that it is a share of a loss, or computed from one
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
@@ -111,11 +111,8 @@ class PerReplica:
         return {i: rows[i] if shapes is None else rows[i][tuple(map(slice, shapes[i]))] for i in sorted(rows)}
 
     def __repr__(self) -> str:
-        if (
-            isinstance(self._array, jax.core.Tracer)
-            or not isinstance(self._array, jax.Array | np.ndarray)
-            or not self._array.ndim
-        ):
+        is_array = isinstance(self._array, jax.Array | np.ndarray) and not isinstance(self._array, jax.core.Tracer)
+        if not is_array or not self._array.ndim:
             return f"PerReplica({self._array!r})"
         if isinstance(self._array, jax.Array) and self._array.is_deleted():
             return f"PerReplica(shape={self.shape}, dtype={self.dtype}, deleted)"
@@ -191,16 +188,15 @@ def is_per_replica(value: object) -> bool:
     return isinstance(value, PerReplica)
 
 
-#: The one array `[R, ...]` of all replicas' values, padded when they differ in shape.
+# What other wings read of a value; `__init__` says what each is.
 stack_of: Callable[[PerReplica], Any] = operator.attrgetter("_array")
-#: The SUM and the MEAN over the replicas, and their mesh; None where they are not known.
 carried_sums: Callable[[PerReplica], tuple[Any, Any, Any] | None] = operator.attrgetter("_carried")
-#: Of a dataset's batch, the rows of its last batch or (); None of other values.
 last_sizes: Callable[[PerReplica], tuple[int, ...] | None] = operator.attrgetter("_last_sizes")
-#: Whether a step has made it of a share of a loss, whose shares on all replicas add up.
-is_share: Callable[[PerReplica], bool] = operator.attrgetter("_is_share")
-#: The shape of each replica's value when they differ, else None.
 uneven_shapes: Callable[[PerReplica], tuple[Shape, ...] | None] = operator.attrgetter("_shapes")
+
+
+def is_share(value: object) -> bool:
+    return isinstance(value, PerReplica) and value._is_share
 
 
 def require_whole(value: PerReplica, what: Callable[[], str]) -> None:
@@ -230,10 +226,9 @@ def of_last_batch(arguments: PyTree) -> PyTree | None:
 
     None unless each argument with rows comes from a dataset of which an uneven last batch is known.
     """
-    leaves = jax.tree.leaves(arguments, is_leaf=is_per_replica)
-    values = [leaf for leaf in leaves if isinstance(leaf, PerReplica) and leaf.ndim]
-    plain = [value for value in values if uneven_shapes(value) is None and not isinstance(stack_of(value), jax.core.Tracer)]
-    if not values or len(plain) < len(values) or not all(value._last_sizes for value in values):
+    values = [v for v in jax.tree.leaves(arguments, is_leaf=is_per_replica) if isinstance(v, PerReplica) and v.ndim]
+    is_known = lambda v: v._last_sizes and v._shapes is None and not isinstance(v._array, jax.core.Tracer)  # noqa: E731
+    if not values or not all(map(is_known, values)):
         return None
     is_leaf = lambda leaf: hasattr(leaf, "__jax_array__")  # noqa: E731  # of ours: a variable stays one
     return jax.tree.map(lambda v: _last(v) if is_per_replica(v) and v.ndim else v, arguments, is_leaf=is_leaf)

@@ -381,7 +381,7 @@ class Strategy:
         """
         options = self._checked_input(options, "distribute_dataset")
         check_dataset(dataset, "distribute_dataset", options.auto_shard_policy)
-        worker = self._input_worker()
+        worker = InputWorker(self._coordination.worker, self.num_workers, coordination=self._coordination)
         plan = make_plan(adapted(dataset), options.auto_shard_policy, worker, self.num_replicas_in_sync)
         return self._register(DistributedDataset(self._mesh, options, worker, plan))
 
@@ -422,7 +422,7 @@ class Strategy:
                 f"auto_shard_policy is {options.auto_shard_policy}, but dataset_fn shares the records out by itself, by "
                 "context.input_pipeline_id. Leave the policy out, or use strategy.distribute_dataset(dataset, options)."
             )
-        worker = self._input_worker()
+        worker = InputWorker(self._coordination.worker, self.num_workers, coordination=self._coordination)
         context = InputContext(worker.count, worker.index, self.num_replicas_in_sync)
         dataset = dataset_fn(context)
         check_dataset(dataset, "distribute_datasets_from_function")
@@ -435,9 +435,6 @@ class Strategy:
         frames.require_cross_replica(verb, "Distribute the dataset before the step and pass its batches to it.")
         self._check_current(verb)
         return options or InputOptions()
-
-    def _input_worker(self) -> InputWorker:
-        return InputWorker(self._coordination.worker, self.num_workers, coordination=self._coordination)
 
     def _register(self, dataset: DistributedDataset) -> DistributedDataset:
         self._datasets.add(dataset)
@@ -482,8 +479,7 @@ class Strategy:
             raise TypeError(f"value_fn is {shown(value_fn)}; expected a function of a mr.ValueContext.")
         frames.require_cross_replica("distribute_values_from_function", "Compute the value in the step itself.")
         self._check_current("distribute_values_from_function")
-        count = self.num_replicas_in_sync
-        trees = [value_fn(ValueContext(i, count)) for i in self._mesh.local_replicas]
+        trees = [value_fn(ValueContext(i, self.num_replicas_in_sync)) for i in self._mesh.local_replicas]
         return distribute(self._mesh, self._coordination, trees)
 
     @property
