@@ -1,4 +1,4 @@
-"""Facts about grain pipelines, from their public attributes; grain is never imported here."""
+"""Facts about grain pipelines, from their public attributes and texts; grain is never imported here."""
 
 from __future__ import annotations
 
@@ -62,6 +62,8 @@ def nodes(dataset: Pipeline) -> Iterator[Pipeline]:
 
 def why_not_by_file(dataset: Pipeline, num_workers: int, is_certain: bool) -> str | None:
     """Say why the files of a pipeline cannot be shared out, None where they can; unknown steps are a reason if `is_certain`."""
+    if is_certain and any("drop_remainder=True" in str(node) for node in nodes(dataset)):
+        return "drop_remainder=True leaves records out once, and by file each worker would leave out some of its own"
     node = dataset
     while not _reads_files(node):
         name = type(node).__name__
