@@ -139,6 +139,35 @@ def test_a_position_in_rows_holds_for_batches_of_another_size() -> None:
         assert resumed(distribute(rows.batch(2)), 2, distribute(after)) == [[0, 1], [2, 3], *rest]
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda n: grain.MapDataset.range(24).shuffle(seed=0).batch(n), r"of \[4\] rows, and they have \[8\] here: rows would"),
+        (lambda n: grain.MapDataset.range(24).batch(n).to_iter_dataset(), r"of \[4\] rows, and they have \[8\] here: rows would"),
+        (lambda n: list(np.arange(24).reshape(-1, n)), r"first had 4 rows, and here it has 8: rows .* use strategy\.make_nu"),
+        (lambda n: grain.MapDataset.range(24).shuffle(seed=0).to_iter_dataset().batch(n), None),
+    ],
+)
+def test_a_position_that_counts_batches_is_refused_for_batches_of_another_size(make, message) -> None:
+    first, same, other = (iter(STRATEGIES[2].distribute_dataset(make(n))) for n in (4, 4, 8))
+    with first, same, other:
+        taken = [rows_of(next(first)) for _ in range(2)]
+        state = first.get_state()
+        old = {**state, "source": {name: n for name, n in state["source"].items() if name != "first_rows"}}
+        old.pop("sizes", None)  # as saved before positions said so
+        rest = batches_of(first)
+        for each in (state, old):
+            same.set_state(each)
+            assert batches_of(same) == rest
+        if message is None:
+            other.set_state(state)
+            assert np.sort(np.concatenate(taken + batches_of(other))).tolist() == list(range(24))
+        else:
+            with pytest.raises(ValueError, match=message):
+                other.set_state(state)
+            other.set_state(old)
+
+
 def test_the_passes_after_a_restart_have_the_orders_of_the_unbroken_run() -> None:
     def make(count: int) -> mr.data.DistributedDataset:
         return STRATEGIES[count].distribute_dataset(numpy_dataset(shuffle_seed=1))

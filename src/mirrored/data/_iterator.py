@@ -26,6 +26,7 @@ from ._passes import Elements, Passes
 from ._prefetch import MAX_WAIT_SECONDS, Ahead
 from ._sharing.rows import split_sizes
 from ._sharing.steps import LocalReplicas, Step, Steps
+from ._sources import grain
 from ._sources.open import Position
 from ._sources.verbs import check_places
 
@@ -59,6 +60,7 @@ class DistributedIterator:
         """Hold the parts of a DistributedDataset; nothing is read yet."""
         self._elements = elements
         self._plan = elements.plan
+        self._sizes = list(self._plan.sizes) or grain.batch_sizes(self._plan.dataset)  # of the batches that a position counts
         self._layout = layout
         self._mesh = mesh
         self._prefetch = prefetch
@@ -141,7 +143,7 @@ class DistributedIterator:
             "policy": self._plan.kind,
             "worker": None if self._plan.is_same_for_all else [worker.index, worker.count],
             "source": json.loads(position),
-            **({"sizes": list(self._plan.sizes)} if self._plan.sizes else {}),
+            **({"sizes": self._sizes} if self._sizes else {}),
             **extra,
         }
 
@@ -241,13 +243,12 @@ class DistributedIterator:
                 f"{[worker.index, worker.count]}; under {self._plan.kind} each worker has a position of its own. With "
                 "mr.InputOptions(auto_shard_policy='data') a position holds for any number of workers."
             )
-        sizes = list(self._plan.sizes)
-        if state.get("sizes", sizes) != sizes:
+        if state.get("sizes", self._sizes) != self._sizes:
             raise ValueError(
-                f"the state counts per-replica batches for which context.get_per_replica_batch_size gave {state['sizes']}, and "
-                f"it gave {sizes} here: rows would be used twice, or left out. Let the function make a dataset whose position "
-                "counts rows, strategy.make_numpy_dataset(arrays).batch(size), or write strategy.distribute_dataset(dataset), "
-                "whose global batches are the same for any number of replicas; else go on with as many replicas as before."
+                f"the state counts batches of {state['sizes']} rows, and they have {self._sizes} here: rows would be used twice, "
+                "or left out. Go on with the same sizes. A position that counts rows holds for any: strategy.make_numpy_dataset("
+                "arrays).batch(n), or in grain dataset.to_iter_dataset().batch(n). What context.get_per_replica_batch_size "
+                "gives is the same for as many replicas as before; strategy.distribute_dataset(dataset) takes global batches."
             )
         extra = {name: state[name] for name in ("rows", "batch_size") if name in state}
         if not all(type(value) is int and value >= 0 for value in extra.values()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
@@ -58,6 +59,12 @@ def nodes(dataset: Pipeline) -> Iterator[Pipeline]:
     yield dataset
     for parent in dataset.parents:
         yield from nodes(parent)
+
+
+def batch_sizes(dataset: object) -> list[int]:
+    """Return the sizes of the batches that a position counts: those of `MapDataset.batch`, as it counts the elements of one."""
+    maps = [node for node in nodes(dataset) if isinstance(node, sys.modules["grain"].MapDataset)] if is_pipeline(dataset) else []
+    return [int(size) for node in maps for size in re.findall(r"batch_size=(\d+)", str(node))]
 
 
 def why_not_by_file(dataset: Pipeline, num_workers: int, is_certain: bool) -> str | None:
