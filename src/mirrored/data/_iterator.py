@@ -60,7 +60,8 @@ class DistributedIterator:
         """Hold the parts of a DistributedDataset; nothing is read yet."""
         self._elements = elements
         self._plan = elements.plan
-        self._sizes = list(self._plan.sizes) or grain.batch_sizes(self._plan.dataset)  # of the batches that a position counts
+        self._is_by_file = self._plan.kind == "FILE"  # so a position counts rows
+        self._sizes = list(self._plan.sizes) or grain.batch_sizes(self._plan.dataset, of_all=self._is_by_file)  # of batches
         self._layout = layout
         self._mesh = mesh
         self._prefetch = prefetch
@@ -243,14 +244,16 @@ class DistributedIterator:
                 f"{[worker.index, worker.count]}; under {self._plan.kind} each worker has a position of its own. With "
                 "mr.InputOptions(auto_shard_policy='data') a position holds for any number of workers."
             )
-        if state.get("sizes", self._sizes) != self._sizes:
+        is_same_size = state.get("sizes", self._sizes) == self._sizes
+        if not is_same_size and not self._is_by_file:
             raise ValueError(
                 f"the state counts batches of {state['sizes']} rows, and they have {self._sizes} here: rows would be used twice, "
                 "or left out. Go on with the same sizes. A position that counts rows holds for any: strategy.make_numpy_dataset("
                 "arrays).batch(n), or in grain dataset.to_iter_dataset().batch(n). What context.get_per_replica_batch_size "
                 "gives is the same for as many replicas as before; strategy.distribute_dataset(dataset) takes global batches."
             )
-        extra = {name: state[name] for name in ("rows", "batch_size") if name in state}
+        names = ("rows", "batch_size") if is_same_size else ("rows",)  # a global batch is as large as the pipeline's are here
+        extra = {name: state[name] for name in names if name in state}
         if not all(type(value) is int and value >= 0 for value in extra.values()):
             raise ValueError(f"the state holds {extra}; expected numbers of rows.")
         places = check_places(state.get("places", []), self._elements.limits)

@@ -61,10 +61,11 @@ def nodes(dataset: Pipeline) -> Iterator[Pipeline]:
         yield from nodes(parent)
 
 
-def batch_sizes(dataset: object) -> list[int]:
-    """Return the sizes of the batches that a position counts: those of `MapDataset.batch`, as it counts the elements of one."""
-    maps = [node for node in nodes(dataset) if isinstance(node, sys.modules["grain"].MapDataset)] if is_pipeline(dataset) else []
-    return [int(size) for node in maps for size in re.findall(r"batch_size=(\d+)", str(node))]
+def batch_sizes(dataset: object, *, of_all: bool) -> list[int]:
+    """Return the sizes of a pipeline's batches, `of_all` or of those that a position counts: the elements of a MapDataset."""
+    every = list(nodes(dataset)) if is_pipeline(dataset) else []
+    counted = [node for node in every if of_all or isinstance(node, sys.modules["grain"].MapDataset)]
+    return [int(size) for node in counted for size in re.findall(r"batch_size=(\d+)", str(node))]
 
 
 def why_not_by_file(dataset: Pipeline, num_workers: int, is_certain: bool) -> str | None:
