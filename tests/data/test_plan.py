@@ -262,6 +262,9 @@ def test_auto_says_what_it_chose_and_why() -> None:
         (grain.MapDataset.range(9).batch(3), 2, r"because BatchMapDataset|RangeMapDataset reads no files"),
         (grain.MapDataset.range(9).to_iter_dataset(), 2, r"reads no files that can be shared out|not known"),
         (Own(four), 2, r"Own is not known to work file by file"),
+        (four.batch(3, drop_remainder=True).map(list), 2, r"drop_remainder=True leaves records out once, and by file each"),
+        (mr.data.tfrecord_dataset([__file__] * 2).batch(3, drop_remainder=True), 2, r"DATA, because drop_remainder=True leaves"),
+        (mr.data.tfrecord_dataset([__file__] * 2).batch(3), 2, r"AUTO chose FILE"),
         ([X], 2, r"because list is no dataset of files"),
     ]:
         plan = make_plan(dataset, "auto", InputWorker(0, num_workers), num_workers)
@@ -274,7 +277,8 @@ def test_auto_says_what_it_chose_and_why() -> None:
 
 def test_by_file_a_users_own_transformation_is_the_users_word() -> None:
     """It is refused where it would lose records."""
-    assert make_plan(Own(Files([[1]] * 4)), "file", InputWorker(0, 2), 2).kind == "FILE"
+    for own in (Own(Files([[1]] * 4)), Files([[1]] * 4).batch(3, drop_remainder=True)):
+        assert make_plan(own, "file", InputWorker(0, 2), 2).kind == "FILE"
     for dataset, message in [
         (Files([[1]]), r"cannot share this dataset out among 2 workers: there are 1 files for 2 workers\. Use mr\.Auto"),
         (zipped_with_numbers([[1]] * 4), r"ZipIterDataset combines several datasets"),

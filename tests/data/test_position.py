@@ -1,5 +1,6 @@
 """The position of an iterator: JSON, counts what was delivered, survives another number of replicas."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -139,6 +140,35 @@ def test_a_position_in_rows_holds_for_batches_of_another_size() -> None:
         assert resumed(distribute(rows.batch(2)), 2, distribute(after)) == [[0, 1], [2, 3], *rest]
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda n: grain.MapDataset.range(24).shuffle(seed=0).batch(n), r"of \[4\] rows, and they have \[8\] here: rows would"),
+        (lambda n: grain.MapDataset.range(24).batch(n).to_iter_dataset(), r"of \[4\] rows, and they have \[8\] here: rows would"),
+        (lambda n: list(np.arange(24).reshape(-1, n)), r"first had 4 rows, and here it has 8: rows .* use strategy\.make_nu"),
+        (lambda n: grain.MapDataset.range(24).shuffle(seed=0).to_iter_dataset().batch(n), None),
+    ],
+)
+def test_a_position_that_counts_batches_is_refused_for_batches_of_another_size(make, message) -> None:
+    first, same, other = (iter(STRATEGIES[2].distribute_dataset(make(n))) for n in (4, 4, 8))
+    with first, same, other:
+        taken = [rows_of(next(first)) for _ in range(2)]
+        state = first.get_state()
+        old = {**state, "source": {name: n for name, n in state["source"].items() if name != "first_rows"}}
+        old.pop("sizes", None)  # as saved before positions said so
+        rest = batches_of(first)
+        for each in (state, old):
+            same.set_state(each)
+            assert batches_of(same) == rest
+        if message is None:
+            other.set_state(state)
+            assert np.sort(np.concatenate(taken + batches_of(other))).tolist() == list(range(24))
+        else:
+            with pytest.raises(ValueError, match=message):
+                other.set_state(state)
+            other.set_state(old)
+
+
 def test_the_passes_after_a_restart_have_the_orders_of_the_unbroken_run() -> None:
     def make(count: int) -> mr.data.DistributedDataset:
         return STRATEGIES[count].distribute_dataset(numpy_dataset(shuffle_seed=1))
@@ -247,10 +277,8 @@ def test_workers_go_on_where_each_of_them_was(sizes, num_taken, batch_sizes, num
     if not num_taken or not first.steps[0]:
         return
     positions = [(steps[-1].position, steps[-1].extra) for steps in first.steps]
-    if policy == "file" and after != batch_sizes[0]:
-        positions = [(text, extra) for text, extra in positions if not extra.get("rows")]  # no batch is cut then
-        if len(positions) < 3:
-            return
+    if policy == "file" and after != batch_sizes[0]:  # as by `set_state`: the steps are of the new size
+        positions = [(text, {"rows": extra.get("rows", 0)}) for text, extra in positions]
     second = run_workers(make(after), 3, num_local[1], policy, positions=positions)
     found = [int(x) for run in (first, second) for batch in run.global_batches() for x in batch["x"]]
     assert sorted(found) == list(range(1, sum(sizes) + 1))
@@ -273,3 +301,8 @@ def test_the_position_of_a_worker_is_for_that_worker_and_says_how_much_of_a_batc
         for worker in ([1, 2], [0, 3], None):
             with pytest.raises(ValueError, match=r"each worker has a position of its own\. With mr\.InputOptions\(auto_shard"):
                 second.set_state({**state, "worker": worker})
+        larger = dataclasses.replace(elements, plan=dataclasses.replace(elements.plan, dataset=elements.plan.dataset.batch(2)))
+        with DistributedIterator(larger, LocalReplicas(2, me), STRATEGIES[2]._mesh, 0) as other:
+            for saved, kept in ((state, {"rows": 3}), ({**state, "sizes": [2, 1]}, {"rows": 3, "batch_size": 4})):
+                other.set_state(saved)
+                assert {name: n for name, n in other.get_state().items() if name in ("rows", "batch_size")} == kept

@@ -1,8 +1,10 @@
 """The feed: ahead of the loop, in a thread that no way of leaving the loop leaves behind."""
 
+import concurrent.futures
 import contextlib
 import contextvars
 import gc
+import itertools
 import threading
 import traceback
 import weakref
@@ -16,9 +18,10 @@ from pipelines import WITHOUT_THREAD, Reiterable, batches_of, rows_of
 from processes import run_program
 
 import mirrored as mr
-from mirrored.data import _prefetch
+from mirrored.data import _iterator, _prefetch
 
 X = np.arange(4, dtype="int32")
+STATE = {"version": 1, "policy": "DATA", "worker": None}
 
 
 def feeding() -> list[threading.Thread]:
@@ -286,6 +289,87 @@ def test_closing_does_not_wait_for_ever_for_a_pipeline_that_is_stuck(strategy2, 
     may_go_on.set()
     thread.join(30)
     assert not feeding()
+
+
+def in_threads(*functions: Callable[[], Any]) -> list[Any]:
+    """What the functions return, each in a thread of its own."""
+    with concurrent.futures.ThreadPoolExecutor(len(functions)) as pool:
+        return [future.result(30) for future in [pool.submit(function) for function in functions]]
+
+
+@pytest.mark.parametrize("resume_at", [0, 10])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_whatever_threads_ask_each_batch_comes_once_and_the_position_goes_on(prefetch, resume_at, strategy2) -> None:
+    gate, is_over = threading.Barrier(2), threading.Event()
+
+    def wait_for_another(batch: Any) -> Any:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            gate.wait(0.2)  # for another thread that reads; none comes
+        return batch
+
+    rows = strategy2.make_numpy_dataset(np.arange(200)).batch(4)
+    iterator = iter(strategy2.distribute_dataset(rows, mr.InputOptions(prefetch=prefetch)).map(wait_for_another))
+    if resume_at:
+        iterator.set_state({**STATE, "source": {"pass": 0, "epoch": 0, "row": 4 * resume_at, "num_rows": 200, "seed": None}})
+
+    def read() -> list[list[int]]:
+        try:
+            return [rows_of(batch) for batch in iterator]
+        finally:
+            is_over.set()
+
+    def watch() -> list[int]:
+        places = [4 * resume_at]
+        while not is_over.is_set():
+            places.append(iterator.get_state()["source"]["row"])
+        return places
+
+    *read_by, places = in_threads(read, read, read, watch)
+    assert sorted(itertools.chain(*read_by)) == [batch.tolist() for batch in rows][resume_at:]
+    assert places == sorted(places) and not feeding()
+
+
+class StuckAtSecond:
+    """An iterator with a position that waits for its second batch."""
+
+    def __init__(self) -> None:
+        self.next, self.is_stuck, self.may_go_on, self.is_closed = 0, *(threading.Event() for _ in range(3))
+
+    def __iter__(self) -> "StuckAtSecond":
+        return self
+
+    def __next__(self) -> np.ndarray:
+        if self.next == 1:
+            self.is_stuck.set()
+            assert self.may_go_on.wait(30)
+        self.next += 1
+        return X
+
+    def get_state(self) -> int:
+        return self.next
+
+    def close(self) -> None:
+        self.is_closed.set()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_thread_that_waits_for_a_batch_keeps_no_other_from_closing_or_asking(prefetch, strategy2, monkeypatch) -> None:
+    for module in (_prefetch, _iterator):
+        monkeypatch.setattr(module, "MAX_WAIT_SECONDS", 0.05)
+    source = StuckAtSecond()
+    iterator = iter(strategy2.distribute_dataset(Reiterable(lambda: source), mr.InputOptions(prefetch=prefetch)))
+    next(iterator)
+
+    def close() -> None:
+        assert source.is_stuck.wait(30)
+        assert iterator.get_state()["source"] == 1
+        iterator.close()
+        assert iterator.get_state()["source"] == 1 and not source.is_closed.is_set()
+        source.may_go_on.set()
+        assert source.is_closed.wait(30), "by the thread that read"
+
+    found, _ = in_threads(lambda: len(list(iterator)), close)
+    assert found == (prefetch == 0) and next(iterator, None) is None
 
 
 EXIT = """

@@ -342,7 +342,7 @@ def test_a_position_that_counts_per_replica_batches_of_another_size_is_refused(s
         next(iterator)
         state = iterator.get_state()
     with iter(strategy3.distribute_datasets_from_function(make)) as other:
-        with pytest.raises(ValueError, match=r"batch_size gave \[3\], and it gave \[2\] here: rows would be"):
+        with pytest.raises(ValueError, match=r"counts batches of \[3\] rows, and they have \[2\] here: rows would be"):
             other.set_state(state)
         assert rows_of(next(other)) == list(range(6))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 import time
 from collections.abc import Generator
 from types import GeneratorType, TracebackType
@@ -22,9 +23,10 @@ from .._typing import PyTree
 from .._workers.coordination import Channel
 from .._workers.progress import NEXT_BATCH, in_main_thread, progress
 from ._passes import Elements, Passes
-from ._prefetch import Ahead
+from ._prefetch import MAX_WAIT_SECONDS, Ahead
 from ._sharing.rows import split_sizes
 from ._sharing.steps import LocalReplicas, Step, Steps
+from ._sources import grain
 from ._sources.open import Position
 from ._sources.verbs import check_places
 
@@ -41,7 +43,7 @@ class DistributedIterator:
 
     Batches are prepared and moved to the devices in the background. That ends, and files and memory are freed,
     when the data ends, when the pipeline raises, and when the loop is left. Where an iterator is kept, `close`
-    does so, or a `with` block.
+    does so, or a `with` block. Several threads may take batches of one iterator: each batch comes once.
 
     >>> iterator = iter(strategy.distribute_dataset([np.arange(2), np.arange(2, 4)]))
     >>> _ = next(iterator)
@@ -58,9 +60,12 @@ class DistributedIterator:
         """Hold the parts of a DistributedDataset; nothing is read yet."""
         self._elements = elements
         self._plan = elements.plan
+        self._is_by_file = self._plan.kind == "FILE"  # so a position counts rows
+        self._sizes = list(self._plan.sizes) or grain.batch_sizes(self._plan.dataset, of_all=self._is_by_file)  # of batches
         self._layout = layout
         self._mesh = mesh
         self._prefetch = prefetch
+        self._reading, self._lock = threading.RLock(), threading.RLock()  # of the thread that waits for a batch; of what follows
         self._passes: Passes | None = None
         self._batches: Ahead[Any] | Batches | None = None
         self._position: Position = ValueError("the iterator was closed before it read anything, and has no position.")
@@ -90,23 +95,21 @@ class DistributedIterator:
                 "in dataset: train_step(batch). Of several steps in one program, give all: train_steps([next(iterator) for _ in "
                 "range(k)])."
             )
-        if self._is_interrupted:
-            raise RuntimeError(
-                "this iterator was interrupted while it read a batch (Ctrl-C), and cannot say where to go on: batches would be "
-                "lost. Begin anew: iter(dataset). With mr.InputOptions(prefetch=2), Ctrl-C interrupts the waiting only."
-            )
-        if self._is_closed:
-            raise StopIteration
         start = time.perf_counter()
-        try:
-            batch, step = self._next()
-            self._position, self._extra = step.position, step.extra
-        except BaseException as error:
-            if not isinstance(error, KeyboardInterrupt):  # Ctrl-C interrupts the waiting, not the pipeline
-                self.close()
-            elif isinstance(self._batches, GeneratorType) and self._batches.gi_frame is None:
-                self._begin_again()
-            raise
+        with self._reading:
+            try:
+                batch, step = self._next()
+                with self._lock:
+                    self._position, self._extra = step.position, step.extra
+            except BaseException as error:
+                if not isinstance(error, KeyboardInterrupt):  # Ctrl-C interrupts the waiting, not the pipeline
+                    self._is_closed = True
+                elif isinstance(self._batches, GeneratorType) and self._batches.gi_frame is None:
+                    self._begin_again()
+                raise
+            finally:
+                if self._is_closed:  # now, or by another thread meanwhile
+                    self._free()
         if in_main_thread():
             waited.input += time.perf_counter() - start
         return batch
@@ -129,18 +132,20 @@ class DistributedIterator:
         Raises:
             TypeError: when the dataset has no position that could be saved.
         """
-        if self._passes is None and not self._is_closed:
-            self._open()
-        if isinstance(self._position, Exception):
-            raise self._position
+        with self._lock:
+            if self._passes is None and not self._is_closed:
+                self._open()
+            position, extra = self._position, self._extra
+        if isinstance(position, Exception):
+            raise position
         worker = self._layout.worker
         return {
             "version": _VERSION,
             "policy": self._plan.kind,
             "worker": None if self._plan.is_same_for_all else [worker.index, worker.count],
-            "source": json.loads(self._position),
-            **({"sizes": list(self._plan.sizes)} if self._plan.sizes else {}),
-            **self._extra,
+            "source": json.loads(position),
+            **({"sizes": self._sizes} if self._sizes else {}),
+            **extra,
         }
 
     @user_code.shorten_errors
@@ -155,23 +160,30 @@ class DistributedIterator:
             ValueError: when it belongs to another dataset, policy or worker. Nothing has changed then.
         """
         extra = self._checked(state)
-        was_closed = self._is_closed
-        if hasattr(self._plan.dataset, "load_state_dict"):
-            self.close()  # now: the dataset has one position for all its iterators, which the thread would go on changing
-        try:
+        with self._reading:
+            if hasattr(self._plan.dataset, "load_state_dict"):
+                self._free()  # now: the dataset has one position for all its iterators, which the thread would go on changing
             passes = Passes(self._elements, state["source"], extra)
-        except Exception:
-            self._is_closed = was_closed
-            raise
-        self.close()
-        self._is_closed = self._is_interrupted = False
-        self._passes, self._extra, self._position = passes, extra, passes.start
+            self._free()
+            with self._lock:
+                self._is_closed = self._is_interrupted = False
+                self._passes, self._extra, self._position = passes, extra, passes.start
 
     def close(self) -> None:
         """End the preparation in the background and free what it holds. No batch comes after; again does nothing."""
         self._is_closed = True
-        batches, self._batches = self._batches, None
-        passes, self._passes = self._passes, None
+        if self._prefetch:
+            self._free()
+        elif self._reading.acquire(timeout=MAX_WAIT_SECONDS):  # else a thread is in the pipeline, and frees all when it is back
+            try:
+                self._free()
+            finally:
+                self._reading.release()
+
+    def _free(self) -> None:
+        with self._lock:
+            batches, self._batches = self._batches, None
+            passes, self._passes = self._passes, None
         if batches is not None:
             batches.close()
         if passes is not None and not isinstance(batches, Ahead):  # whose thread closes them
@@ -193,18 +205,27 @@ class DistributedIterator:
 
     def _begin_again(self) -> None:
         """Let the next call go on after the last batch: a generator that was interrupted would say that the data has ended."""
-        self.close()
+        self._free()
         self._is_interrupted = not isinstance(self._position, str) or self._layout.worker.count > 1
-        self._is_closed = self._is_interrupted
+        self._is_closed |= self._is_interrupted
 
     def _started(self) -> Ahead[Any] | Batches:
-        if self._batches is None:
-            passes, worker = self._open(), self._layout.worker.for_iterator(is_noted=in_main_thread())
-            self._channel = worker.channel
-            layout = dataclasses.replace(self._layout, worker=worker, lookahead=_LOOKAHEAD if self._prefetch else 1)
-            batches = _batches(passes.steps(layout), self._mesh, layout, self._elements)
-            self._batches = Ahead(self, batches, passes.close, self._prefetch, worker.close) if self._prefetch else batches
-        return self._batches
+        if self._is_interrupted:
+            raise RuntimeError(
+                "this iterator was interrupted while it read a batch (Ctrl-C), and cannot say where to go on: batches would be "
+                "lost. Begin anew: iter(dataset). With mr.InputOptions(prefetch=2), Ctrl-C interrupts the waiting only."
+            )
+        with self._lock:
+            if self._is_closed:
+                raise StopIteration
+            if self._batches is None:
+                passes, worker = self._open(), self._layout.worker.for_iterator(is_noted=in_main_thread())
+                self._channel = worker.channel
+                layout = dataclasses.replace(self._layout, worker=worker, lookahead=_LOOKAHEAD if self._prefetch else 1)
+                batches = _batches(passes.steps(layout), self._mesh, layout, self._elements)
+                ahead = self._prefetch and Ahead(self, batches, passes.close, self._prefetch, worker.close)
+                self._batches = ahead or batches
+            return self._batches
 
     def _checked(self, state: object) -> dict[str, Any]:
         """Return the rest of a state beside the position of the source; refuse one that is not for this iterator."""
@@ -224,15 +245,16 @@ class DistributedIterator:
                 f"{[worker.index, worker.count]}; under {self._plan.kind} each worker has a position of its own. With "
                 "mr.InputOptions(auto_shard_policy='data') a position holds for any number of workers."
             )
-        sizes = list(self._plan.sizes)
-        if state.get("sizes", sizes) != sizes:
+        is_same_size = state.get("sizes", self._sizes) == self._sizes
+        if not is_same_size and not self._is_by_file:
             raise ValueError(
-                f"the state counts per-replica batches for which context.get_per_replica_batch_size gave {state['sizes']}, and "
-                f"it gave {sizes} here: rows would be used twice, or left out. Let the function make a dataset whose position "
-                "counts rows, strategy.make_numpy_dataset(arrays).batch(size), or write strategy.distribute_dataset(dataset), "
-                "whose global batches are the same for any number of replicas; else go on with as many replicas as before."
+                f"the state counts batches of {state['sizes']} rows, and they have {self._sizes} here: rows would be used twice, "
+                "or left out. Go on with the same sizes. A position that counts rows holds for any: strategy.make_numpy_dataset("
+                "arrays).batch(n), or in grain dataset.to_iter_dataset().batch(n). What context.get_per_replica_batch_size "
+                "gives is the same for as many replicas as before; strategy.distribute_dataset(dataset) takes global batches."
             )
-        extra = {name: state[name] for name in ("rows", "batch_size") if name in state}
+        names = ("rows", "batch_size") if is_same_size else ("rows",)  # a global batch is as large as the pipeline's are here
+        extra = {name: state[name] for name in names if name in state}
         if not all(type(value) is int and value >= 0 for value in extra.values()):
             raise ValueError(f"the state holds {extra}; expected numbers of rows.")
         places = check_places(state.get("places", []), self._elements.limits)

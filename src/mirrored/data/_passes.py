@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from .._typing import PyTree
 from ._sharing.plan import Plan
@@ -19,7 +18,7 @@ from ._sharing.rows import to_numpy
 from ._sharing.steps import LocalReplicas, Steps
 from ._sources import grain
 from ._sources.numpy_dataset import NumpyDataset
-from ._sources.open import Position, Source, is_sequence, open_source
+from ._sources.open import Position, Source, is_sequence, open_source, rows_of
 from ._sources.verbs import Limit, PerReplicaSpec, limited, num_passes_left, spec_of_batch
 
 _logger = logging.getLogger("mirrored")
@@ -142,7 +141,7 @@ class Passes:
 def _last_batch(dataset: object) -> LastBatch | None:
     """Return the last batch of a dataset, without reading one; None where it is like the others, or unknown."""
     if isinstance(dataset, list | tuple) and len(dataset) > 1:
-        before, last = _num_rows(dataset[0]), _num_rows(dataset[-1])
+        before, last = rows_of(dataset[0]), rows_of(dataset[-1])
         return LastBatch(last, before, len(dataset)) if before and last and last != before else None
     if isinstance(dataset, NumpyDataset):
         num_rows, size, num_batches = dataset.num_rows, dataset.batch_size or 0, dataset._batches_until_end()
@@ -155,8 +154,3 @@ def _last_batch(dataset: object) -> LastBatch | None:
         return None
     complete, rest = divmod(num_rows, size) if size else (0, 0)
     return LastBatch(rest, size, complete + 1) if complete and rest and num_batches > complete else None
-
-
-def _num_rows(batch: PyTree) -> int:
-    arrays = [leaf for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
-    return int(np.shape(arrays[0])[0]) if arrays else 0

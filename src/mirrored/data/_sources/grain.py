@@ -1,9 +1,10 @@
-"""Facts about grain pipelines, from their public attributes; grain is never imported here."""
+"""Facts about grain pipelines, from their public attributes and texts; grain is never imported here."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import re
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
@@ -60,8 +61,17 @@ def nodes(dataset: Pipeline) -> Iterator[Pipeline]:
         yield from nodes(parent)
 
 
+def batch_sizes(dataset: object, *, of_all: bool) -> list[int]:
+    """Return the sizes of a pipeline's batches, `of_all` or of those that a position counts: the elements of a MapDataset."""
+    every = list(nodes(dataset)) if is_pipeline(dataset) else []
+    counted = [node for node in every if of_all or isinstance(node, sys.modules["grain"].MapDataset)]
+    return [int(size) for node in counted for size in re.findall(r"batch_size=(\d+)", str(node))]
+
+
 def why_not_by_file(dataset: Pipeline, num_workers: int, is_certain: bool) -> str | None:
     """Say why the files of a pipeline cannot be shared out, None where they can; unknown steps are a reason if `is_certain`."""
+    if is_certain and any("drop_remainder=True" in str(node) for node in nodes(dataset)):
+        return "drop_remainder=True leaves records out once, and by file each worker would leave out some of its own"
     node = dataset
     while not _reads_files(node):
         name = type(node).__name__

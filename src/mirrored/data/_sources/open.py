@@ -73,7 +73,7 @@ class _SequenceIterator:
 
     def __init__(self, batches: Any, is_copied: bool) -> None:
         self._batches, self._is_copied = batches, is_copied
-        self._next = 0
+        self._next = self._first_rows = 0
 
     def __iter__(self) -> _SequenceIterator:
         return self
@@ -83,18 +83,33 @@ class _SequenceIterator:
             raise StopIteration
         self._next += 1
         batch = self._batches[self._next - 1]
+        if self._next == 1:
+            self._first_rows = rows_of(batch)
         if self._is_copied:  # the dataset keeps the arrays, and a function may change them in place, as in `x /= 255`
             return jax.tree.map(lambda leaf: leaf.copy() if type(leaf) is np.ndarray else leaf, batch)
         return batch
 
     def get_state(self) -> dict[str, int]:
-        return {"next": self._next}
+        return {"next": self._next, "first_rows": self._first_rows}
 
     def set_state(self, state: dict[str, int]) -> None:
         position = state["next"]
         if not 0 <= position <= len(self._batches):
             raise ValueError(f"batch {position} of {len(self._batches)}")
+        self._first_rows = rows_of(self._batches[0]) if position else 0
+        if state.get("first_rows", self._first_rows) != self._first_rows:
+            raise ValueError(
+                f"it counts batches, whose first had {state['first_rows']} rows, and here it has {self._first_rows}: rows would "
+                "be used twice, or left out. Make batches of the same size, or use strategy.make_numpy_dataset(arrays).batch(n), "
+                "whose position counts rows"
+            )
         self._next = position
+
+
+def rows_of(batch: PyTree) -> int:
+    """Return the number of rows of a batch as a dataset yields it; 0 where it holds no array."""
+    arrays = [leaf for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
+    return int(np.shape(arrays[0])[0]) if arrays else 0
 
 
 def open_source(dataset: Any, state: Any = None, maps: Sequence[Callable[..., PyTree]] = ()) -> Source:
