@@ -223,8 +223,7 @@ class DistributedIterator:
                 self._channel = worker.channel
                 layout = dataclasses.replace(self._layout, worker=worker, lookahead=_LOOKAHEAD if self._prefetch else 1)
                 batches = _batches(passes.steps(layout), self._mesh, layout, self._elements)
-                ahead = self._prefetch and Ahead(self, batches, passes.close, self._prefetch, worker.close)
-                self._batches = ahead or batches
+                self._batches = Ahead(self, batches, passes.close, self._prefetch, worker.close) if self._prefetch else batches
             return self._batches
 
     def _checked(self, state: object) -> dict[str, Any]:
