@@ -43,7 +43,7 @@ class Checkpoint:
     step before it is used. All workers call the same methods; worker 0 writes and all read, so they must share the directory.
 
     Args:
-        directory: a directory for this program alone; made when it is missing.
+        directory: a directory for this object alone; made when it is missing.
         max_to_keep: the number of steps to keep; older ones are removed when a new one is complete. None: all.
         max_failed_saves: after so many failed saves in a row (a full disk), CheckpointError ends the training; fewer are
             logged as errors.
@@ -94,6 +94,7 @@ class Checkpoint:
         self._leaves()
         self._writer = Writer(self._files, max_to_keep, max_failed_saves, is_joint=self._strategy.num_workers > 1)
         self._last: int | None = None  # the step that this program saved or restored last
+        self._known = max(self.steps(), default=-1)  # the last step there of which it knows
         self._is_closed = False
         self._is_shared = self._strategy.num_workers == 1  # whether the workers are known to share the directory
 
@@ -135,7 +136,7 @@ class Checkpoint:
                 _logger.info("step %d is saved already, in %s", step, self._files.root)
                 return
             self._require_mirrored(leaves)
-            self._last = step
+            self._last = self._known = step
             snapshot = state.take_snapshot(leaves, every_position, is_kept=self._strategy.is_chief)
             if snapshot is not None:
                 about = {"num_replicas": self._strategy.num_replicas_in_sync, "num_workers": self._strategy.num_workers}
@@ -162,6 +163,12 @@ class Checkpoint:
 
     def _refuse_older(self, step: int) -> None:
         latest = self._writer.latest
+        if latest is not None and latest > self._known:
+            raise ValueError(
+                f"save({step}), but another mr.Checkpoint has saved step {latest} in {self._files.root} since this one was made, and "
+                f"they would remove each other's steps. Give each a directory: mr.Checkpoint({str(self._files.root) + '-2'!r}, ...); "
+                "or go on from the other's step: checkpoint.restore_latest()."
+            )
         if latest is not None and (step < latest or (step == latest and step != self._last)):
             raise ValueError(
                 f"save({step}), but {self._files.root} holds step {latest}, which this program has not come from. Call "
@@ -268,7 +275,7 @@ class Checkpoint:
                 if saved is not None:
                     self._restore(step, saved, partial)
                     self._writer.go_on_from(step, set(damaged))
-                    self._last = step
+                    self._last = self._known = step
                     _logger.info("restored step %d from %s", step, self._files.root)
                     return step
                 damaged[step] = problem
@@ -319,10 +326,10 @@ class Checkpoint:
 
     def _restore(self, step: int, saved: Snapshot, is_partial: bool) -> None:
         leaves = self._leaves()
-        if is_partial:
-            saved = Snapshot({path: entry for path, entry in saved.leaves.items() if path in leaves}, saved.arrays)
+        named = Snapshot({path: entry for path, entry in saved.leaves.items() if path in leaves}, saved.arrays)
+        saved = named if is_partial else saved
         problems = state.find_differences(leaves, saved)
-        is_too_much = not saved.leaves.keys() <= leaves.keys()
+        is_too_much = not state.find_differences(leaves, named)
         moved: list[tuple[Any, Any]] = []
         if not problems:
             try:
@@ -330,7 +337,6 @@ class Checkpoint:
                 moved = state.restore_positions(leaves, saved, worker, num_workers)
             except Exception as error:
                 problems = [f"an iterator does not take its position: {type(error).__name__}: {error}"]
-                is_too_much = True
         reports = self._exchange({"problems": problems, "is_too_much": is_too_much}, f"restore_latest(), step {step}")
         try:
             same_on_workers.require_fit(reports, f"step {step} in {self._files.root}")
