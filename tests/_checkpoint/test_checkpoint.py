@@ -482,6 +482,22 @@ def test_all_differences_are_listed_before_anything_changes(tmp_path: Path) -> N
     assert [float(new["a"]), new["c"].numpy().item(), new["new"]] == [7.0, 7.0, 5]
 
 
+def test_a_number_takes_a_single_number_that_was_saved_as_an_array(tmp_path: Path) -> None:
+    """Such as the least loss so far, which begins as `float("inf")`."""
+    saved = [np.float32(0.1), jnp.float32(0.25), jnp.bfloat16(1.5), np.uint64(2**64 - 1), np.array(True), np.complex64(1j)]
+    save(tmp_path, 1, state={"epoch": 1, "values": saved, "key": 0, "shape": np.zeros(1), "variable": mr.Variable(2.0)})
+    state = {"epoch": 0, "values": [float("inf"), 0, 0.0, 0, False, 0.0], "key": 0}
+    state |= {"shape": np.ones(1), "variable": mr.Variable(0.0)}
+    assert restore(tmp_path, state=state) == 1 and state["epoch"] == 1
+    assert state["values"] == [float(np.float32(0.1)), 0.25, 1.5, 2**64 - 1, True, 1j]
+    assert [type(value) for value in state["values"]] == [float, float, float, int, bool, complex]
+    save(tmp_path, 2, state={**state, "key": jax.random.key(0)})
+    with pytest.raises(CheckpointError) as caught:
+        restore(tmp_path, state={**state, "shape": 0.0, "variable": 0.0})
+    for path in ("key", "shape", "variable"):
+        assert f"state['{path}'] is number here, and" in str(caught.value)
+
+
 class Refusing:
     """An iterator that does not take any position."""
 
