@@ -548,6 +548,7 @@ TFConfigClusterResolver
     mr.TFConfigClusterResolver(environment={"TF_CONFIG": "{"}).cluster() => ValueError: it is not JSON
 Checkpoint
     mr.Checkpoint(3, w=w) => TypeError: directory is 3; expected a path
+    mr.Checkpoint(directory="x", w=w) => TypeError: directory is ''; expected a path as the first argument, without a name
     mr.Checkpoint("unused", **{"../w": [1]}) => ValueError: the name '\.\./w' will not do
     mr.Checkpoint("unused") => TypeError: got nothing to save
     mr.Checkpoint("unused", max_to_keep=0, w=w) => ValueError: max_to_keep is 0; expected 1 or more

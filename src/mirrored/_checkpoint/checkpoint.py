@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import socket
 from collections.abc import Callable, Sequence
+from os import PathLike
 from types import TracebackType
 from typing import Any, Self
 
@@ -82,7 +82,7 @@ class Checkpoint:
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], /, *, max_to_keep: int | None = 3, max_failed_saves: int = 3, **named: PyTree
+        self, directory: str | PathLike[str] = "", /, *, max_to_keep: int | None = 3, max_failed_saves: int = 3, **named: PyTree
     ) -> None:
         self._named = arguments.checked_names(named)
         check_int("mr.Checkpoint: max_to_keep", 1 if max_to_keep is None else max_to_keep, 1, "steps")
@@ -165,9 +165,9 @@ class Checkpoint:
         latest = self._writer.latest
         if latest is not None and latest > self._known:
             raise ValueError(
-                f"save({step}), but another mr.Checkpoint has saved step {latest} in {self._files.root} since this one was made, and "
-                f"they would remove each other's steps. Give each a directory: mr.Checkpoint({str(self._files.root) + '-2'!r}, ...); "
-                "or go on from the other's step: checkpoint.restore_latest()."
+                f"save({step}), but another mr.Checkpoint has saved step {latest} in {self._files.root} since this one was made. "
+                "They would remove each other's steps: give each a directory, mr.Checkpoint("
+                f"{str(self._files.root) + '-2'!r}, ...), or go on from the other's step, checkpoint.restore_latest()."
             )
         if latest is not None and (step < latest or (step == latest and step != self._last)):
             raise ValueError(
