@@ -158,6 +158,23 @@ def test_a_mistake_in_a_function_is_explained_too(strategy2):
         mr.function(lambda x: jax.lax.psum(x, "replica"))(np.float32(1))
 
 
+def test_a_number_that_jax_does_not_name_is_not_blamed(strategy2):
+    """Neither beside a variable, nor where it belongs to a verb of ours."""
+    with strategy2.scope():
+        w = mr.Variable(True, name="warm")
+    for call in (
+        lambda: strategy2.run(lambda x, n: x * n if w.value else x, args=(ROWS, 3)),
+        lambda: mr.fori_loop(0, 3, lambda i, c: c + (1 if i > 1 else 2), 0),
+        lambda: mr.scan(lambda c, x: (c + 1, 1 if c > 1 else 2), 0, jnp.ones(3)),
+        lambda: mr.cond(jnp.array(True), lambda c: 1 if c > 1 else 2, lambda c: 1, 5),
+    ):
+        with pytest.raises(mr.OneProgramError, match=r"(?s)the value of an array.*jnp\.where\(condition") as caught:
+            call()
+        assert "partial" not in str(caught.value)
+    with pytest.raises(TypeError, match="unhashable type"):
+        mr.fori_loop(0, 3, lambda i, c: c + {0: 1}[i], 0)
+
+
 def test_a_step_may_handle_jaxs_own_error(strategy2):
     def handles(x):
         try:

@@ -74,13 +74,14 @@ def explain(error: Exception, call: Call, knows_id: bool = False) -> None:
 
 def _explain_number(error: Exception, call: Call, where: str) -> OneProgramError | None:
     """Name the Python numbers among the arguments whose values Python needed, unless it needed others, too."""
-    needed = complaints.needed_arguments(error)
-    # A number in an mr.function is an array there already, of a weak type.
-    numbers = [position for position, leaf in enumerate(call.array_leaves()) if leaf.is_weak and not leaf.shape]
-    if needed is None or not numbers or not set(needed).issubset(numbers):
+    # A number in an mr.function is an array there already, of a weak type; those of mr.scan and the like are not bound.
+    is_ours = str(getattr(getattr(call.function, "func", None), "__module__", "")).startswith("mirrored.")
+    numbers = [i for i, leaf in enumerate(call.array_leaves()) if leaf.is_weak and not leaf.shape and not is_ours]
+    needed = complaints.needed_arguments(error, numbers)
+    if not needed or not set(needed).issubset(numbers):
         return None
-    names = [argument_names(call)[position] for position in needed or numbers]
-    name, value = names[0].strip("`"), call.arrays[(needed or numbers)[0]]
+    names = [argument_names(call)[position] for position in needed]
+    name, value = names[0].strip("`"), call.arrays[needed[0]]
     function = call.function.__name__ if getattr(call.function, "__name__", "").isidentifier() else "step"
     bound = f"functools.partial({function}, {name}={value if type(value) in NUMBERS else '...'})"
     bound = bound if name.isidentifier() else "a step that closes over it"
