@@ -285,6 +285,7 @@ Variable.assign
     three.run(lambda: w.assign(ONES)) => StrategyMismatchError: variable 'w' lives on 2 replicas
     jax.jit(lambda x: w.assign(x).value)(ONES) => ContextError: variable 'w' was written .*TRACED
     step(lambda: jax.lax.fori_loop(0, 2, lambda i, c: (w.assign(ONES), c)[1], 0)) => ContextError: TRACED
+    step(lambda: jax.lax.while_loop(lambda c: c < 2, lambda c: (w.assign(ONES), c)[1], 0)) => ContextError: as from jax\.lax\.wh
 Variable.assign_add
     w.assign_add(np.ones(3)) => ValueError: assign_add to variable 'w' of shape \(2,\)
     w.assign_add(x) => ReplicasDivergeError: Reduce it first: variable\.assign_add

@@ -25,6 +25,18 @@ MISTAKES = {
     "range": (lambda w, x: list(range(x[0, 0].astype(int))), *NEEDED, r"mr\.fori_loop\(0, n, body, init\)"),
     "index": (lambda w, x: ["a", "b"][x[0, 0].astype(int)], *NEEDED, r"jnp\.asarray\(items\)\[i\]"),
     "mask": (lambda w, x: x[x > 0], *NEEDED, r"jnp\.where\(mask, x, 0\)"),
+    "nonzero": (
+        lambda w, x: jnp.nonzero(x), mr.OneProgramError, "of an array, at {here}. The size argument of jnp.nonzero must be",
+        r"Write\n    jnp\.nonzero\(mask, size=n\)",
+    ),
+    "bincount": (
+        lambda w, x: jnp.bincount(x[0].astype(int)), mr.OneProgramError, "at {here}. .*pass a static `length` argument",
+        "jnp.bincount takes length=n",
+    ),
+    "repeat": (
+        lambda w, x: jnp.repeat(x[0], x[0].astype(int)), mr.OneProgramError, "at {here}. .*to `total_repeat_length`",
+        "jnp.repeat total_repeat_length=n",
+    ),
     "in a loss": (lambda w, x: mr.grad(lambda: 1.0 if w > 0 else 2.0, w)(), *NEEDED, r"jnp\.where"),
     "in a loop": (lambda w, x: mr.fori_loop(0, 2, lambda i, c: c if i > 0 else -c, 1.0), *NEEDED, r"jnp\.where"),
     "format": (lambda w, x: f"{x[0, 0]:.3f}", mr.OneProgramError, "write an array in a format, at {here}", r"jax\.debug\.print"),

@@ -19,6 +19,7 @@ _SLICE_NEEDS_A_VALUE = re.compile(r"Slice entries must be static|must have stati
 _TRACER_NEEDED = re.compile(r"(unhashable type:|single integer, got) '\w*Tracer")
 #: What JAX or Python complains about -> the class of the error, and its text with the name that it is about.
 _COMPLAINTS: dict[str, tuple[type[Exception], str]] = {
+    "no static number": (jax.errors.ConcretizationTypeError, r"is expected: .*\n(.*(?:size argument|static).*)"),
     "no axis": (NameError, r"unbound axis name:? ['\"]?(\w+)"),
     "array is called": (TypeError, r"'\w*Tracer' object is not callable"),
     "array in a format": (TypeError, r"unsupported format string passed to \w*Tracer\.__format__"),
