@@ -266,6 +266,7 @@ Variable.assign
     three.run(lambda: w.assign(ONES)) => StrategyMismatchError: variable 'w' lives on 2 replicas
     jax.jit(lambda x: w.assign(x).value)(ONES) => ContextError: variable 'w' was written .*TRACED
     step(lambda: jax.lax.fori_loop(0, 2, lambda i, c: (w.assign(ONES), c)[1], 0)) => ContextError: TRACED
+    step(lambda: jax.lax.while_loop(lambda c: c < 2, lambda c: (w.assign(ONES), c)[1], 0)) => ContextError: as from jax\.lax\.wh
 Variable.assign_add
     w.assign_add(np.ones(3)) => ValueError: assign_add to variable 'w' of shape \(2,\)
 Variable.assign_sub
@@ -503,6 +504,7 @@ TFConfigClusterResolver
     mr.TFConfigClusterResolver(environment={"TF_CONFIG": "{"}).cluster() => ValueError: it is not JSON
 Checkpoint
     mr.Checkpoint(3, w=w) => TypeError: directory is 3; expected a path
+    mr.Checkpoint(directory="x", w=w) => TypeError: directory is ''; expected a path as the first argument, without a name
     mr.Checkpoint("unused", **{"../w": [1]}) => ValueError: the name '\.\./w' will not do
     mr.Checkpoint("unused") => TypeError: got nothing to save
     mr.Checkpoint("unused", max_to_keep=0, w=w) => ValueError: max_to_keep is 0; expected 1 or more

@@ -192,7 +192,12 @@ def test_a_loss_that_nobody_has_spoken_for_warns_once_for_any_number_of_replicas
         by_optimizer(strategy, x, {**UNSPOKEN, "right": RIGHT["compute_average_loss"][0]})
     messages = [str(warning.message) for warning in caught if warning.category is mr.FactorOfReplicasWarning]
     assert len(messages) == len(UNSPOKEN), "one for each optimizer of such a loss"
-    for line in ("return per_example_losses", "mr.losses.mean_over_own_rows(loss)", "aggregate='mean')"):
+    lines = (
+        "return per_example_losses",
+        "mr.losses.mean_over_own_rows(loss)",
+        "return share + mr.losses.scale_regularization_loss(penalty)",
+    )
+    for line in (*lines, "aggregate='mean')"):
         assert all(line in message and "nobody has said how the loss is divided" in message for message in messages)
     for aggregate in ("sum", "mean"):
         by_optimizer(strategy, x, UNSPOKEN, aggregate=aggregate)  # the user has said it, and warnings are errors here

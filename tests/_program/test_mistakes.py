@@ -25,6 +25,18 @@ MISTAKES = {
     "range": (lambda w, x: list(range(x[0, 0].astype(int))), *NEEDED, r"mr\.fori_loop\(0, n, body, init\)"),
     "index": (lambda w, x: ["a", "b"][x[0, 0].astype(int)], *NEEDED, r"jnp\.asarray\(items\)\[i\]"),
     "mask": (lambda w, x: x[x > 0], *NEEDED, r"jnp\.where\(mask, x, 0\)"),
+    "nonzero": (
+        lambda w, x: jnp.nonzero(x), mr.OneProgramError, "of an array, at {here}. The size argument of jnp.nonzero must be",
+        r"Write\n    jnp\.nonzero\(mask, size=n\)",
+    ),
+    "bincount": (
+        lambda w, x: jnp.bincount(x[0].astype(int)), mr.OneProgramError, "at {here}. .*pass a static `length` argument",
+        "jnp.bincount takes length=n",
+    ),
+    "repeat": (
+        lambda w, x: jnp.repeat(x[0], x[0].astype(int)), mr.OneProgramError, "at {here}. .*to `total_repeat_length`",
+        "jnp.repeat total_repeat_length=n",
+    ),
     "in a loss": (lambda w, x: mr.grad(lambda: 1.0 if w > 0 else 2.0, w)(), *NEEDED, r"jnp\.where"),
     "in a loop": (lambda w, x: mr.fori_loop(0, 2, lambda i, c: c if i > 0 else -c, 1.0), *NEEDED, r"jnp\.where"),
     "format": (lambda w, x: f"{x[0, 0]:.3f}", mr.OneProgramError, "write an array in a format, at {here}", r"jax\.debug\.print"),
@@ -155,6 +167,23 @@ def test_a_mistake_in_a_function_is_explained_too(strategy2):
     message = r"over the axis 'replica' was used outside strategy\.run.*strategy\.reduce\('mean', value\)"
     with pytest.raises(NameError, match=message):
         mr.function(lambda x: jax.lax.psum(x, "replica"))(np.float32(1))
+
+
+def test_a_number_that_jax_does_not_name_is_not_blamed(strategy2):
+    """Neither beside a variable, nor where it belongs to a verb of ours."""
+    with strategy2.scope():
+        w = mr.Variable(True, name="warm")
+    for call in (
+        lambda: strategy2.run(lambda x, n: x * n if w.value else x, args=(ROWS, 3)),
+        lambda: mr.fori_loop(0, 3, lambda i, c: c + (1 if i > 1 else 2), 0),
+        lambda: mr.scan(lambda c, x: (c + 1, 1 if c > 1 else 2), 0, jnp.ones(3)),
+        lambda: mr.cond(jnp.array(True), lambda c: 1 if c > 1 else 2, lambda c: 1, 5),
+    ):
+        with pytest.raises(mr.OneProgramError, match=r"(?s)the value of an array.*jnp\.where\(condition") as caught:
+            call()
+        assert "partial" not in str(caught.value)
+    with pytest.raises(TypeError, match="unhashable type"):
+        mr.fori_loop(0, 3, lambda i, c: c + {0: 1}[i], 0)
 
 
 def test_a_step_may_handle_jaxs_own_error(strategy2):

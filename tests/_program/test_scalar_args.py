@@ -25,6 +25,7 @@ NEEDED = {
     "key of a dict": lambda x, n: x * {2: 1.0}[n],
     "shape": lambda x, n: jnp.broadcast_to(x, (n, 3)),
     "numpy": lambda x, n: x * np.sqrt(n),
+    "static under jit": jax.jit(lambda x, n: x * n, static_argnames="n"),
     "size": lambda x, n: x + np.zeros(n).sum(),
     "length": lambda x, n: jax.lax.scan(lambda c, _: (c, None), x, None, length=n)[0],
 }

@@ -357,9 +357,12 @@ def test_what_jax_cannot_look_into_is_refused_and_leaves_no_program(strategy2):
     lost = jax.tree.map(jnp.sum, x)
     assert repr(lost).startswith("PerReplica(")
     unregistered = r"returned a Unregistered, whose field 'image' holds an array, .* @jax.tree_util.register_dataclass"
+    held = r"the argument `held` is a Unregistered that holds a PerReplica, .* @jax.tree_util.register_dataclass above the class"
     for step, argument, error, message in (
         (lambda x: Unregistered(x), x, TypeError, unregistered),
         (lambda x: [{"a": Unregistered(x)}], x, TypeError, unregistered),
+        (lambda held: held.image * 2, Unregistered(x), TypeError, held),
+        (lambda held: held.image.sum(), Unregistered(x), TypeError, held),
         (lambda x: x, lost, mr.PerReplicaError, r"the argument `x` is a PerReplica without replicas: jax\.tree\.map"),
     ):
         for context in (contextlib.nullcontext(), mr.eager()):

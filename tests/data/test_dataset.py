@@ -133,6 +133,11 @@ class Sliced:
 
 
 @dataclasses.dataclass
+class Holder:
+    image: Any
+
+
+@dataclasses.dataclass
 class Fields:
     image: Any
     label: Any
@@ -234,6 +239,7 @@ WRONG_BATCHES = [
     ((X, X[:2]), ValueError, r"yielded arrays with different numbers of rows \(\[0\]: 4, \[1\]: 2\)"),
     (["a", "b"], TypeError, r"yielded str of dtype <U1 at \[0\], which no device can hold\. Encode it as numbers"),
     (b"record", TypeError, r"yielded bytes of dtype \|S6, which .* Parse records of files in batches: dataset\.batch\(n\)"),
+    (Holder(X), TypeError, r"Holder of dtype object, .*\n.* write @jax\.tree_util\.register_dataclass above the class"),
     ({"x": np.zeros(2, np.longdouble)}, TypeError, r"dtype float\d+ at \['x'\], which no device can hold"),
     ((X, np.ma.array(X, mask=X > 1)), TypeError, r"at \[1\] a masked array, and no device holds masks\. Write array\.filled"),
     (np.array([0, 2**31]), ValueError, r"int64 values from 0 to 2147483648, and JAX holds them as int32, .*jax_enable_x64"),

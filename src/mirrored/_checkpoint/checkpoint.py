@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import socket
 from collections.abc import Callable, Sequence
+from os import PathLike
 from types import TracebackType
 from typing import Any, Self
 
@@ -44,7 +44,7 @@ class Checkpoint:
     step before it is used. All workers call the same methods; worker 0 writes and all read, so they must share the directory.
 
     Args:
-        directory: a directory for this program alone; made when it is missing.
+        directory: a directory for this object alone; made when it is missing.
         max_to_keep: the number of steps to keep; older ones are removed when a new one is complete. None: all.
         max_failed_saves: after so many failed saves in a row (a full disk), CheckpointError ends the training; fewer are
             logged as errors.
@@ -83,7 +83,7 @@ class Checkpoint:
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], /, *, max_to_keep: int | None = 3, max_failed_saves: int = 3, **named: PyTree
+        self, directory: str | PathLike[str] = "", /, *, max_to_keep: int | None = 3, max_failed_saves: int = 3, **named: PyTree
     ) -> None:
         self._named = named
         check_int("mr.Checkpoint: max_to_keep", 1 if max_to_keep is None else max_to_keep, 1, "steps")
@@ -95,6 +95,7 @@ class Checkpoint:
         self._leaves()
         self._writer = Writer(self._files, max_to_keep, max_failed_saves, is_joint=self._strategy.num_workers > 1)
         self._last: int | None = None  # the step that this program saved or restored last
+        self._known = max(self.steps(), default=-1)  # the last step there of which it knows
         self._is_closed = False
         self._is_shared = self._strategy.num_workers == 1  # whether the workers are known to share the directory
 
@@ -136,7 +137,7 @@ class Checkpoint:
                 _logger.info("step %d is saved already, in %s", step, self._files.root)
                 return
             self._require_mirrored(leaves)
-            self._last = step
+            self._last = self._known = step
             snapshot = state.take_snapshot(leaves, every_position, is_kept=self._strategy.is_chief)
             if snapshot is not None:
                 about = {"num_replicas": self._strategy.num_replicas_in_sync, "num_workers": self._strategy.num_workers}
@@ -163,6 +164,12 @@ class Checkpoint:
 
     def _refuse_older(self, step: int) -> None:
         latest = self._writer.latest
+        if latest is not None and latest > self._known:
+            raise ValueError(
+                f"save({step}), but another mr.Checkpoint has saved step {latest} in {self._files.root} since this one was made. "
+                "They would remove each other's steps: give each a directory, mr.Checkpoint("
+                f"{str(self._files.root) + '-2'!r}, ...), or go on from the other's step, checkpoint.restore_latest()."
+            )
         if latest is not None and (step < latest or (step == latest and step != self._last)):
             raise ValueError(
                 f"save({step}), but {self._files.root} holds step {latest}, which this program has not come from. Call "
@@ -269,7 +276,7 @@ class Checkpoint:
                 if saved is not None:
                     self._restore(step, saved, partial)
                     self._writer.go_on_from(step, set(damaged))
-                    self._last = step
+                    self._last = self._known = step
                     _logger.info("restored step %d from %s", step, self._files.root)
                     return step
                 damaged[step] = problem
@@ -320,10 +327,10 @@ class Checkpoint:
 
     def _restore(self, step: int, saved: Snapshot, is_partial: bool) -> None:
         leaves = self._leaves()
-        if is_partial:
-            saved = Snapshot({path: entry for path, entry in saved.leaves.items() if path in leaves}, saved.arrays)
+        named = Snapshot({path: entry for path, entry in saved.leaves.items() if path in leaves}, saved.arrays)
+        saved = named if is_partial else saved
         problems = state.find_differences(leaves, saved)
-        is_too_much = not saved.leaves.keys() <= leaves.keys()
+        is_too_much = not state.find_differences(leaves, named)
         moved: list[tuple[Any, Any]] = []
         if not problems:
             try:
@@ -331,7 +338,6 @@ class Checkpoint:
                 moved = state.restore_positions(leaves, saved, worker, num_workers)
             except Exception as error:
                 problems = [f"an iterator does not take its position: {type(error).__name__}: {error}"]
-                is_too_much = True
         reports = self._exchange({"problems": problems, "is_too_much": is_too_much}, f"restore_latest(), step {step}")
         try:
             same_on_workers.require_fit(reports, f"step {step} in {self._files.root}")

@@ -52,7 +52,8 @@ class DamagedStep(Exception):
 def checked_directory(directory: object) -> Path:
     """Return the path of a directory that steps can be in, or say why it cannot."""
     if not isinstance(directory, str | os.PathLike) or not str(directory):
-        raise TypeError(f"mr.Checkpoint: directory is {directory!r}; expected a path.")
+        expected = "a path as the first argument, without a name: mr.Checkpoint('checkpoints', w=w)"
+        raise TypeError(f"mr.Checkpoint: directory is {directory!r}; expected {expected}.")
     if "://" in str(directory):
         raise ValueError(
             f"mr.Checkpoint: directory is {str(directory)!r}; expected a directory of a file system, where a rename happens at "

@@ -67,7 +67,10 @@ def _walk(path: str, tree: PyTree, is_replaceable: bool, lines: str) -> Iterator
             _check_leaf(path + name, array, True, lines)
             yield path + name, array
         return
-    children = children_of(tree)
+    try:
+        children = children_of(tree)
+    except ValueError as error:
+        raise ValueError(f"mr.Checkpoint: {path} cannot be saved: {error} Give its keys one type: '1' for 1.") from error
     if children is None:
         _check_leaf(path, tree, is_replaceable, lines)
         yield path, tree

@@ -58,7 +58,7 @@ def require_seen(reports: Reports) -> None:
 
 
 def require_fit(reports: Reports, step: str) -> None:
-    """Raise an error that lists the workers' `problems` with a step; with `is_too_much`, that a partial restore may help."""
+    """Raise an error that lists the workers' `problems` with a step; with `is_too_much`, that a partial restore helps."""
     problems = by_first_worker([report["problems"] for report in reports])
     if not problems:
         return

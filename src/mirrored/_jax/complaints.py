@@ -19,6 +19,7 @@ _SLICE_NEEDS_A_VALUE = re.compile(r"Slice entries must be static|must have stati
 _TRACER_NEEDED = re.compile(r"(unhashable type:|single integer, got) '\w*Tracer")
 #: What JAX or Python complains about -> the class of the error, and its text with the name that it is about.
 _COMPLAINTS: dict[str, tuple[type[Exception], str]] = {
+    "no static number": (jax.errors.ConcretizationTypeError, r"is expected: .*\n(.*(?:size argument|static).*)"),
     "no axis": (NameError, r"unbound axis name:? ['\"]?(\w+)"),
     "array is called": (TypeError, r"'\w*Tracer' object is not callable"),
     "array in a format": (TypeError, r"unsupported format string passed to \w*Tracer\.__format__"),
@@ -29,16 +30,16 @@ _COMPLAINTS: dict[str, tuple[type[Exception], str]] = {
 }
 
 
-def needed_arguments(error: BaseException) -> list[int] | None:
-    """Return which of the `arguments` of the traced function Python needed the values of; none when JAX does not say which.
+def needed_arguments(error: BaseException, numbers: list[int]) -> list[int]:
+    """Return which of the `arguments` of the traced function Python needed the values of, as far as JAX says so.
 
-    None when Python needed no value.
+    Python says only that it needed some number: then all `numbers` are returned.
     """
     text = str(error)
     is_slice = isinstance(error, IndexError) and _SLICE_NEEDS_A_VALUE.search(text)
     if is_slice or isinstance(error, NEEDS_A_VALUE) or (isinstance(error, TypeError) and "concrete values" in text):
         return sorted(set(map(int, _ARGUMENTS.findall(text))))
-    return [] if isinstance(error, TypeError) and _TRACER_NEEDED.search(text) else None
+    return numbers if isinstance(error, TypeError | ValueError) and _TRACER_NEEDED.search(text) else []
 
 
 def complaint_of(error: BaseException) -> tuple[str, str]:

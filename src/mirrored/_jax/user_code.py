@@ -71,9 +71,9 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def raising_line(error: BaseException) -> str:
-    """Return `file:line` of the innermost user code that an exception came through."""
+    """Return `file:line` of the innermost user code that an exception came through, else of what runs."""
     lines = [f"{entry.tb_frame.f_code.co_filename}:{entry.tb_lineno}" for entry in _entries(error) if _is_users(entry)]
-    return lines[-1] if lines else "<unknown>"
+    return lines[-1] if lines else user_line()
 
 
 def shorten_errors(verb: Callable[P, T]) -> Callable[P, T]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 
-from .._errors import OneProgramError
+from .._errors import OneProgramError, PerReplicaError
 from .._jax import complaints, user_code
+from .._replicas.per_replica import is_per_replica
 from .._typing import REPLICA_AXIS
-from .call import NUMBERS, Call, argument_names
+from .call import NUMBERS, Call, argument_names, leaf_names
 
 _NO_VALUE = "A step is traced once and compiled: its arrays have no values yet. jax.debug.print('{}', x) shows them."
 #: Methods and attributes of TensorFlow's or torch's arrays -> what to write instead.
@@ -67,20 +70,21 @@ def explain(error: Exception, call: Call, knows_id: bool = False) -> None:
     `knows_id` tells whether the step has asked for the replica's number.
     """
     where = user_code.raising_line(error)
-    explanation = _explain_number(error, call, where) or _explain_code(error, where, knows_id)
+    explanation = _explain_number(error, call, where) or _explain_object(error, call) or _explain_code(error, where, knows_id)
     if explanation is not None:
         raise explanation.with_traceback(error.__traceback__) from None
 
 
 def _explain_number(error: Exception, call: Call, where: str) -> OneProgramError | None:
     """Name the Python numbers among the arguments whose values Python needed, unless it needed others, too."""
-    needed = complaints.needed_arguments(error)
-    # A number in an mr.function is an array there already, of a weak type.
-    numbers = [position for position, leaf in enumerate(call.array_leaves()) if leaf.is_weak and not leaf.shape]
-    if needed is None or not numbers or not set(needed).issubset(numbers):
+    # A number in an mr.function is an array there already, of a weak type; those of mr.scan and the like are not bound.
+    is_ours = str(getattr(getattr(call.function, "func", None), "__module__", "")).startswith("mirrored.")
+    numbers = [i for i, leaf in enumerate(call.array_leaves()) if leaf.is_weak and not leaf.shape and not is_ours]
+    needed = complaints.needed_arguments(error, numbers)
+    if not needed or not set(needed).issubset(numbers):
         return None
-    names = [argument_names(call)[position] for position in needed or numbers]
-    name, value = names[0].strip("`"), call.arrays[(needed or numbers)[0]]
+    names = [argument_names(call)[position] for position in needed]
+    name, value = names[0].strip("`"), call.arrays[needed[0]]
     function = call.function.__name__ if getattr(call.function, "__name__", "").isidentifier() else "step"
     bound = f"functools.partial({function}, {name}={value if type(value) in NUMBERS else '...'})"
     bound = bound if name.isidentifier() else "a step that closes over it"
@@ -91,7 +95,29 @@ def _explain_number(error: Exception, call: Call, where: str) -> OneProgramError
     )
 
 
+def _explain_object(error: Exception, call: Call) -> TypeError | None:
+    """Name the argument that JAX does not look into, so that its PerReplica values came into the step whole."""
+    if isinstance(error, PerReplicaError) or is_per_replica(getattr(error, "obj", None)):
+        for name, (value, *_) in zip(leaf_names(call), call.leaves, strict=True):
+            kind = type(value).__name__
+            if dataclasses.is_dataclass(value) and any(
+                is_per_replica(getattr(value, field.name, None)) for field in dataclasses.fields(value)
+            ):
+                return TypeError(
+                    f"the argument {name} is a {kind} that holds a PerReplica, but JAX does not know how to look into a {kind}. "
+                    "Register it with @jax.tree_util.register_dataclass above the class, or pass a dict, tuple or namedtuple."
+                )
+    return None
+
+
 def _explain_code(error: Exception, where: str, knows_id: bool) -> Exception | None:
+    complaint, name = complaints.complaint_of(error)
+    if complaint == "no static number":
+        return OneProgramError(
+            f"Python needed the value of an array, at {where}. {name} Write\n    jnp.nonzero(mask, size=n)\n"
+            "with a number that is no array: shapes do not depend on values. jnp.bincount takes length=n, jnp.repeat "
+            f"total_repeat_length=n; jnp.where(mask, x, 0) keeps the shape. {_NO_VALUE}"
+        )
     if isinstance(error, complaints.NEEDS_A_VALUE):
         if knows_id:
             return OneProgramError(_one_program_message(where))
@@ -103,7 +129,6 @@ def _explain_code(error: Exception, where: str, knows_id: bool) -> Exception | N
             "variable, write w.assign_sub(x), w.assign_add(x) or w.assign(value).",
             name=error.name,
         )
-    complaint, name = complaints.complaint_of(error)
     if complaint == "no axis":
         return NameError(_axis_message(name, where))
     if complaint == "no attribute" and name in _NOT_OF_ARRAYS:

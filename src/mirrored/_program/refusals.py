@@ -193,5 +193,6 @@ _UNSPOKEN = (
     "over the replica's own rows, as of jnp.mean, the update is R times that of one device. Write one of these lines:\n"
     "    return per_example_losses                  # in the function given to mr.value_and_grad: it takes the global mean\n"
     "    return mr.losses.mean_over_own_rows(loss)  # or mr.losses.already_divided(loss), when all rows have divided it\n"
+    "    return share + mr.losses.scale_regularization_loss(penalty)  # a share of mr.losses, and what every replica adds\n"
     "    optimizer.apply_gradients(grads, aggregate='mean')  # of mr.Optimizer; or 'sum', when all rows have divided the loss"
 )

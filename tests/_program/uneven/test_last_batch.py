@@ -189,6 +189,9 @@ def test_a_replica_without_rows_is_named_first_with_the_line_to_write(strategy3)
     assert "write x.reshape(x.shape[0], math.prod(x.shape[1:]))" in first and "drop_remainder=True" in first
     assert second.startswith("Nothing has run yet: this is about the last batch of the dataset, of 2 rows")
     with pytest.raises(ValueError) as error:
-        one = next(iter(strategy3.distribute_dataset([X[:1]])))
+        one = next(iter(strategy3.distribute_dataset([-X[1:2]])))
         strategy3.run(lambda x: jnp.max(x), args=(one,))
-    assert error.value.__notes__[0].startswith("The replicas 1, 2 have no rows of this batch")
+    note = error.value.__notes__[0]
+    assert note.startswith("The replicas 1, 2 have no rows of this batch") and "write jnp.max(x, initial=-jnp.inf)" in note
+    largest = strategy3.run(lambda x: jax.lax.pmax(jnp.max(x, initial=-jnp.inf), "replica"), args=(one,))
+    assert float(largest) == -2.0, "which `initial=0` would make 0"

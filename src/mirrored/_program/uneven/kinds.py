@@ -38,8 +38,8 @@ class Kinds:
         return (
             f"{who} no rows of this batch: `{self.name.strip('`')}` has shape {self.shapes[kind][self.varied]} there. A step "
             "must work without rows. x.reshape(x.shape[0], -1) cannot tell what -1 is: write x.reshape(x.shape[0], "
-            "math.prod(x.shape[1:])). jnp.max(x) has no value: write jnp.max(x, initial=0). Or choose a batch size of which each "
-            f"replica gets a row, or leave the odd rows out: {DROP}."
+            "math.prod(x.shape[1:])). jnp.max(x) has no value: write jnp.max(x, initial=-jnp.inf). Or choose a batch size "
+            f"of which each replica gets a row, or leave the odd rows out: {DROP}."
         )
 
     def on_replicas(self, sizes: Sequence[int]) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -121,6 +122,8 @@ def to_numpy(batch: PyTree) -> PyTree:
             raise TypeError(
                 f"the dataset yielded {type(leaf).__name__} of dtype {array.dtype}{_at(path)}, which no device can hold. "
                 f"{parse if array.dtype.kind == 'S' else ''}Encode it as numbers, or leave it out of the batch."
+                + "\nIf it holds arrays, write @jax.tree_util.register_dataclass above the class."
+                * dataclasses.is_dataclass(leaf)
             )
         check_range(array, lambda: f"the dataset yielded{_at(path)}")
         return array
