@@ -341,7 +341,9 @@ def _parse_aggregate(aggregate: Aggregate) -> ReduceOp | Literal[False] | None:
     return None if aggregate is None else ReduceOp.parse(aggregate, "aggregate")
 
 
-def _one_value(gradient: Any, variable: Variable, op: ReduceOp | None, axis: ReplicaAxis | None, note: Mark) -> jax.Array:
+def _one_value(
+    gradient: jax.Array | PerReplica, variable: Variable, op: ReduceOp | None, axis: ReplicaAxis | None, note: Mark
+) -> jax.Array:
     if not isinstance(gradient, PerReplica):
         return gradient
     if op is None:

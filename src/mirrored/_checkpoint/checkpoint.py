@@ -33,7 +33,6 @@ _logger = logging.getLogger("mirrored")
 
 #: Two calls of `of_chief` with one name need an exchange between them: a mark is told before one, everything else after one.
 _CHANNEL, _MARK, _POSITIONS = "checkpoint", "checkpoint/mark", "checkpoint/positions"
-_MAX_STEP = 10**18 - 1
 
 
 class Checkpoint:
@@ -118,7 +117,7 @@ class Checkpoint:
             ValueError: when there is a later step that was not restored.
             ContextError: (a RuntimeError) inside a step.
         """
-        step = checked_step(step, "checkpoint.save")
+        step = files.checked_step(step, "checkpoint.save")
         self._require_usable("save")
         call = f"save({step})"
         with progress.phase(f"saving step {step}", is_patient=True):
@@ -399,14 +398,3 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         return f"mr.Checkpoint({str(self._files.root)!r}, {', '.join(sorted(self._named))})"
-
-
-def checked_step(step: Any, verb: str) -> int:
-    """Return a step number as an int, or raise TypeError."""
-    try:
-        number = int(step.__index__())
-    except (AttributeError, TypeError):
-        number = -1
-    if isinstance(step, bool) or not 0 <= number <= _MAX_STEP:
-        raise TypeError(f"{verb}: step is {step!r}; expected an int of at least 0.")
-    return number

@@ -33,7 +33,7 @@ FORMAT = 2
 RECORD = "record.json"
 _ARRAYS = "arrays.npz"
 _PACKAGES = ("mirrored", "jax", "numpy")
-_STEP = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)
+_STEP, _MAX_STEP = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII), 10**18 - 1
 _SAVING, _REMOVED, _MARK = ".saving-", ".removed-", ".shared-"
 #: How long another host's new file may take to become visible, and the age after which a temporary file has no owner.
 _SEEN_SECONDS, _STALE_SECONDS = 5.0, 3600.0
@@ -47,6 +47,17 @@ _being_written: set[str] = set()
 
 class DamagedStep(Exception):
     """A step on disk is damaged; its `args` are all that is wrong, which users see in the log and in a CheckpointError."""
+
+
+def checked_step(step: Any, verb: str) -> int:
+    """Return a step number as an int, or raise TypeError."""
+    try:
+        number = int(step.__index__())
+    except (AttributeError, TypeError):
+        number = -1
+    if isinstance(step, bool) or not 0 <= number <= _MAX_STEP:
+        raise TypeError(f"{verb}: step is {step!r}; expected an int of at least 0.")
+    return number
 
 
 def checked_directory(directory: object) -> Path:

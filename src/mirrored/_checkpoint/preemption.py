@@ -24,7 +24,8 @@ from .._errors import NOTICE_SECONDS, PREEMPTED, CheckpointError, ContextError
 from .._strategy.strategy import Strategy, coordination_of
 from .._workers.coordination import SLICE_SECONDS, Channel, Coordination, decoded
 from .._workers.progress import progress
-from .checkpoint import Checkpoint, checked_step
+from .checkpoint import Checkpoint
+from .files import checked_step
 
 _logger = logging.getLogger("mirrored")
 

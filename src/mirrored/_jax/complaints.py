@@ -31,13 +31,10 @@ _COMPLAINTS: dict[str, tuple[type[Exception], str]] = {
 
 
 def needed_arguments(error: BaseException, numbers: list[int]) -> list[int]:
-    """Return which of the `arguments` of the traced function Python needed the values of, as far as JAX says so.
-
-    Python says only that it needed some number: then all `numbers` are returned.
-    """
+    """Return which `arguments` of the function Python needed the values of; all `numbers` where it names none of them."""
     text = str(error)
-    is_slice = isinstance(error, IndexError) and _SLICE_NEEDS_A_VALUE.search(text)
-    if is_slice or isinstance(error, NEEDS_A_VALUE) or (isinstance(error, TypeError) and "concrete values" in text):
+    is_said = isinstance(error, IndexError) and _SLICE_NEEDS_A_VALUE.search(text)
+    if is_said or isinstance(error, NEEDS_A_VALUE) or (isinstance(error, TypeError) and "concrete values" in text):
         return sorted(set(map(int, _ARGUMENTS.findall(text))))
     return numbers if isinstance(error, TypeError | ValueError) and _TRACER_NEEDED.search(text) else []
 

@@ -12,11 +12,8 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import jax
-
 from .._errors import RecompilationWarning
 from .._jax import tracing, user_code
-from .._replicas.per_replica import PerReplica, is_per_replica
 from .._text import shown
 from .._typing import PyTree, UserFunction
 from .._variables.variable import Variable, spec_of
@@ -138,8 +135,7 @@ class Programs(Generic[ProgramT]):
         try:
             return [(later, make(later))]
         except Exception as error:
-            values = jax.tree.leaves(coming, is_leaf=is_per_replica)
-            num_rows = next(sum(shape[0] for shape in v.shapes) for v in values if isinstance(v, PerReplica) and v.ndim)
+            num_rows = next(sum(rows for rows, *_ in leaf.shapes) for leaf in later.array_leaves() if leaf.shapes is not None)
             note = (
                 f"Nothing has run yet: this is about the last batch of the dataset, of {num_rows} rows, for which a new step is "
                 "traced at once. If the loop ends before it, say so: dataset.take(steps)."
@@ -155,7 +151,8 @@ class Programs(Generic[ProgramT]):
         by default the function's code, because a step is often a new function in each turn of a loop.
         """
         for programs in list(_all):
-            programs._drop_unreachable()
+            for kept in [kept for kept in list(programs._kept) if kept.has_ended()]:
+                programs.drop(kept)
         if owner is None:
             function = inspect.unwrap(call.function)  # all functions that a decorator makes have one code
             owner = getattr(function, "__code__", function)
@@ -211,11 +208,6 @@ class Programs(Generic[ProgramT]):
             self._last = None
         if self._short is kept:
             self._short = self.fast_path = None
-
-    def _drop_unreachable(self) -> None:
-        """Drop programs with an object that only its pin keeps alive."""
-        for kept in [kept for kept in list(self._kept) if kept.has_ended()]:
-            self.drop(kept)
 
 
 def _drop_from(programs: weakref.ref[Programs[Any]], kept: weakref.ref[_Kept[Any]], _: object) -> None:

@@ -117,13 +117,12 @@ def key_of(
     arrays: list[Any] = []
     static: list[Any] = []
     kinds: list[Any] = []  # for each leaf, an ArrayLeaf or a static key
-    is_uneven = False
+    is_uneven = any(type(leaf) is PerReplica and uneven_shapes(leaf) is not None for leaf in flat)
     for leaf in flat:
         if isinstance(leaf, PerReplica):
             array = stack_of(leaf)
-            shapes = uneven_shapes(leaf)
-            is_uneven = is_uneven or shapes is not None
-            kinds.append(_array_leaf((array.shape[1:], array.dtype, False, True, shapes, False)))
+            is_batch = is_uneven and last_sizes(leaf) is not None
+            kinds.append(_array_leaf((array.shape[1:], array.dtype, False, True, uneven_shapes(leaf), is_batch)))
         elif isinstance(leaf, jax.Array):
             array = leaf
             is_weak = getattr(array, "weak_type", False)  # random keys have none
@@ -142,11 +141,6 @@ def key_of(
             static.append(leaf)
             continue
         arrays.append(array)
-    if is_uneven:
-        kinds = [
-            kind._replace(is_batch=last_sizes(leaf) is not None) if isinstance(leaf, PerReplica) else kind
-            for leaf, kind in zip(flat, kinds, strict=True)
-        ]
     functions: tuple[UserFunction, ...] = (function,)
     if static:
         functions = (_with_objects(function, args, kwargs, static), *(leaf for leaf in static if isinstance(leaf, FUNCTIONS)))

@@ -102,18 +102,14 @@ class Lifted:
         specs = map(spec_of, self.variables)
         kinds = [f"{s.number}: {'on read' if s.is_on_read else 'mirrored'} {s.dtype}{list(s.shape)}" for s in specs]
         settings = ", ".join(f"{name}={getattr(jax.config, name)}" for name in _SETTINGS)
-        arrays = [array for array in jaxprs.inner_constants(self.shown.jaxpr) if _is_whole_here(array)]
+        known = [array for array in jaxprs.inner_constants(self.shown.jaxpr) if not isinstance(array, jax.core.Tracer)]
+        arrays = [a for a in known if isinstance(a, np.ndarray) or a.is_fully_addressable or a.is_fully_replicated]
         sums = {key: checksum(array) for key, array in {id(array): array for array in arrays}.items()}  # once for each array
         inner = [sums[id(array)] for array in arrays]
         return (
             f"writes variables {kinds[: len(self.written)]}\nreads variables {kinds[len(self.written) :]}\nsettings {settings}\n"
             f"checksums of arrays that inner functions close over {inner}\n{_ADDRESS.sub('', str(self.shown.jaxpr))}"
         )
-
-
-def _is_whole_here(array: Any) -> bool:
-    is_whole = isinstance(array, np.ndarray) or array.is_fully_addressable or array.is_fully_replicated
-    return not isinstance(array, jax.core.Tracer) and is_whole
 
 
 class Touched(NamedTuple):

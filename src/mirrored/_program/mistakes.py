@@ -97,16 +97,15 @@ def _explain_number(error: Exception, call: Call, where: str) -> OneProgramError
 
 def _explain_object(error: Exception, call: Call) -> TypeError | None:
     """Name the argument that JAX does not look into, so that its PerReplica values came into the step whole."""
-    if isinstance(error, PerReplicaError) or is_per_replica(getattr(error, "obj", None)):
-        for name, (value, *_) in zip(leaf_names(call), call.leaves, strict=True):
-            kind = type(value).__name__
-            if dataclasses.is_dataclass(value) and any(
-                is_per_replica(getattr(value, field.name, None)) for field in dataclasses.fields(value)
-            ):
-                return TypeError(
-                    f"the argument {name} is a {kind} that holds a PerReplica, but JAX does not know how to look into a {kind}. "
-                    "Register it with @jax.tree_util.register_dataclass above the class, or pass a dict, tuple or namedtuple."
-                )
+    is_whole = isinstance(error, PerReplicaError) or is_per_replica(getattr(error, "obj", None))
+    for name, (value, *_) in zip(leaf_names(call), call.leaves, strict=True) if is_whole else ():
+        if dataclasses.is_dataclass(value) and any(
+            is_per_replica(getattr(value, f.name, None)) for f in dataclasses.fields(value)
+        ):
+            return TypeError(
+                f"the argument {name} is a {type(value).__name__} that holds a PerReplica, and JAX cannot look into it. "
+                "Register it with @jax.tree_util.register_dataclass above the class, or pass a dict, tuple or namedtuple."
+            )
     return None
 
 

@@ -167,14 +167,12 @@ class _Look:
         if known is not places:
             self._same += zip(known, places, strict=True)
             return
-        if is_function := isinstance(own, types.FunctionType):
+        if isinstance(own, types.FunctionType):
             self._read_function(name, place, args, keywords, is_runner)
         else:
             self._compare(name, place)
         if _wrapped_by(own) is not None:  # JAX's closures may hide what they wrap, those of `jax.vmap` do
             self.enter(name, self.attribute(place, "__wrapped__"), is_runner, args, keywords)
-        elif is_function:
-            return
         elif not _is_library(type(own).__module__) and isinstance(getattr(type(own), "__call__", None), FUNCTIONS):  # noqa: B004
             call = self.attribute(self.attribute(place, "__class__"), "__call__")
             self.enter(name, call, is_runner, (place, *args), keywords)

@@ -92,7 +92,9 @@ class _Course:
     def run_own(self, nodes: Sequence[Operation]) -> None:
         """Run nodes of one level on each replica."""
         is_whole = self.device.mesh.one_by_one or any(map(_has_reference, nodes))
-        for one_by_one, group in itertools.groupby(nodes, lambda node: is_whole or _must_be_alone(node)):
+        # Together, slow nodes and those with a mesh would do something else.
+        is_alone = lambda node: is_whole or _is_slow(node.equation) or tracing.keeps_a_mesh(node.equation)  # noqa: E731
+        for one_by_one, group in itertools.groupby(nodes, is_alone):
             self._run_group(list(group), one_by_one)
 
     def _run_group(self, nodes: list[Operation], one_by_one: bool) -> None:
@@ -151,11 +153,6 @@ class _Course:
         inputs, outputs = ([value.is_own for value in values] for values in (node.inputs, node.outputs))
         meeting = _ReplicaMeeting(self.device, inputs, outputs)
         return meeting.equation(node.equation, list(map(self.read, node.inputs)))
-
-
-def _must_be_alone(node: Operation) -> bool:
-    """Tell whether a node must run for each replica by itself, because together it would do something else."""
-    return _is_slow(node.equation) or tracing.keeps_a_mesh(node.equation)
 
 
 def _is_slow(equation: Equation) -> bool:

@@ -104,22 +104,22 @@ def as_array(leaf: Any, verb: str) -> jax.Array:
     return jnp.array(leaf) if isinstance(leaf, np.ndarray) else jnp.asarray(leaf)
 
 
-def check_leaf(leaf: Any, verb: str) -> None:
+def check_leaf(leaf: object, verb: str) -> None:
     """Refuse a leaf that cannot be combined over replicas."""
     if _is_sparse(leaf):
         raise TypeError(
             f"{verb} got a {type(leaf).__name__}, whose indices would be combined like its values. Make it dense: x.todense()."
         )
-    is_host = isinstance(leaf, np.ndarray | np.generic)
+    host = leaf if isinstance(leaf, np.ndarray | np.generic) else None
     is_array_like = isinstance(leaf, jax.Array | bool | int | float | complex) or hasattr(leaf, "__jax_array__")
-    if not (is_numeric(leaf.dtype) if is_host else is_array_like):
+    if not (is_array_like if host is None else is_numeric(host.dtype)):
         raise TypeError(
             f"{verb} got {shown(leaf)} of type {type(leaf).__name__}; expected arrays or numbers, in any nest of "
             "dicts, lists and tuples." + (call_it(leaf) or " Leave other values out of the tree.")
         )
-    if is_host:
-        refuse_mask(leaf, lambda: f"the value given to {verb} is")
-        check_range(np.asarray(leaf), lambda: f"the value given to {verb} holds")
+    if host is not None:
+        refuse_mask(host, lambda: f"the value given to {verb} is")
+        check_range(np.asarray(host), lambda: f"the value given to {verb} holds")
 
 
 _OURS = f"{__name__.partition('.')[0]}."

@@ -227,7 +227,7 @@ def of_last_batch(arguments: PyTree) -> PyTree | None:
     None unless each argument with rows comes from a dataset of which an uneven last batch is known.
     """
     values = [v for v in jax.tree.leaves(arguments, is_leaf=is_per_replica) if isinstance(v, PerReplica) and v.ndim]
-    is_known = lambda v: v._last_sizes and v._shapes is None and not isinstance(v._array, jax.core.Tracer)  # noqa: E731
+    is_known = lambda v: last_sizes(v) and not uneven_shapes(v) and not isinstance(stack_of(v), jax.core.Tracer)  # noqa: E731
     if not values or not all(map(is_known, values)):
         return None
     is_leaf = lambda leaf: hasattr(leaf, "__jax_array__")  # noqa: E731  # of ours: a variable stays one

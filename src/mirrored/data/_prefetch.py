@@ -49,7 +49,12 @@ class Ahead(Generic[T]):
         failure: BaseException | None = None
         try:
             while self._wait_for_room():
-                self._put(next(items))
+                item = next(items)
+                with self._changed:
+                    if not self._is_closed:
+                        self._ready.append(item)
+                        self._changed.notify_all()
+                del item  # else it would be alive until the next one is made
         except StopIteration:
             pass
         except BaseException as error:  # the loop that waits for the next batch must get any
@@ -70,15 +75,6 @@ class Ahead(Generic[T]):
         with self._changed:
             self._changed.wait_for(lambda: len(self._ready) < self._count or self._is_closed)
             return not self._is_closed
-
-    def _put(self, item: T) -> None:
-        with self._changed:
-            if not self._is_closed:
-                self._ready.append(item)
-                self._changed.notify_all()
-
-    def __iter__(self) -> Ahead[T]:
-        return self
 
     def __next__(self) -> T:
         with self._changed:

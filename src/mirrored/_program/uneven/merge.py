@@ -238,7 +238,8 @@ class Slots:
     def unpack(self, kind: int, packed: Sequence[jax.Array]) -> list[jax.Array]:
         """Return one kind's values."""
         arrays = dict(zip(self._shapes, packed, strict=True))
-        return [_cut(arrays[slot], shape) for slot, shape in self._own[kind].items()]
+        parts = [(arrays[slot], shape) for slot, shape in self._own[kind].items()]
+        return [array if array.shape == shape else array[: math.prod(shape)].reshape(shape) for array, shape in parts]
 
 
 def _number_slots(avals: Sequence[Any]) -> dict[Slot, Shape]:
@@ -250,7 +251,3 @@ def _padded(value: Any, dtype: Any, shape: Shape) -> jax.Array:
     """Return a value in exactly this dtype and shape, as a switch must: with zeros behind it, and flat if its rank differs."""
     array = jax.lax.convert_element_type(value, dtype)  # of a weak type otherwise
     return pad_to(array if array.ndim == len(shape) else array.reshape(-1), shape)
-
-
-def _cut(array: jax.Array, shape: Shape) -> jax.Array:
-    return array if array.shape == shape else array[: math.prod(shape)].reshape(shape)

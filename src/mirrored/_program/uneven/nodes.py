@@ -89,16 +89,13 @@ class _Reading(Flattening[Value]):
         if node.is_collective:
             parts, handed = jaxprs.parts_of(equation)
             node.handed = [values[k] for k in handed]
-            captured = [[_capture(values[k]) for k in part.fixed] for part in parts]
+            from_outside = lambda value: value if value.content is not None else Value(value.aval, outer=value)  # noqa: E731
+            captured = [[from_outside(values[k]) for k in part.fixed] for part in parts]
             node.bodies = [read_trace(self.trace.name, part.closed, own) for part, own in zip(parts, captured, strict=True)]
         else:
             node.is_pure = jaxprs.is_function_of_operands(equation)
         self.trace.nodes.append(node)
         return node.outputs
-
-
-def _capture(value: Value) -> Value:
-    return value if value.content is not None else Value(value.aval, outer=value)
 
 
 def find_loop(trace: Trace, values: Sequence[Value]) -> Node | None:

@@ -38,7 +38,8 @@ class FixedLenFeature:
     default_value: Any = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.shape, list | tuple) or not all(_is_size(size) for size in self.shape):
+        is_size = lambda size: isinstance(size, int | np.integer) and not isinstance(size, bool) and bool(size >= 0)  # noqa: E731
+        if not isinstance(self.shape, list | tuple) or not all(map(is_size, self.shape)):
             raise TypeError(f"shape is {self.shape!r}; expected a tuple of ints, 0 or more; () for one value.")
         object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
         object.__setattr__(self, "dtype", _checked_dtype(self.dtype, is_decoded=True))
@@ -202,7 +203,3 @@ def _checked_dtype(dtype: Any, is_decoded: bool) -> Any:
             return found
     also = ", or, for bytes to be decoded, another dtype of numbers" if is_decoded else ""
     raise TypeError(f"dtype is {dtype!r}; expected bytes, np.float32, np.int64 or another integer dtype, bool{also}.")
-
-
-def _is_size(size: object) -> bool:
-    return isinstance(size, int | np.integer) and not isinstance(size, bool) and bool(size >= 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 from . import grain
 
@@ -35,7 +34,8 @@ def why_single_rows(dataset: object, size: str) -> str | None:
             f"is a map-style dataset of torch, whose elements are single examples. Write torch.utils.data.DataLoader(dataset, "
             f"batch_size={size}), or batch_size=None if its elements are batches already."
         )
-    for name, feature in _columns(dataset):
+    features = getattr(dataset, "features", None) if hasattr(dataset, "with_format") else None
+    for name, feature in features.items() if isinstance(features, dict) else ():
         kind, length = type(feature).__name__, getattr(feature, "length", -1)
         if kind in _ARRAYS_BY_ROW or (kind in ("Sequence", "List", "LargeList") and length > 0):
             return (
@@ -66,11 +66,6 @@ def _why_grain(dataset: grain.Pipeline, size: str) -> str | None:
 def _kind(node: object) -> str:
     """Return the name of a class of grain; the empty text for a class of a user."""
     return type(node).__name__ if type(node).__module__.startswith("grain.") else ""
-
-
-def _columns(dataset: object) -> list[tuple[str, Any]]:
-    features = getattr(dataset, "features", None) if hasattr(dataset, "with_format") else None
-    return list(features.items()) if isinstance(features, dict) else []
 
 
 def why_share(dataset: object) -> str | None:
