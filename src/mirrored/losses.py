@@ -59,7 +59,8 @@ def compute_average_loss(
     if sample_weight is not None:
         losses = losses * _broadcast_weight(sample_weight, losses, "sample_weight", "per_example_loss")
     total = jnp.sum(losses, dtype=jnp.promote_types(losses.dtype, jnp.float32))  # 65,536 rows are no float16
-    return _share((total / _global_batch_size(global_batch_size, losses, replicas)).astype(losses.dtype))
+    count = _global_batch_size(global_batch_size, losses, replicas)
+    return _share((total / count).astype(jnp.result_type(losses, count)))
 
 
 def scale_regularization_loss(regularization_loss: _ArrayLike) -> jax.Array:
@@ -219,7 +220,10 @@ def global_loss(loss: Callable[..., Any]) -> Callable[..., jax.Array]:
             # The transpose of a sum over the replicas is a sum again: of R equal cotangents here, and of R own ones there.
             return same(*primals), replicas.sum(tangents)[0] / replicas.size
 
-        own = jax.tree.map(lambda leaf: same(jnp.asarray(leaf)) if _is_differentiable(leaf) else leaf, (args, kwargs))
+        is_float = lambda leaf: (
+            isinstance(leaf, jax.Array | np.ndarray | float) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+        )  # noqa: E731
+        own = jax.tree.map(lambda leaf: same(jnp.asarray(leaf)) if is_float(leaf) else leaf, (args, kwargs))
         share = _as_numbers(loss(*own[0], **own[1]), "the result of the function given to global_loss")
         if share.ndim:
             raise TypeError(
@@ -229,10 +233,6 @@ def global_loss(loss: Callable[..., Any]) -> Callable[..., jax.Array]:
         return replicas.sum([share])[0]
 
     return whole
-
-
-def _is_differentiable(leaf: object) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | float) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 
 
 def _share(loss: jax.Array) -> jax.Array:

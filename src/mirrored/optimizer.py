@@ -243,8 +243,8 @@ class Optimizer:
             axis = None if frame is None else frame.axis
             values = [_one_value(gradient, v, op, axis, note) for note, (gradient, v) in zip(notes, pairs, strict=True)]
             if axis is None:
-                returned = {note: is_share(g) for note, (g, _) in zip(notes, pairs, strict=True) if isinstance(g, PerReplica)}
-                check_outside(returned, spec_of(self._leaves[0]).mesh.num_replicas)
+                shares = {note: is_share(gradient) for note, (gradient, _) in zip(notes, pairs, strict=True)}
+                check_outside(shares, spec_of(self._leaves[0]).mesh.num_replicas)
             return values
         if op is None:
             return [gradient for gradient, _ in pairs]

@@ -110,22 +110,28 @@ def test_one_thread_does_what_workers_do_together_until_it_ends_or_hands_over() 
             act()
         refused.append(str(raised.value))
 
+    def run() -> None:
+        progress.enter("train", b"0", is_run=True)
+
     wait = progress.phase("saving", waits=True)
-    on_threads(wait.__enter__, lambda: wait.__exit__(None, None, None))  # nobody has begun
-    on_threads(lambda: progress.enter("count", b"0"))
-    progress.enter("train", b"0")  # the other thread has ended
-    on_threads(lambda: refuse(lambda: progress.enter("count", b"0")), lambda: refuse(wait.__enter__))
+    on_threads(lambda: progress.enter("initial values", b"0"), wait.__enter__, lambda: wait.__exit__(None, None, None))
+    progress.enter("initial values", b"0")  # no run yet, so a thread may begin that trains
+    for _ in range(3):  # each with the number of the one before, maybe, which has ended
+        on_threads(run)
+        assert not progress.trail.is_elsewhere()
+    run()
+    on_threads(lambda: refuse(run), lambda: refuse(lambda: progress.did("assign", b"0")), lambda: refuse(wait.__enter__))
     on_threads(lambda: progress.took_batch(None, [1]))
-    assert progress.trail.last.number == 2 and progress.phases == () and progress.started == 2
-    assert refused[0].startswith("'count' was called in the thread 'evaluation'") and "'MainThread'" in refused[0]
+    assert progress.trail.last.number == progress.started == 6 and progress.phases == ()
+    assert refused[0].startswith("'train' was called in the thread 'evaluation'") and "'MainThread'" in refused[0]
 
     def go_on() -> None:
         progress.trail.take_over()
-        progress.enter("train", b"0")
-        on_threads(lambda: refuse(lambda: progress.enter("count", b"0")))
+        run()
+        on_threads(lambda: refuse(run))
 
     on_threads(go_on)
-    assert progress.trail.last.number == 3 and len(refused) == 3
+    assert progress.trail.last.number == 7 and len(refused) == 4
 
 
 def test_a_step_pays_almost_nothing() -> None:

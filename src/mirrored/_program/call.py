@@ -36,7 +36,7 @@ class ArrayLeaf(NamedTuple):
     is_weak: bool
     is_per_replica: bool
     shapes: tuple[Shape, ...] | None = None  # of the PerReplica, when they differ
-    is_batch: bool = False  # whether it is of a dataset, in a call of which some argument has different shapes
+    is_batch: bool = False  # whether it is a dataset's and has one shape, in a call of which another argument has several
 
     def aval(self, shape: Shape) -> jax.ShapeDtypeStruct:
         """Return its type for a trace, with this shape."""
@@ -121,8 +121,9 @@ def key_of(
     for leaf in flat:
         if isinstance(leaf, PerReplica):
             array = stack_of(leaf)
-            is_batch = is_uneven and last_sizes(leaf) is not None
-            kinds.append(_array_leaf((array.shape[1:], array.dtype, False, True, uneven_shapes(leaf), is_batch)))
+            shapes = uneven_shapes(leaf)
+            is_batch = is_uneven and shapes is None and last_sizes(leaf) is not None
+            kinds.append(_array_leaf((array.shape[1:], array.dtype, False, True, shapes, is_batch)))
         elif isinstance(leaf, jax.Array):
             array = leaf
             is_weak = getattr(array, "weak_type", False)  # random keys have none

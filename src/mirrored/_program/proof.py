@@ -192,7 +192,8 @@ class _Pass(Analysis[State]):
         state = join(inputs)
         if name in _SPECIAL:
             state = state.saying(_said(name, inputs))
-        if any(getattr(atom.aval, "dtype", "") == "bool" for atom in equation.outvars):  # whether a loss is finite is no loss
+        # Whether a loss is finite is no loss, nor is its place.
+        if not all(jax.numpy.issubdtype(getattr(atom.aval, "dtype", np.float32), np.inexact) for atom in equation.outvars):
             state = state.saying(min(state.said, Said.NOTHING))
         if not state.is_mirrored:
             return state

@@ -91,9 +91,9 @@ def check_gradients(findings: Findings, num_replicas: int) -> None:
             user_code.warn(message.format(where=note.where, num_replicas=num_replicas), FactorOfReplicasWarning)
 
 
-def check_outside(are_shares: dict[Mark, bool], num_replicas: int) -> None:
+def check_outside(are_shares: dict[Mark, bool | None], num_replicas: int) -> None:
     """As `check_gradients`, of values that steps have returned: for each what it is combined for, and whether it is a share."""
-    said = {note: Said.SHARE if is_share else Said.NOTHING for note, is_share in are_shares.items()}
+    said = {note: Said.SHARE if is_share else Said.NOTHING for note, is_share in are_shares.items() if is_share is not None}
     check_gradients(Findings(marks=[(note, varying("").saying(said[note])) for note in said]), num_replicas)
 
 

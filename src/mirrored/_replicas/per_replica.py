@@ -55,7 +55,7 @@ class PerReplica:
         shapes: tuple[Shape, ...] | None = None,
         carried: tuple[jax.Array, jax.Array, Any] | None = None,
         last_sizes: tuple[int, ...] | None = None,
-        is_share: bool = False,
+        is_share: bool | None = None,
     ) -> None:
         """Wrap a stacked array; users get PerReplica values from a strategy instead."""
         self._array = array  # `[R, ...]`, sharded over the replicas along its first axis
@@ -63,7 +63,7 @@ class PerReplica:
         self._carried = carried  # SUM and MEAN over the replicas, and their mesh, where the program that made the values has them
         # Of a dataset's batch, each replica's rows of its last batch, when these are known to differ, else (); else None.
         self._last_sizes = last_sizes
-        self._is_share = is_share  # whether its step knows that it is a share of a loss, or computed from one
+        self._is_share = is_share  # whether a step has made it of a share of a loss; None of what no step has made
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
@@ -195,8 +195,8 @@ last_sizes: Callable[[PerReplica], tuple[int, ...] | None] = operator.attrgetter
 uneven_shapes: Callable[[PerReplica], tuple[Shape, ...] | None] = operator.attrgetter("_shapes")
 
 
-def is_share(value: object) -> bool:
-    return isinstance(value, PerReplica) and value._is_share
+def is_share(value: object) -> bool | None:
+    return value._is_share if isinstance(value, PerReplica) else None
 
 
 def require_whole(value: PerReplica, what: Callable[[], str]) -> None:
@@ -237,7 +237,7 @@ def of_last_batch(arguments: PyTree) -> PyTree | None:
 def _last(value: PerReplica) -> PerReplica:
     array, sizes = value._array, value._last_sizes or ()
     stands_for = jax.ShapeDtypeStruct((len(sizes), max(sizes), *array.shape[2:]), array.dtype, sharding=array.sharding)
-    return PerReplica(stands_for, tuple((size, *array.shape[2:]) for size in sizes), None, ())
+    return PerReplica(stands_for, tuple((size, *array.shape[2:]) for size in sizes))
 
 
 jax.tree_util.register_pytree_node(

@@ -82,7 +82,7 @@ def started(name: str, text: str, program: Callable[..., Any], is_run: bool = Fa
     def announce(*arguments: Any) -> None:
         if agreement.checks_order:
             agreement.check_order(name, text)
-        progress.enter(name, own_digest)
+        progress.enter(name, own_digest, is_run)
         progress.runs += is_run
         progress.updates += is_update
 

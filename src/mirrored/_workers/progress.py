@@ -62,16 +62,15 @@ class ProgramTrail:
     def __init__(self) -> None:
         self._last = (0, 0, 0, "")  # the fields of an Entry, which would take twice the time to make
         self._ring = [self._last] * SIZE
-        self._thread: threading.Thread | None = None  # that adds: the first one, while it lives
-        self._ident = 0  # its number, which is asked in every step
+        self._thread: threading.Thread | None = None  # that adds: the one of the user's first program, while it lives
 
     def take_over(self) -> None:
         """Let this thread add from now on."""
-        self._thread, self._ident = threading.current_thread(), threading.get_ident()
+        self._thread = threading.current_thread()
 
     def is_elsewhere(self) -> bool:
         """Tell whether another thread adds."""
-        return self._ident != threading.get_ident() and self._thread is not None and self._thread.is_alive()
+        return self._thread is not None and self._thread is not threading.current_thread() and self._thread.is_alive()
 
     def require_this_thread(self, what: str) -> None:
         """Raise ContextError when another thread than the first one does what all workers must do alike."""
@@ -85,9 +84,8 @@ class ProgramTrail:
 
     def add(self, what: str, digest: bytes, step: int) -> None:
         """Add an entry; `digest` is equal for equal entries only."""
-        if self._ident != threading.get_ident():
+        if self._thread is not threading.current_thread():
             self.require_this_thread(what)
-            self.take_over()
         number, checksum, _, _ = self._last
         self._ring[number % SIZE] = self._last = (number + 1, zlib.crc32(digest, checksum), step, what)
 
@@ -159,14 +157,17 @@ class Progress:
         """The step of messages, as users count them: the runs that train; where nothing is trained, all runs."""
         return self.updates or self.runs
 
-    def enter(self, program: str, digest: bytes) -> None:
+    def enter(self, program: str, digest: bytes, is_run: bool = False) -> None:
         """Note that a program is about to be started: before the call, which itself may wait for the other workers.
 
-        Its digest is equal on two workers exactly when they may run it together. Set `witness` to a result of it afterwards.
+        Its digest is equal on two workers exactly when they may run it together. The thread of a run, a program of the user's,
+        starts all that follow. Set `witness` to a result of it afterwards.
         """
         self.witness = None
         self.program = program
         self.did(program, digest)
+        if is_run:
+            self.trail.take_over()
         self.started += 1
 
     def did(self, what: str, digest: bytes) -> None:
