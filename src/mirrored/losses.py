@@ -220,9 +220,7 @@ def global_loss(loss: Callable[..., Any]) -> Callable[..., jax.Array]:
             # The transpose of a sum over the replicas is a sum again: of R equal cotangents here, and of R own ones there.
             return same(*primals), replicas.sum(tangents)[0] / replicas.size
 
-        is_float = lambda leaf: (
-            isinstance(leaf, jax.Array | np.ndarray | float) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
-        )  # noqa: E731
+        is_float = lambda x: isinstance(x, jax.Array | np.ndarray | float) and jnp.issubdtype(jnp.result_type(x), jnp.inexact)  # noqa: E731
         own = jax.tree.map(lambda leaf: same(jnp.asarray(leaf)) if is_float(leaf) else leaf, (args, kwargs))
         share = _as_numbers(loss(*own[0], **own[1]), "the result of the function given to global_loss")
         if share.ndim:
