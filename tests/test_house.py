@@ -413,12 +413,12 @@ BUDGETS = {
     "_variables": 1872,  # 1,700
     "_models": 1258,  # 1,050
     "_updates": 264,  # 250
-    "_strategy": 1164,  # 1,100
+    "_strategy": 1165,  # 1,100
     "_transforms": 619,  # 600
     "data": 3458,  # 3,200
-    "_workers": 2296,  # 1,700
+    "_workers": 2295,  # 1,700
     "_cluster": 1550,  # 1,080
-    "_checkpoint": 2146,  # 1,800
+    "_checkpoint": 2147,  # 1,800
     "_report": 992,  # 800
     "_testing": 781,  # 750
     "losses optimizer": 654,  # 600

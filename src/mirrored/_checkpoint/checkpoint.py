@@ -329,7 +329,7 @@ class Checkpoint:
         named = Snapshot({path: entry for path, entry in saved.leaves.items() if path in leaves}, saved.arrays)
         saved = named if is_partial else saved
         problems = state.find_differences(leaves, saved)
-        is_too_much = not state.find_differences(leaves, named)
+        is_too_much = not (problems and state.find_differences(leaves, named))
         moved: list[tuple[Any, Any]] = []
         if not problems:
             try:

@@ -33,7 +33,8 @@ FORMAT = 2
 RECORD = "record.json"
 _ARRAYS = "arrays.npz"
 _PACKAGES = ("mirrored", "jax", "numpy")
-_STEP, _MAX_STEP = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII), 10**18 - 1
+_STEP = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)
+_MAX_STEP = 10**18 - 1
 _SAVING, _REMOVED, _MARK = ".saving-", ".removed-", ".shared-"
 #: How long another host's new file may take to become visible, and the age after which a temporary file has no owner.
 _SEEN_SECONDS, _STALE_SECONDS = 5.0, 3600.0

@@ -148,7 +148,7 @@ def find_differences(leaves: Leaves, saved: Snapshot) -> list[str]:
 def _find_difference(leaf: Any, saved: Snapshot, path: str) -> Iterator[str]:
     entry, here, there = saved.leaves[path], kind_of(leaf), _saved_kind(saved, path)
     if {here, there} & {"iterator", "number"}:
-        is_single = entry["kind"] == "array" and "key" not in entry and there.endswith("[]")
+        is_single = entry["kind"] == "array" and "key" not in entry and _saved_contents(saved, entry)[1] == ()
         is_equal = here == there or (here == "number" and is_single)
     else:
         is_equal = (dtype_name(leaf), tuple(leaf.shape)) == _saved_contents(saved, entry)

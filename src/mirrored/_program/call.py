@@ -116,7 +116,7 @@ def key_of(
     name_of = lambda position: _names(function, jax.tree.structure((tuple(args), kwargs), is_leaf=_is_leaf))[position]  # noqa: E731
     arrays: list[Any] = []
     static: list[Any] = []
-    kinds: list[Any] = []  # for each leaf, an ArrayLeaf or a static key
+    kinds: list[ArrayLeaf | Hashable] = []  # for each leaf, an ArrayLeaf or a static key
     is_uneven = any(type(leaf) is PerReplica and uneven_shapes(leaf) is not None for leaf in flat)
     for leaf in flat:
         if isinstance(leaf, PerReplica):

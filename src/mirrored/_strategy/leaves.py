@@ -42,8 +42,10 @@ class Leaves:
         return tuple(jax.tree.unflatten(treedef, row) for row in rows)
 
     def reduce(self, op: ReduceOp, tree: PyTree, axis: collectives.AxesLike) -> PyTree:
-        if op is ReduceOp.MEAN and any(map(is_share, jax.tree.leaves(tree, is_leaf=is_per_replica))):
-            check_outside({Mark(Purpose.MEAN, "", user_code.user_line()): True}, self.mesh.num_replicas)
+        if op is ReduceOp.MEAN:
+            values = [tree] if type(tree) is PerReplica else jax.tree.leaves(tree, is_leaf=is_per_replica)
+            if any(map(is_share, values)):
+                check_outside({Mark(Purpose.MEAN, "", user_code.user_line()): True}, self.mesh.num_replicas)
         if axis is None and type(tree) is PerReplica and (found := _carried_sum(op, tree, self.mesh)) is not None:
             return found
         return self._compute(tree, "reduce", lambda value: self._plan_reduce(op, value, axis))

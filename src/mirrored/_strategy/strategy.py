@@ -379,9 +379,8 @@ class Strategy:
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#experimental_distribute_dataset
         """
-        options = self._checked_input(options, "distribute_dataset")
+        options, worker = self._checked_input(options, "distribute_dataset")
         check_dataset(dataset, "distribute_dataset", options.auto_shard_policy)
-        worker = InputWorker(self._coordination.worker, self.num_workers, coordination=self._coordination)
         plan = make_plan(adapted(dataset), options.auto_shard_policy, worker, self.num_replicas_in_sync)
         return self._register(DistributedDataset(self._mesh, options, worker, plan))
 
@@ -416,25 +415,25 @@ class Strategy:
         """
         if not callable(dataset_fn):
             raise TypeError(f"dataset_fn is {shown(dataset_fn)}; expected a function of a mr.InputContext.")
-        options = self._checked_input(options, "distribute_datasets_from_function")
+        options, worker = self._checked_input(options, "distribute_datasets_from_function")
         if options.auto_shard_policy in (AutoShardPolicy.FILE, AutoShardPolicy.DATA):
             raise ValueError(
                 f"auto_shard_policy is {options.auto_shard_policy}, but dataset_fn shares the records out by itself, by "
                 "context.input_pipeline_id. Leave the policy out, or use strategy.distribute_dataset(dataset, options)."
             )
-        worker = InputWorker(self._coordination.worker, self.num_workers, coordination=self._coordination)
         context = InputContext(worker.count, worker.index, self.num_replicas_in_sync)
         dataset = dataset_fn(context)
         check_dataset(dataset, "distribute_datasets_from_function")
         plan = plan_of_function(adapted(dataset), worker, context)
         return self._register(DistributedDataset(self._mesh, options, worker, plan))
 
-    def _checked_input(self, options: InputOptions | None, verb: str) -> InputOptions:
+    def _checked_input(self, options: InputOptions | None, verb: str) -> tuple[InputOptions, InputWorker]:
         if options is not None and not isinstance(options, InputOptions):
             raise TypeError(f"options is {shown(options)}; expected mr.InputOptions(...).")
         frames.require_cross_replica(verb, "Distribute the dataset before the step and pass its batches to it.")
         self._check_current(verb)
-        return options or InputOptions()
+        own = self._coordination
+        return options or InputOptions(), InputWorker(own.worker, own.num_workers, coordination=own)
 
     def _register(self, dataset: DistributedDataset) -> DistributedDataset:
         self._datasets.add(dataset)

@@ -84,8 +84,7 @@ class ProgramTrail:
 
     def add(self, what: str, digest: bytes, step: int) -> None:
         """Add an entry; `digest` is equal for equal entries only."""
-        if self._thread is not threading.current_thread():
-            self.require_this_thread(what)
+        self.require_this_thread(what)
         number, checksum, _, _ = self._last
         self._ring[number % SIZE] = self._last = (number + 1, zlib.crc32(digest, checksum), step, what)
 
