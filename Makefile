@@ -31,13 +31,13 @@ test-oldest:
 test-all: setup
 	$(BIN)/python -m pytest -q -n $(JOBS) -m "slow or not slow"
 
-## check: lint, types, and the documentation, whose examples the tests execute
+## check: lint, types, and the documentation, whose pages are executed
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
 	$(BIN)/python -m sphinx -q -W -b html docs out/docs
-	$(BIN)/python -m pytest -q -n $(JOBS) tests/test_docs.py tests/test_house.py
+	$(BIN)/python -m pytest -q -n $(JOBS) -m "slow or not slow" tests/test_docs.py tests/test_house.py
 
 ## mutants: damage the source in many small ways; each damage must fail its test
 mutants: setup

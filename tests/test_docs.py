@@ -48,19 +48,12 @@ def test_docstring_examples(name: str) -> None:
     assert runner.summarize(verbose=False).failed == 0, "".join(report)
 
 
-_SLOW = {"docs/tf-tutorials.md"}
-
-
 def _run(page: Path, **options: Any) -> subprocess.CompletedProcess[str]:
     return run_program(_PROGRAM, page, _STUBS, **options)
 
 
-def _case(page: Path) -> object:
-    name = str(page.relative_to(ROOT))
-    return pytest.param(page, id=name, marks=[pytest.mark.slow] * (name in _SLOW))
-
-
-@pytest.mark.parametrize("page", list(map(_case, PAGES)))
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_page_examples(page: Path) -> None:
     """Run a page as a reader does who copies its blocks into a file: in order, in a new process, with nothing before them."""
     for library in re.findall(r"^(?:import|from) (keras|flax|equinox)\b", page.read_text(), re.MULTILINE):

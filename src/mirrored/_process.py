@@ -41,9 +41,9 @@ replaced: dict[tuple[type, str], tuple[Callable[..., Any], Any]] = {}
 num_replacing = 0
 #: Keras model that was made in a strategy's scope, or runs on a strategy -> its devices.
 keras_models: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-#: Guards the next two: JAX's collectives while uneven steps are traced, and how many are.
+#: Guards the next two: modules with names and functions of JAX's that are replaced while steps are traced, and how many are.
 lax_lock = threading.Lock()
-lax_originals: dict[str, Callable[..., Any]] = {}
+lax_replaced: list[tuple[Any, str, Callable[..., Any]]] = []
 num_step_traces = 0
 
 # -- facts for reports

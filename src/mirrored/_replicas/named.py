@@ -10,6 +10,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -33,9 +34,9 @@ def seen() -> Iterator[None]:
     """Replace JAX's collectives while a step is traced inside this block."""
     with _process.lax_lock:
         if not _process.num_step_traces:
-            _process.lax_originals.update((name, getattr(jax.lax, name)) for name in NAMES)
-            originals = _process.lax_originals.items()
-            _replace({old: functools.wraps(old)(functools.partial(_call, name, old)) for name, old in originals})
+            _process.lax_replaced = _places()
+            for module, name, original in _process.lax_replaced:
+                setattr(module, name, functools.wraps(original)(functools.partial(_call, name, original)))
         _process.num_step_traces += 1
     try:
         yield
@@ -43,22 +44,21 @@ def seen() -> Iterator[None]:
         with _process.lax_lock:
             _process.num_step_traces -= 1
             if not _process.num_step_traces:
-                _replace({getattr(jax.lax, name): original for name, original in _process.lax_originals.items()})
+                for place in _process.lax_replaced:
+                    setattr(*place)
 
 
-def _replace(new: dict[Any, Any]) -> None:
-    """Replace functions in `jax.lax`, and in modules that have imported them by name."""
-    for key, module in list(sys.modules.items()):
-        names = getattr(module, "__dict__", {}) if key == "jax.lax" or not key.startswith("jax") else {}
-        for old in new:
-            if names.get(old.__name__) is old:
-                setattr(module, old.__name__, new[old])
+def _places() -> list[tuple[ModuleType, str, Callable[..., Any]]]:
+    """List `jax.lax` and the modules that have imported a collective by its name, each with the name and the collective."""
+    modules = [module for key, module in list(sys.modules.items()) if key == "jax.lax" or not key.startswith("jax")]
+    having = [module for module in modules if not getattr(module, "__dict__", {}).keys().isdisjoint(NAMES)]
+    originals = {name: getattr(jax.lax, name) for name in NAMES}
+    return [(module, name, own) for module in having for name, own in originals.items() if vars(module).get(name) is own]
 
 
 def _call(name: str, original: Callable[..., Any], x: PyTree, axis_name: object, *more: Any, **options: Any) -> PyTree:
     names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
-    frame = frames.current()
-    axis = None if frame is None else frame.axis
+    axis = frame.axis if (frame := frames.current()) else None
     if axis is None or REPLICA_AXIS not in names or tracing.is_mapped_over(REPLICA_AXIS):
         return original(x, axis_name, *more, **options)
     if axis.sizes is None:
