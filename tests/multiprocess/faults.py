@@ -208,6 +208,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
 def go_together(batch: Any) -> None:
     """Do what all workers do before something goes wrong with one of them."""
     if fault == "killed while compiling":
+        jax.config.update("jax_enable_compilation_cache", False)
         if is_culprit:
             die_in(0.5)
         strategy.run(large, args=(batch,))

@@ -8,6 +8,7 @@ here. With "fresh", Python starts anew. When the tests' process is gone, all wor
 
 import contextlib
 import faulthandler
+import gc
 import json
 import os
 import select
@@ -61,10 +62,14 @@ def serve() -> tuple[dict, list[int]]:
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # JAX's about fork: its backends have not started
-    for module in ("grain", "jax", "optax", "orbax.checkpoint", "mirrored._public"):
+    for module in ("grain", "jax", "optax", "mirrored._public"):
         __import__(module)
+    gc.collect()
+    gc.freeze()  # what is imported stays: no worker looks at it, which would copy it
     request, logs = serve()
 
+# The compile cache of the tests is not locked.
+warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
 os.setsid()  # so that its children can be killed with it
 for descriptor, log in enumerate(logs, 1):
     os.dup2(log, descriptor)
@@ -75,9 +80,9 @@ if request["fresh"]:
 os.environ.clear()
 os.environ.update(request["env"])
 faulthandler.enable()
-for name in ("jax_platforms", "jax_num_cpu_devices", "jax_enable_x64"):
+for name in sys.modules["jax"].config.values:
     if text := os.environ.get(name.upper()):
-        sys.modules["jax"].config.update(name, text if name == "jax_platforms" else int(text))
+        sys.modules["jax"].config.update(name, int(text) if text.lstrip("-").isdigit() else text)
 sys.path[0] = os.path.dirname(sys.argv[0])
 program = sys.modules["__main__"] = types.ModuleType("__main__")
 program.__file__ = sys.argv[0]

@@ -24,11 +24,11 @@ from typing import Any, BinaryIO
 QUICK_COMPILATION = "--xla_backend_optimization_level=0"
 #: A script that is the command `mirrored`.
 LAUNCHER = Path(__file__).with_name("launcher.py")
-#: What says to a process that it is a worker of a job, or changes what jax does; a test's workers inherit none of it.
-#: Nor PYTHONUNBUFFERED, which writes each piece of a line alone: a log message of another thread may come in between.
+#: What says to a process that it is a worker of a job, or changes what jax does; a test's workers inherit none of it
+#: but the compile cache. Nor PYTHONUNBUFFERED, which writes each piece of a line alone: a message may come in between.
 _NOT_INHERITED = re.compile(
-    r"(?i:.*_proxy)|TF_CONFIG|JAX_.*|XLA_.*|MIRRORED_.*|SLURM_.*|OMPI_.*|PMI_.*|PMIX_.*|RANK|WORLD_SIZE|LOCAL_.*|MASTER_.*"
-    r"|COORDINATOR_.*|NUM_PROCESSES|PROCESS_ID|PYTEST_.*|PYTHONUNBUFFERED|(PJRT_)?NPROC"
+    r"(?i:.*_proxy)|TF_CONFIG|JAX_(?!COMPILATION_CACHE|PERSISTENT).*|XLA_.*|MIRRORED_.*|SLURM_.*|OMPI_.*|PMI_.*|PMIX_.*"
+    r"|RANK|WORLD_SIZE|LOCAL_.*|MASTER_.*|COORDINATOR_.*|NUM_PROCESSES|PROCESS_ID|PYTEST_.*|PYTHONUNBUFFERED|(PJRT_)?NPROC"
 )
 
 
