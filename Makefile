@@ -70,7 +70,7 @@ dist: setup
 
 ## lock: choose new versions (needs uv)
 lock:
-	uv pip compile pyproject.toml --extra checkpoint --extra data --extra examples --extra keras --extra flax --extra equinox --group dev --universal --python-version 3.11 \
+	uv pip compile pyproject.toml --extra data --extra examples --extra keras --extra flax --extra equinox --group dev --universal --python-version 3.11 \
 	  --no-emit-index-url --custom-compile-command "make lock" --upgrade --quiet --output-file requirements.lock
 
 clean:

@@ -77,9 +77,6 @@ def _nothing_is_left_behind():
     yield
     assert _environment() == environment, "a test changed the environment"
     assert mr.has_strategy() is False, "a test left a scope open"
-    for thread in threading.enumerate():
-        if thread.name.startswith("asyncio_"):  # of orbax, which closes its event loops and does not wait for their threads
-            thread.join(30)
     left = [t for t in threading.enumerate() if t not in threads and t.is_alive() and not t.daemon]
     assert not left, f"a test left threads behind: {left}"
 

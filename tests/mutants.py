@@ -87,7 +87,7 @@ def run_test(test: str, folder: Path) -> NoReturn:
 
 def missed(chosen: list[Mutant], num_jobs: int) -> Iterator[tuple[Mutant, str]]:
     """Run the tests, each in a fork of this process, which has imported all but the package; yield what was not caught."""
-    for name in ("grain", "jax", "optax", "orbax.checkpoint"):  # not hypothesis: pytest rewrites its plugins as they are imported
+    for name in ("grain", "jax", "optax"):  # not hypothesis: pytest rewrites its plugins as they are imported
         importlib.import_module(name)
     warnings.simplefilter("ignore")  # JAX warns of forks; here it has not started
     os.chdir(TESTS.parent)

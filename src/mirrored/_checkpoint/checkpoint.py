@@ -22,8 +22,9 @@ from .._variables.variable import spec_of
 from .._workers import runtime
 from .._workers.progress import progress
 from .._workers.same_program import require_same_history
-from . import checksums, files, same_on_workers, state
+from . import files, same_on_workers, state
 from . import leaves as values
+from . import record as records
 from .files import DamagedStep, StepFiles
 from .leaves import Leaves
 from .state import Snapshot
@@ -150,7 +151,7 @@ class Checkpoint:
         error = None
         try:
             leaves = self._leaves()
-            report["digest"] = checksums.record_checksum(values.kinds_of(leaves))
+            report["digest"] = records.digest(values.kinds_of(leaves))
             positions = state.positions_of(leaves)
             coordination_of(self._strategy).tell_chief(_POSITIONS, positions)
             if self._strategy.is_chief:
@@ -312,7 +313,7 @@ class Checkpoint:
         try:
             record, arrays = self._files.read(step)
             saved = Snapshot(record["leaves"], arrays)
-            report["id"] = [record["time"], checksums.record_checksum(record)]
+            report["id"] = [record["time"], records.digest(record)]
         except DamagedStep as damage:
             report["problems"] = list(damage.args)
         except Exception as error:  # such as a disk that does not answer on one worker

@@ -15,7 +15,8 @@ import shlex
 import shutil
 import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping
+import zipfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,14 +24,16 @@ import numpy as np
 
 from .._errors import CheckpointError
 from .._text import version_of
-from . import checksums, format_1
+from . import record as records
 from .sole_writer import LOCK, SoleWriter, sole_writer
 
 _logger = logging.getLogger("mirrored")
 
-#: The format that is written; older ones are read too.
-FORMAT = 2
+#: The format that is written and read.
+FORMAT = 3
 RECORD = "record.json"
+#: A record that is larger was not written here.
+MAX_RECORD_BYTES = 256 * 1024 * 1024
 _ARRAYS = "arrays.npz"
 _PACKAGES = ("mirrored", "jax", "numpy")
 _STEP = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)
@@ -170,7 +173,8 @@ class StepFiles:
             with _synced(new / _ARRAYS) as file:
                 stored = {key: _in_numpys_dtype(array) for key, array in arrays.items()}
                 np.savez(file, **stored)  # pyrefly: ignore[bad-argument-type]
-            files = {_ARRAYS: checksums.file_checksum(new / _ARRAYS)}
+            with zipfile.ZipFile(new / _ARRAYS) as zipped:
+                sums = _checksums(zipped)
             whole = {
                 **record,
                 "format": FORMAT,
@@ -178,13 +182,13 @@ class StepFiles:
                 "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
                 "versions": {name: version_of(name) for name in _PACKAGES},
                 "arrays": {
-                    key: {"dtype": array.dtype.name, "shape": list(array.shape), "crc32": checksums.array_checksum(key, array)}
+                    key: {"dtype": array.dtype.name, "shape": list(array.shape), "crc32": sums[key]}
                     for key, array in arrays.items()
                 },
-                "files": files,
             }
             with _synced(new / RECORD) as file:
-                file.write(checksums.encode_record(whole))
+                file.write(records.encode(whole))
+            num_bytes = (new / _ARRAYS).stat().st_size
             _sync(new)
             if step in self.look()[0]:
                 self.remove(step)
@@ -195,7 +199,7 @@ class StepFiles:
             raise
         finally:
             _being_written.discard(str(new))
-        return sum(size for size, _ in files.values())
+        return num_bytes
 
     def remove(self, step: int) -> None:
         """Remove a step: one rename ends it, whatever happens while its files are deleted."""
@@ -212,26 +216,18 @@ class StepFiles:
         directory = self.root / str(step)
         try:
             record = _read_record(directory, step)
-            problems, is_readable = checksums.compare_files(directory, record["files"], RECORD)
-        except OSError as error:
-            raise self._not_read(step, directory, error) from error
-        if not is_readable:
-            raise DamagedStep(*problems)  # a file of another kind may block its reader for ever
-        arrays, described = {}, record["arrays"]
-        where, read = (
-            (directory / format_1.ARRAYS, format_1.read) if record["format"] == 1 else (directory / _ARRAYS, _read_arrays)
-        )
-        try:
-            for key, array in read(where, described):
-                arrays[key] = array.view(np.dtype(described[key]["dtype"])).reshape(described[key]["shape"])
+            with _plain_file(directory / _ARRAYS) as file:
+                problems = _find_damage(file, record)
+                arrays = {} if problems else _load(file, record["arrays"])
+            if problems:
+                raise DamagedStep(*problems)
+            return record, arrays
+        except CheckpointError:
+            raise
         except Exception as error:
-            if not problems:  # the files are as they were written
-                raise self._not_read(step, where, error) from error
-            problems.append(f"the arrays cannot be read: {type(error).__name__}: {_one_line(error)}")
-        problems += _array_problems(record, arrays)
-        if problems:
-            raise DamagedStep(*problems)
-        return record, arrays
+            if isinstance(error, DamagedStep) and directory.exists():
+                raise
+            raise self._not_read(step, directory, error) from error
 
     def _not_read(self, step: int, path: Path, error: Exception) -> CheckpointError:
         """Return the error for a step that could not be read without a sign of damage."""
@@ -256,7 +252,7 @@ def _why_no_step(entry: os.DirEntry[str]) -> str | None:
         return "is not a directory"
     if not (names := os.listdir(entry.path)):
         return "is an empty directory"
-    return None if {RECORD, _ARRAYS, format_1.ARRAYS} & set(names) else "was not written by mr.Checkpoint"
+    return None if {RECORD, _ARRAYS} & set(names) else "was not written by mr.Checkpoint"
 
 
 def _is_leftover(entry: os.DirEntry[str]) -> bool:
@@ -272,38 +268,66 @@ def _in_numpys_dtype(array: np.ndarray) -> np.ndarray:
     return array if array.dtype.isbuiltin == 1 else array.view(f"u{array.dtype.itemsize}")
 
 
-def _read_record(directory: Path, step: int) -> dict[str, Any]:
+@contextlib.contextmanager
+def _plain_file(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file of a step for a `with` block, but no link, and without waiting for the writer of a FIFO."""
     try:
-        with open(directory / RECORD, "rb", opener=checksums.open_plain) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode) or status.st_size > checksums.MAX_RECORD_BYTES:
-                raise ValueError(f"it is not a file of at most {checksums.MAX_RECORD_BYTES} bytes")
-            record = checksums.decode_record(file.read())
-    except (OSError, ValueError) as error:
-        if isinstance(error, OSError) and error.errno not in _NO_FILE:
-            error.filename = str(directory / RECORD)  # errors of `read` have none
-            raise
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise DamagedStep(f"file {path.name} is not a plain file")
+            yield file
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            raise DamagedStep(f"file {path.name} cannot be used: {_one_line(error)}") from error
+        error.filename = str(path)  # errors of `read` have none
+        raise
+
+
+def _read_record(directory: Path, step: int) -> dict[str, Any]:
+    with _plain_file(directory / RECORD) as file:
+        data = file.read(MAX_RECORD_BYTES + 1)
+    try:
+        if len(data) > MAX_RECORD_BYTES:
+            raise ValueError(f"it has more than {MAX_RECORD_BYTES} bytes")
+        record = records.decode(data)
+    except ValueError as error:
         raise DamagedStep(f"file {RECORD} cannot be used: {_one_line(error)}") from error
     if record.get("step") != step:
         raise DamagedStep(f"file {RECORD} is that of step {record.get('step')!r}")
-    if not isinstance(record.get("format"), int) or record["format"] > FORMAT:
+    if record.get("format") != FORMAT:
         raise CheckpointError(
-            f"{directory} has format {record.get('format')!r}, and this version of mirrored reads formats up to {FORMAT}. It was "
+            f"{directory} has format {record.get('format')!r}, and this version of mirrored reads format {FORMAT}. It was "
             f"written by {record.get('versions')}: install that version."
         )
     return record
 
 
-def _read_arrays(path: Path, keys: Iterable[str]) -> Iterator[tuple[str, np.ndarray]]:
-    with open(path, "rb", opener=checksums.open_plain) as file, np.load(file) as arrays:
-        for key in keys:
-            yield key, arrays[key]
-
-
-def _array_problems(record: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> list[str]:
+def _find_damage(file: IO[bytes], record: Mapping[str, Any]) -> list[str]:
+    """Compare the bytes of all arrays with the checksums in their file, and these with the record's."""
     names = {key: name for name, leaf in record["leaves"].items() for key in (leaf.get("value"), leaf.get("copies"))}
-    wrong = [key for key, array in arrays.items() if checksums.array_checksum(key, array) != record["arrays"][key]["crc32"]]
-    return [f"array {names.get(key, key)} is damaged: its CRC-32 is not the one that was written" for key in wrong]
+    try:
+        with zipfile.ZipFile(file) as zipped:
+            sums, bad = _checksums(zipped), zipped.testzip()
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # of a place before the file's begin
+            raise
+        return [f"file {_ARRAYS} is damaged: {_one_line(error)}"]
+    except Exception as error:  # of many types, all of them for bytes that no writer writes
+        return [f"file {_ARRAYS} is damaged: {type(error).__name__}: {_one_line(error)}"]
+    wrong = {key for key, about in record["arrays"].items() if sums.get(key) != about["crc32"]}
+    wrong |= {bad.removesuffix(".npy")} if bad else set()
+    return [f"array {names.get(key, key)} is damaged: its CRC-32 is not the one that was written" for key in sorted(wrong)]
+
+
+def _checksums(zipped: zipfile.ZipFile) -> dict[str, int]:
+    """Return the checksums that a file of `np.savez` has, by the arrays' keys."""
+    return {info.filename.removesuffix(".npy"): info.CRC for info in zipped.infolist()}
+
+
+def _load(file: IO[bytes], described: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    file.seek(0)
+    with np.load(file) as stored:
+        return {key: stored[key].view(np.dtype(about["dtype"])).reshape(about["shape"]) for key, about in described.items()}
 
 
 def _one_line(error: BaseException) -> str:

@@ -22,7 +22,7 @@ from .._text import NO_VERSION, escape, version_of
 DEVICES_SECONDS = 60.0
 _PACKAGES = ("mirrored", "jax", "jaxlib", "numpy", "optax")
 _OPTIONAL = (
-    "grain", "orbax-checkpoint", "protobuf", "google-crc32c", "flax", "keras", "equinox",
+    "grain", "protobuf", "google-crc32c", "flax", "keras", "equinox",
     "jax-cuda12-plugin", "jax-cuda13-plugin",
 )  # fmt: skip
 # Run in another process, so that a driver that hangs or crashes is only a line of the report.
