@@ -58,7 +58,7 @@ OFFERS = {
         per_replica.is_per_replica per_replica.is_share per_replica.last_sizes per_replica.of_last_batch
         per_replica.require_whole per_replica.stack_of per_replica.stack_shapes per_replica.uneven_shapes
         placement.check_later placement.checksum placement.mirror placement.mirror_constants
-        placement.refuse_argument placement.stack spent.Spent spent.forget_pause spent.waited
+        placement.own_copy placement.refuse_argument placement.stack spent.Spent spent.forget_pause spent.waited
     """,
     "_variables": """
         access.all_copies access.claimed access.copied access.lent access.load access.store assignment.check_per_replica
@@ -84,7 +84,8 @@ OFFERS = {
         normalization.over_replicas
     """,
     "_program": """
-        cache.Programs cache.listeners call.ArrayLeaf call.Call call.argument_names call.array_leaves call.key_of
+        cache.Programs cache.listeners call.ArrayLeaf call.Call call.argument_names call.array_leaves call.check_replicas
+        call.key_of
         call.take_apart eager.eager eager.is_eager lift.Lifted lift.plan_result lift.trace mistakes.explain
         program.Program program.StepProgram program.annotate program.collectives_of program.describe_program
         program.name_of_collective program.place program.program_compiled refusals.check_outside steps.Steps

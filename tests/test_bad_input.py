@@ -98,8 +98,6 @@ MirroredStrategy
     mr.MirroredStrategy(["cpu:0"], cross_device_ops="ring") => ValueError: cross_device_ops is 'ring'; expected None
     mr.MirroredStrategy(["cpu:0"], cross_device_ops=mr.NcclAllReduce) => TypeError: is the class .* Write .*NcclAllReduce\(\)
     mr.MirroredStrategy(["cpu:0"], cross_device_ops=mr.NcclAllReduce()) => ValueError: connects GPUs, but the devices are
-    mr.MirroredStrategy(["cpu:0"], cross_device_ops=mr.ReductionToOneDevice("cpu:1")) => DeviceError: is none of the strat
-    mr.MirroredStrategy(["cpu:0"], cross_device_ops=mr.ReductionToOneDevice(3)) => TypeError: reduce_to_device is 3; expect
 NcclAllReduce
     mr.NcclAllReduce(-1) => ValueError: num_packs is -1; expected 0 or more packs
 HierarchicalCopyAllReduce

@@ -287,3 +287,43 @@ def test_a_mean_by_weights_of_small_numbers_and_of_none():
         w = mr.Variable(3.0)
     [mask] = STRATEGY.distribute_dataset([np.ones(4, np.float32)])
     assert [float(STRATEGY.reduce("sum", value)) for value in STRATEGY.run(of_nothing, args=(mask,))] == [0.0, 0.0]
+
+
+#: Losses in which a share is divided again, and two in which it is not.
+AGAIN = {
+    "a mean": lambda w, x, y: mr.losses.mean_over_own_rows(compute_average_loss(each(w, x, y))),
+    "a penalty": lambda w, x, y: scale_regularization_loss(compute_average_loss(each(w, x, y))),
+    "beside rows": lambda w, x, y: each(w, x, y) + compute_average_loss(each(w, x, y)),
+}
+NOT_AGAIN = {
+    "said twice": lambda w, x, y: mr.losses.already_divided(2 * compute_average_loss(each(w, x, y))),
+    "two shares": lambda w, x, y: compute_average_loss(each(w, x, y)) + mr.losses.weighted_mean(each(w, x, y), jnp.ones_like(y)),
+}
+
+
+def updated(num_replicas, loss):
+    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+    with strategy.scope():
+        w = mr.Variable(W)
+        optimizer = mr.Optimizer(optax.sgd(1.0), [w])
+    [batch] = strategy.distribute_dataset([(X[:7], Y[:7])])
+    strategy.run(lambda x, y: optimizer.minimize(lambda: loss(w, x, y)), args=batch)
+    return w.numpy()
+
+
+def penalized(w, x, y, combine):
+    [gradient] = mr.grad(lambda: each(w, x, y), [w])()
+    return each(w, x, y) + 0.5 * jnp.sum(combine(gradient) ** 2)
+
+
+@pytest.mark.parametrize("name", [*AGAIN, "the gradient of a share"])
+def test_a_share_that_is_divided_again_is_refused_for_any_number_of_replicas(name):
+    loss = AGAIN.get(name, lambda *rows: penalized(*rows, lambda gradient: gradient))
+    for num_replicas in (1, 2):
+        with pytest.raises(mr.FactorOfReplicasError, match=r"the loss at .*test_losses.py:\d+ .* was divided so before"):
+            updated(num_replicas, loss)
+
+
+def test_shares_that_are_added_or_combined_are_not_divided_again():
+    for loss in (*NOT_AGAIN.values(), lambda *rows: penalized(*rows, all_of)):
+        np.testing.assert_allclose(updated(3, loss), updated(1, loss), rtol=1e-5)

@@ -223,14 +223,13 @@ class ReductionToOneDevice:
     takes R times the memory of each array. Without a function this option changes nothing.
 
     Args:
-        reduce_to_device: one of the strategy's devices, or None. It changes nothing, because every device has the result.
+        reduce_to_device: TensorFlow's argument. It changes nothing, because every device has the result.
         accumulation_fn: takes a list of R arrays of one shape and dtype, in the order of the replicas, and returns one like
             them. None: their sum. It replaces the sum in `all_reduce`, `strategy.reduce` and the gradients of
             `mr.Optimizer`; a MEAN is its result divided by R. The `aggregation` of a variable still adds up.
 
     Raises:
         TypeError: when `accumulation_fn` is no function, or, from a step, when it returns something else.
-        DeviceError: (a ValueError) from the strategy, when `reduce_to_device` is none of its devices.
 
     >>> largest = mr.ReductionToOneDevice(accumulation_fn=lambda values: jnp.stack(values).max(axis=0))
     >>> strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=largest)

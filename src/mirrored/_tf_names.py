@@ -187,25 +187,25 @@ def explain_arguments(owner: str) -> Callable[[ClassT], ClassT]:
     return explain
 
 
+def hints(owner: str) -> Callable[[ClassT], ClassT]:
+    """Let a class say what to write in place of an attribute that it lacks; type checkers still find such a name."""
+
+    def hint(self: Any, name: str) -> Any:
+        if owner != "mr.Strategy" or name not in ALIASES:
+            raise missing(owner, name)
+        warnings.warn(f"strategy.{name} is called strategy.{ALIASES[name]} here.", DeprecationWarning, stacklevel=2)
+        return getattr(self, ALIASES[name])
+
+    def add(kind: ClassT) -> ClassT:
+        kind.__getattr__ = hint  # pyrefly: ignore[missing-attribute]
+        return kind
+
+    return add
+
+
 def missing(owner: str, name: str) -> AttributeError:
     """Return the error for an attribute that an owner such as `mr.Strategy` lacks, with the line to write if there is one."""
     instead = _INSTEAD[owner]
     prefix = "experimental_"
     sentence = instead.get(name) or (instead.get(prefix) if name.startswith(prefix) else None)
     return AttributeError(f"{owner} has no attribute {name!r}" + (f". {sentence}" if sentence else ""))
-
-
-def add_aliases(kind: type) -> None:
-    """Give the class of strategies TensorFlow's older names of its methods."""
-
-    def alias(old: str, new: str) -> Callable[..., Any]:
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            warnings.warn(f"strategy.{old} is called strategy.{new} here.", DeprecationWarning, stacklevel=2)
-            return getattr(self, new)(*args, **kwargs)
-
-        method.__name__ = method.__qualname__ = old
-        method.__doc__ = f"Call `{new}`, under its TensorFlow name."
-        return method
-
-    for old, new in ALIASES.items():
-        setattr(kind, old, alias(old, new))

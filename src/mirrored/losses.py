@@ -165,7 +165,7 @@ def already_divided(loss: _ArrayLike) -> jax.Array:
     Source: https://www.tensorflow.org/tutorials/distribute/custom_training
     """
     _replicas("already_divided")
-    return _share(_scalar(loss, "already_divided"))
+    return _share(_scalar(loss, "already_divided"), "")
 
 
 def global_loss(loss: Callable[..., Any]) -> Callable[..., jax.Array]:
@@ -233,9 +233,9 @@ def global_loss(loss: Callable[..., Any]) -> Callable[..., jax.Array]:
     return whole
 
 
-def _share(loss: jax.Array) -> jax.Array:
+def _share(loss: jax.Array, how: str = "divided") -> jax.Array:
     """Mark a loss as this replica's share, so that nobody is warned that its gradients are summed."""
-    return _marks.mark(loss, _marks.Mark(_marks.Purpose.SHARE, "loss", ""))
+    return _marks.mark(loss, _marks.Mark(_marks.Purpose.SHARE, how, ""))
 
 
 def _scalar(loss: object, name: str) -> jax.Array:

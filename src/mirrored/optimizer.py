@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ Aggregate = Literal["sum", "mean"] | ReduceOp | bool | None
 _SAID = {ReduceOp.SUM: Purpose.SUMMED_GRADIENT, ReduceOp.MEAN: Purpose.MEAN_GRADIENT}
 
 
+@_tf_names.hints("mr.Optimizer")
 class Optimizer:
     """An optax transformation and the variables that it updates. In a step it combines the replicas' gradients first.
 
@@ -289,11 +290,6 @@ class Optimizer:
 
     def _as_tree(self, leaves: list[Any]) -> PyTree:
         return jax.tree.unflatten(self._treedef, leaves)
-
-    if not TYPE_CHECKING:  # so that type checkers find misspelt names
-
-        def __getattr__(self, name: str) -> NoReturn:
-            raise _tf_names.missing("mr.Optimizer", name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if _tf_names.is_told("mr.Optimizer", name):  # else a learning rate would be set that nobody reads

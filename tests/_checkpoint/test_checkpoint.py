@@ -1058,3 +1058,31 @@ def test_the_loop_that_the_docs_warn_of_does_not_go_on_so(tmp_path: Path) -> Non
     used, end = run_epochs(tmp_path / "whole", 0, naive)
     first, _ = run_epochs(tmp_path / "parts", 4, naive)
     assert first == used[:4] and run_epochs(tmp_path / "parts", 0, naive)[1] != end
+
+
+def test_masks_are_refused_and_what_was_made_of_a_python_number_stays_so(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"state\['m'\] is a masked array, .* Write array.filled\(value\)"):
+        save(tmp_path, 1, state={"m": np.ma.masked_array([1.0, 2.0], mask=[0, 1])})
+    state = {"rate": jnp.asarray(0.5), "strong": jnp.float32(0.5)}
+    save(tmp_path, 1, state=state)
+    state["rate"] = state["rate"] * 2
+    assert restore(tmp_path, state=state) == 1 and float(state["rate"]) == 0.5
+    half = jnp.ones(1, jnp.bfloat16)
+    assert (half * state["rate"]).dtype == jnp.bfloat16 and (half * state["strong"]).dtype == jnp.float32
+
+
+def test_a_step_that_takes_the_place_of_another_while_one_looks_is_seen(tmp_path: Path, monkeypatch) -> None:
+    w = mr.Variable(1.0)
+    save(tmp_path, 1, w=w)
+    listdir = os.listdir
+
+    def replaced(path: str) -> list[str]:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "listdir", listdir)
+            if os.path.basename(path) == "1":
+                save(tmp_path, 2, w=w)
+                shutil.rmtree(path)
+            return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", replaced)
+    assert _files.StepFiles(tmp_path).look() == ([2], [])

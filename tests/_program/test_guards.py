@@ -271,6 +271,6 @@ def test_paths_are_named_as_they_are_written():
         return [self.cfg["lr"], k.cfg["inner"][0].lr, t.lr, SCALE, jnp.sum(x), (lambda: self.lr)()]
 
     sight = look_at((functools.partial(step, t),))
-    expected = dict.fromkeys(("self.cfg['lr']", "k.cfg['inner'][0].lr", "t.lr", "SCALE", "self.lr"), (float, "2.0"))
+    expected = dict.fromkeys(("self.cfg['lr']", "k.cfg['inner'][0].lr", "t.lr", "SCALE", "self.lr"), 2.0)
     assert {name: sight.named[name] for name in expected} == expected
     assert jnp in sight.objects and not any(each is jnp.sum for each in sight.objects)

@@ -145,3 +145,19 @@ def test_values_are_right_wherever_tree_map_put_them(strategy2, even):
         assert repr(moved) == repr(even)
         assert strategy2.reduce("sum", moved).tolist() == [4, 6]
         assert strategy2.run(lambda x: 2 * x, args=(moved,)).values[1].tolist() == [6, 8]
+
+
+def test_batches_that_were_stacked_outside_of_a_step_are_refused(strategy2):
+    """With as many batches as replicas, shapes tell nothing."""
+    batches = list(strategy2.distribute_dataset([np.arange(4.0), np.arange(4.0) + 10]))
+    stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *batches)
+    for use in (
+        lambda: strategy2.reduce("mean", stacked, axis=0),
+        lambda: strategy2.gather(stacked, axis=0),
+        lambda: strategy2.run(lambda x: x.sum(), args=(stacked,)),
+        lambda: mr.function(lambda x: strategy2.reduce("mean", x, axis=0))(stacked),
+    ):
+        with pytest.raises(mr.PerReplicaError, match=r"first axis is another than that of the replicas.*jnp.stack\(x\), args"):
+            use()
+    right = strategy2.run(lambda *rows: jnp.stack(rows), args=batches)
+    assert strategy2.reduce("mean", right, axis=(0, 1)) == 6.5

@@ -145,7 +145,6 @@ def test_a_name_of_tensorflow_warns_at_the_users_line(strategy2):
     with pytest.warns(DeprecationWarning, match=r"experimental_local_results is called strategy\.local_results") as caught:
         assert strategy2.experimental_local_results(7) == (7,)
     assert caught[0].filename == __file__
-    assert mr.Strategy.experimental_local_results.__doc__ == "Call `local_results`, under its TensorFlow name."
 
 
 # -- explain
@@ -223,3 +222,27 @@ def test_barrier_waits_for_what_was_dispatched(strategy3):
     strategy3.run(lambda: w.assign(w @ w.value))
     strategy3.barrier("after the step")
     assert w._array.is_ready()
+
+
+def test_a_scope_may_be_entered_again_and_inside_itself(strategy2):
+    scope, other = strategy2.scope(), mr.OneDeviceStrategy("cpu:0").scope()
+    for _ in range(2):
+        with scope as entered:
+            with scope:
+                assert mr.get_strategy() is strategy2 is entered
+            with pytest.raises(mr.StrategyMismatchError), other:
+                pass
+            assert mr.get_strategy() is strategy2
+        assert not mr.has_strategy()
+    with other:
+        assert mr.get_strategy().num_replicas_in_sync == 1
+
+
+def test_a_function_of_values_may_use_its_memory_again(strategy2):
+    buffer = np.zeros(2)
+
+    def value(context):
+        buffer[:] = context.replica_id_in_sync_group
+        return buffer
+
+    assert [v.tolist() for v in strategy2.distribute_values_from_function(value).values] == [[0, 0], [1, 1]]

@@ -188,3 +188,16 @@ def test_cond_takes_the_branch_that_the_condition_says_and_keeps_the_rest(strate
 
     assert [float(choose(jnp.bool_(flag))) for flag in (True, False, False)] == [11.0, 102.0, 202.0]
     assert (float(a), float(b)) == (11.0, 202.0)
+
+
+def test_what_is_collected_of_an_uneven_batch_has_no_padding(strategy2):
+    [batch] = strategy2.distribute_dataset([np.array([1.0, 2.0, 3.0], np.float32)])
+
+    def samples(batch):
+        return mr.scan(lambda c, k: (c, strategy2.run(lambda x: x * 10 + k, args=(batch,))), 0.0, jnp.arange(2.0))[1]
+
+    for make in (samples, mr.function(samples)):
+        collected = make(batch)
+        assert collected.shapes == ((2, 2), (2, 1))
+        assert strategy2.gather(collected, axis=1).tolist() == [[10, 20, 30], [11, 21, 31]]
+        assert float(strategy2.reduce("mean", collected, axis=(0, 1))) == 20.5

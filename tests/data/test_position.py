@@ -182,6 +182,7 @@ def test_a_position_that_cannot_be_saved_is_an_error_only_when_asked_for() -> No
     no_position = r"Reiterable has no position that could be saved: .* Use strategy\.make_numpy_dataset"
     for state, error, message in (
         (None, TypeError, no_position), (object, TypeError, "which JSON cannot hold"), (lambda: 1 // 0, ZeroDivisionError, "div"),
+        (lambda: {"done": [{0: 6}]}, TypeError, "has the key 0, which would come back from JSON as a text"),
     ):  # fmt: skip
         source = Reiterable(lambda: iter([np.arange(4), np.arange(4, 8)]))
         if state is not None:

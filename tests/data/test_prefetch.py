@@ -158,8 +158,10 @@ def test_an_exception_arrives_as_it_was_after_the_batches_before_it_and_ends_the
     assert traceback.extract_tb(caught.value.__traceback__)[-1].line == "raise error"
     assert not feeding()
     for _ in range(2):
-        with pytest.raises(StopIteration):
+        with pytest.raises(RuntimeError, match=r"the input failed before, with BrokenError\('disk'\), .* would be lost"):
             next(iterator)
+    iterator.close()
+    assert next(iterator, None) is None
 
 
 class BrokenEnd:
@@ -214,8 +216,12 @@ def test_ctrl_c_in_a_pipeline_that_nobody_reads_ahead_loses_none_or_says_so(stra
     rows = strategy2.make_numpy_dataset(np.arange(12)).shuffle(seed=1).batch(2)
     iterator, seen = iter(strategy2.distribute_dataset(rows, WITHOUT_THREAD).map(once_interrupted).repeat(2)), []
     while len(seen) < 12:
-        with contextlib.suppress(KeyboardInterrupt):
+        try:
             seen.append(rows_of(next(iterator)))
+        except KeyboardInterrupt:
+            with pytest.raises(RuntimeError, match=r"the input failed before, with KeyboardInterrupt\(\), and the batches"):
+                next(iterator)
+            iterator.set_state(iterator.get_state())  # the line of the message
     assert len(calls) == 13 and next(iterator, None) is None and seen[:6] != seen[6:]
     assert np.sort(seen[:6], axis=None).tolist() == np.sort(seen[6:], axis=None).tolist() == list(range(12))
 
@@ -224,7 +230,7 @@ def test_ctrl_c_in_a_pipeline_that_nobody_reads_ahead_loses_none_or_says_so(stra
     with pytest.raises(KeyboardInterrupt):
         list(iterator)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"was interrupted while it read a batch .* Begin anew: iter\(dataset\)"):
+        with pytest.raises(RuntimeError, match=r"the input failed before, .* or begin anew: iter\(dataset\)"):
             next(iterator)
 
 

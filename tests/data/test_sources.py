@@ -5,7 +5,7 @@ import itertools
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -196,6 +196,10 @@ COLUMNS = {"x": list(range(7)), "v": [[float(n), 0.5] for n in range(7)]}
 
 def test_a_hugging_face_dataset_in_small(strategy2: mr.MirroredStrategy) -> None:
     check_hugging_face(HuggingFace(COLUMNS), strategy2)
+    of_the_user = HuggingFace({"x": [np.zeros(2), np.ones(2)]}, "custom")
+    of_the_user.format = {"type": "custom"}  # as after `with_transform`
+    of_the_user.with_format = lambda kind: pytest.fail("the user's transform would be lost")
+    assert [batch["x"] for batch in batches_of(strategy2.distribute_dataset(of_the_user))] == [[0, 0], [1, 1]]
 
 
 class HuggingFaceStream:
@@ -367,3 +371,27 @@ def test_elements_of_one_step_must_fit_together(strategy2: mr.MirroredStrategy) 
     message = r"elements of one step have rows of different structure, dtype or shape: float64\[3\], and number 1 float64\[4\]"
     with pytest.raises(ValueError, match=message):
         list(distributed)
+
+
+class Shuffled(Sequence):
+    """Batches with a length and numbers, and an order of its own in each epoch."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return np.full(2, index)
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        self.epoch += 1
+        return iter([self[(i + self.epoch) % 3] for i in range(3)])
+
+
+def test_a_sequence_is_iterated_by_an_iter_of_its_own(strategy2: mr.MirroredStrategy) -> None:
+    dataset = strategy2.distribute_dataset(Shuffled())
+    assert [[batch[0] for batch in batches_of(dataset)] for _ in range(2)] == [[1, 2, 0], [2, 0, 1]]
+    newest_first = type("NewestFirst", (list,), {"__iter__": lambda self: reversed(self)})([np.zeros(2), np.ones(2)])
+    assert [batch[0] for batch in batches_of(strategy2.distribute_dataset(newest_first))] == [1, 0]

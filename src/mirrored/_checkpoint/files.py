@@ -109,8 +109,8 @@ class StepFiles:
             if _STEP.fullmatch(entry.name):
                 try:
                     reason = _why_no_step(entry)
-                except FileNotFoundError:  # another process has just removed it
-                    continue
+                except FileNotFoundError:  # another process has just removed it, maybe for a step that was not there yet
+                    return self.look()
                 if reason is None:
                     steps.append(int(entry.name))
                 else:

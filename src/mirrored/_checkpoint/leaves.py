@@ -15,6 +15,7 @@ import numpy as np
 from .._libraries import lines_for
 from .._models import keras_state, nnx
 from .._options import VariableAggregation, VariableSynchronization
+from .._replicas.arrays import refuse_mask
 from .._replicas.per_replica import PerReplica
 from .._text import shown
 from .._typing import PyTree
@@ -110,6 +111,7 @@ def _check_leaf(path: str, leaf: Any, is_replaceable: bool, lines: str) -> None:
         raise TypeError(f"mr.Checkpoint: {path} is a traced value; save outside of jit and strategy.run.")
     if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
         raise TypeError(f"mr.Checkpoint: {path} is an array of which this worker holds only a part; keep it in a mr.Variable.")
+    refuse_mask(leaf, lambda: f"mr.Checkpoint: {path} is")
     is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
     if not (is_array and _is_savable(leaf.dtype)) and type(leaf).__name__ not in NUMBERS:
         raise TypeError(

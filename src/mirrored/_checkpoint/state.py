@@ -275,7 +275,9 @@ def _plain_value(leaf: object, host: np.ndarray, entry: Mapping[str, Any]) -> An
         return host[()] if isinstance(leaf, np.generic) else host
     if leaf.committed or not leaf.is_fully_addressable:
         return _on_devices(host, leaf.sharding, entry.get("key"))
-    return jax.random.wrap_key_data(jnp.asarray(host), impl=entry["key"]) if "key" in entry else jnp.asarray(host)
+    if "key" in entry:
+        return jax.random.wrap_key_data(jnp.asarray(host), impl=entry["key"])
+    return jnp.asarray(host.item() if leaf.weak_type and not host.shape else host)  # what was made of a Python number stays so
 
 
 def _replace_leaves(path: str, tree: PyTree, new: Mapping[str, Any]) -> PyTree:

@@ -19,7 +19,7 @@ from .._typing import PyTree, UserFunction
 from .._variables.variable import Variable, spec_of
 from .call import ArrayLeaf, Call, leaf_names, static_key
 from .guards import FastPath, fast_path_to, match
-from .own_code import Guards
+from .own_code import Guards, content_key
 from .program import Program
 
 ProgramT = TypeVar("ProgramT", bound=Program)
@@ -158,7 +158,8 @@ class Programs(Generic[ProgramT]):
             owner = getattr(function, "__code__", function)
         sight = call.sees()  # after the trace, which may have set globals, such as a count of traces
         leaves = [leaf if isinstance(leaf, ArrayLeaf) else (static_key(leaf[0]), shown(leaf[0])) for leaf in call.leaves]
-        structure = Structure(call.treedef, leaves, sight.named, tracing.settings())
+        named = {name: content_key(value) for name, value in sight.named.items()}
+        structure = Structure(call.treedef, leaves, named, tracing.settings())
         variables = program.lifted.variables
         before, count = self._count(owner, variables, structure)
         cause = "" if before is None else _reason(before, structure, leaf_names(call))
@@ -223,7 +224,7 @@ class Structure(NamedTuple):
 
     treedef: Any
     leaves: list[ArrayLeaf | tuple[Hashable, str]]  # of a static value: its key, and how it is shown
-    named: dict[str, Hashable]  # see `Sight`
+    named: dict[str, Hashable]  # see `Sight`: name -> `content_key`
     settings: tuple[Any, ...]  # JAX's
 
 

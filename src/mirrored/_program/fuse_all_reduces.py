@@ -59,7 +59,7 @@ def join_sums(lifted: Lifted, is_mirrored: Sequence[bool], axis: ReplicaAxis) ->
     """Join the small sums of a proven step, and let them carry the sums of small results, unless the user has set the packing."""
     jaxpr, constants = lifted.closed.jaxpr, lifted.closed.consts
     levels = jaxprs.levels_of(jaxpr)
-    if len(levels.equations) == 1 or axis.is_by_hand:
+    if len(levels.equations) == 1 or axis.bytes_per_pack or axis.ops is not None:
         return Joined(lifted.closed)
     waiting = dict(itertools.islice(_carriable(lifted, is_mirrored), MAX_CARRIED))
     if axis.size == 1:  # each is its own sum

@@ -254,40 +254,22 @@ def _fields_of(leaf: Any, depth: int = 3) -> Iterator[tuple[str, Any]]:
             yield from _fields_of(value, depth - 1)
 
 
-def warn_of_leaks(function: Any) -> None:
-    """Warn of a traced array at the end of a list, dict or tuple, or in an attribute, that a step names."""
-    for name, value in _named(function):
-        if _ends_with_traced(value):
+def warn_of_leaks(call: Call) -> None:
+    """Warn of a traced array at the end of a list, dict or tuple that a step names, or in an attribute of what it names."""
+    for name, value in {**call.sees().named, "self": getattr(call.function, "__self__", None)}.items():
+        own = {} if isinstance(value, types.ModuleType) or " " in name else getattr(value, "__dict__", {})
+        parts = {name: value, **{f"{name}.{key}": part for key, part in own.items() if isinstance(part, jax.core.Tracer)}}
+        for place in (place for place, part in parts.items() if _ends_with_traced(part)):
             user_code.warn(
-                f"the step has put an array into `{name}`. It is traced once and then run, so what it puts there has no value. "
-                f"Return the array: x = strategy.run(step), and put x into `{name}` outside."
+                f"the step has put an array into `{place}`. It is traced once and then run, so what it puts there has no value. "
+                f"Return the array: x = strategy.run(step), and put x into `{place}` outside."
             )
 
 
 def _ends_with_traced(value: Any) -> bool:
-    if isinstance(value, dict):
-        return _ends_with_traced(next(reversed(value.values()), None))
-    if isinstance(value, list | tuple):
-        return bool(value) and _ends_with_traced(value[-1])
+    while isinstance(value, dict | list | tuple) and value:
+        value = next(reversed(value.values() if isinstance(value, dict) else value))
     return isinstance(value, jax.core.Tracer)
-
-
-def _named(function: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the globals and closed-over values that a function's code names, and those of their attributes that it names."""
-    owner, function = getattr(function, "__self__", None), getattr(function, "__func__", function)
-    if not isinstance(function, types.FunctionType):
-        return
-    names = _names_in(function.__code__)
-    values = {name: function.__globals__[name] for name in names & function.__globals__.keys()}
-    for name, value in {**values, **inspect.getclosurevars(function).nonlocals, "self": owner}.items():
-        yield name, value
-        if type(value).__dictoffset__ and not isinstance(value, types.ModuleType):
-            yield from ((f"{name}.{attribute}", vars(value)[attribute]) for attribute in names & vars(value).keys())
-
-
-def _names_in(code: types.CodeType) -> set[str]:
-    inner = [_names_in(each) for each in code.co_consts if isinstance(each, types.CodeType)]
-    return set(code.co_names).union(*inner)
 
 
 def trace_step(call: Call, shapes: Sequence[Shape], frame: Frame) -> Traced:

@@ -56,7 +56,7 @@ class Sight(NamedTuple):
     """The values that functions see at some time."""
 
     guards: Guards
-    named: dict[str, Hashable]  # names as the code has them -> content
+    named: dict[str, Any]  # names as the code has them -> value
     objects: list[Any]  # those known by their `id`: a program ends with the first of them
 
 
@@ -101,7 +101,7 @@ class _Look:
             reads.append(read)
         same = [(new[one], new[other]) for one, other in self._same]
         values = [self.found[place] for place in self.compared]
-        named = dict(zip(self.compared.values(), map(content_key, values), strict=True))
+        named = dict(zip(self.compared.values(), values, strict=True))
         kept = [value for value in values if isinstance(value, _PLAIN)]
         return Sight(Guards(reads, same, kept), named, list(_objects_in(values)))
 
@@ -129,8 +129,8 @@ class _Look:
             self._reads.append((owner, get))
         return self._places[known]
 
-    def _read_along(self, root: int, keys: Keys) -> int:
-        """Return the place at the end of a path, or before the inside of a library.
+    def _read_along(self, root: int, keys: Keys) -> tuple[int, Keys]:
+        """Return the place at the end of a path, or before the inside of a library, and the path to it.
 
         A value that is another object at each read, as of a property, cannot be compared: its owner is.
         """
@@ -143,7 +143,7 @@ class _Look:
             again.append(self._reads[places[-1]][1](again[-1]))
         while len(places) > 1 and _is_made_anew(self.found[places[-1]], again[len(places) - 1]):
             places.pop()
-        return places[-1]
+        return places[-1], keys[: len(places) - 1]
 
     # -- own code
 
@@ -192,8 +192,9 @@ class _Look:
                 root = bound[root_name]
             else:
                 continue
-            text = root_name + "".join(f"[{key!r}]" if is_item else f".{key}" for is_item, key in keys)
-            self._look_at(text, self._read_along(root, keys), scope == "free" and not keys, is_runner)
+            end, read = self._read_along(root, keys)
+            text = root_name + "".join(f"[{key!r}]" if is_item else f".{key}" for is_item, key in read)
+            self._look_at(text, end, scope == "free" and not keys, is_runner)
 
     def _bind(self, name: str, place: int, args: tuple[int, ...], keywords: Mapping[str, int], is_runner: bool) -> dict[str, int]:
         """Look at the defaults and bound arguments of a function, and return argument -> place."""

@@ -216,7 +216,7 @@ def place(
     moving = [placed[position] for position in elsewhere]
     if mesh.is_alone:
         targets = [mesh.stacked if leaves[position].is_per_replica else mesh.mirrored for position in elsewhere]
-        moved = jax.device_put(moving, targets)
+        moved = jax.device_put(list(map(placement.own_copy, moving)), targets)
     else:
 
         def differ(index: int, workers: Sequence[int]) -> None:

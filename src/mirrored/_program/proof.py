@@ -54,6 +54,7 @@ class State:
     said: Said = Said.NOTHING
     is_operand: bool = False  # whether the step itself passes it, unchanged, to a collective
     came_back: str = ""  # the line of the collective through which it came as a gradient
+    has_share: bool = False  # whether a share, or the gradient of one, is in it that was not combined
 
     @property
     def is_mirrored(self) -> bool:
@@ -83,13 +84,13 @@ def varying(origin: str) -> State:
 
 def join(states: Iterable[State]) -> State:
     """Return the state of a value that is computed from values in these states."""
-    highest, said, came_back = ZERO, Said.CONSTANT, ""
+    highest, said, came_back, has_share = ZERO, Said.CONSTANT, "", False
     for state in states:
-        said, came_back = max(said, state.said), came_back or state.came_back
+        said, came_back, has_share = max(said, state.said), came_back or state.came_back, has_share or state.has_share
         if state.sameness > highest.sameness:
             highest = state
-    if highest.is_operand or highest.came_back != came_back:
-        highest = dataclasses.replace(highest, is_operand=False, came_back=came_back)
+    if highest.is_operand or (highest.came_back, highest.has_share) != (came_back, has_share):
+        highest = dataclasses.replace(highest, is_operand=False, came_back=came_back, has_share=has_share)
     return highest.saying(said)
 
 
@@ -111,7 +112,10 @@ class Collective:
 
 @dataclasses.dataclass
 class Findings:
-    """The results of the pass; marks, with their values' states, and collectives are in program order."""
+    """The results of the pass; marks, with their values' states, and collectives are in program order.
+
+    A mark of a share is there only where another one is divided in it.
+    """
 
     outputs: list[State] = dataclasses.field(default_factory=list)
     marks: list[tuple[Mark, State]] = dataclasses.field(default_factory=list)
@@ -215,10 +219,13 @@ class _Pass(Analysis[State]):
 
     def mark(self, equation: Any, state: State) -> State:
         note = equation.params["note"]
+        if note.purpose is Purpose.SHARE and note.name == "divided" and state.has_share and self.findings is not None:
+            self.findings.marks.append((dataclasses.replace(note, where=self.line(equation)), state))
         if note.purpose in (Purpose.SHARE, Purpose.TANGENT):
-            return state.saying(Said.SHARE)
+            return dataclasses.replace(state, said=Said.SHARE, has_share=True)
         if note.purpose is Purpose.COTANGENT and state.said is not Said.WHOLE:
-            return state.saying(Said.SHARE if state.is_mirrored else Said.NOTHING)  # it varies where a loss is not linear in it
+            said = Said.SHARE if state.is_mirrored else Said.NOTHING  # it varies where a loss is not linear in it
+            return dataclasses.replace(state, said=said, has_share=True)
         if note.purpose is Purpose.ASSIGN and self.within is not None and state.is_mirrored:
             state = varying(self.within)  # only some replicas assign it
         if note.purpose is Purpose.ROWS:
@@ -248,7 +255,7 @@ class _Pass(Analysis[State]):
         # In a backward pass also what was computed from a combined share, such as the derivative of its logarithm.
         highest = Said.NOTHING if is_of_step else Said.COMBINED
         is_multiplied = name in SUMS and Said.ZERO < given.said <= highest
-        return dataclasses.replace(given, origin="", said=Said.WHOLE if is_multiplied else given.said)
+        return dataclasses.replace(given, origin="", has_share=False, said=Said.WHOLE if is_multiplied else given.said)
 
 
 def _said(name: str, inputs: Sequence[State]) -> Said:

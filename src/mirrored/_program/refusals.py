@@ -73,6 +73,9 @@ def check_means(findings: Findings) -> None:
 
 def check_gradients(findings: Findings, num_replicas: int) -> None:
     """Refuse or warn of gradients, and shares of losses, that are combined otherwise than the losses were divided."""
+    for note, _ in findings.marks:
+        if note.purpose is Purpose.SHARE:
+            raise FactorOfReplicasError(_DIVIDED_AGAIN.format(where=note.where))
     gradients = [(note, state) for note, state in findings.marks if note.purpose in _COMBINES]
     for note, state in gradients:
         _refuse_contradiction(note, state, num_replicas)
@@ -170,6 +173,12 @@ _MEAN_OF_SHARES = (
     "gradient: a loss for each example, or a loss of mr.losses, is divided by all rows, so that the shares of all replicas add "
     "up, and their mean is R times too small (R = {num_replicas} here). Add them up: ctx.all_reduce('sum', value), or outside "
     "of a step strategy.reduce('sum', value)."
+)
+_DIVIDED_AGAIN = (
+    "the loss at {where} is divided by all rows, and in it is a share of mr.losses, or the gradient of one, that was divided so "
+    "before: it would count 1/R. Add shares to each other, `return share + mr.losses.compute_average_loss(losses)`, and what "
+    "every replica adds to the loss of each example as it is: `return losses + penalty`. A gradient in a loss is "
+    "combined first: mr.get_replica_context().all_reduce('sum', gradient)."
 )
 _SAME_DATA = (
     "all {num_replicas} replicas computed the same gradients, from no data that differs by replica, and "

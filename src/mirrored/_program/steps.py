@@ -101,7 +101,7 @@ class Steps:
             with silenced() if is_eager.get() else contextlib.nullcontext():
                 program = make(call)
             if not frames.is_traced() and not is_eager.get():
-                lift.warn_of_leaks(call.function)
+                lift.warn_of_leaks(call)
             made = [(call, program), *self.programs.made_for_last(coming, functools.partial(take_apart, call.function), make)]
             if not any(isinstance(constant, jax.core.Tracer) for constant in program.constants):
                 before, *_ = [self.programs.add(each, its) for each, its in made]

@@ -52,11 +52,6 @@ class ReplicaAxis:
     bytes_per_pack: int = 0  # see `CommunicationOptions`
     ops: ReductionToOneDevice | None = None  # where the user has given a function that takes the place of sums
 
-    @property
-    def is_by_hand(self) -> bool:
-        """Whether the user has chosen how arrays are packed, or a function in place of sums."""
-        return bool(self.bytes_per_pack) or self.ops is not None
-
     def each(self, size: int) -> tuple[int, ...]:
         """Return each replica's value of a size, such as the length of an axis, that is `size` on this one."""
         return (size,) * self.size if self.sizes is None else self.sizes.each(size)

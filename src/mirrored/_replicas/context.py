@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, overload
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from .frames import Frame, current, entered
 from .per_replica import PerReplica, stack_of, uneven_shapes
 
 
+@_tf_names.hints("mr.ReplicaContext")
 class ReplicaContext:
     """The replica that a step runs on: its number, its strategy, and its collectives with the other replicas.
 
@@ -174,11 +175,6 @@ class ReplicaContext:
         for _ in range(keys.ndim - num_axes_of_key):
             fold = jax.vmap(fold)
         return fold(keys)
-
-    if not TYPE_CHECKING:  # so that type checkers find misspelt names
-
-        def __getattr__(self, name: str) -> NoReturn:
-            raise _tf_names.missing("mr.ReplicaContext", name)
 
     def _check_current(self, verb: str) -> None:
         frame = current()

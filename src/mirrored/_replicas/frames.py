@@ -108,9 +108,9 @@ def foreign_trace_message(action: str, name: str, frame: Frame | None) -> str:
     if frame is not None and frame.bindings is not None:
         return (
             f"variable {name!r} was {action} at {user_code.user_line()} under a JAX transformation inside the step "
-            "(jit, scan, cond, while_loop, vmap or grad), whose body would leak the new value. Use mr.scan, "
-            "mr.fori_loop and mr.cond instead of those of jax.lax, and mr.value_and_grad instead of jax.grad; or return "
-            "the value, as from jax.lax.while_loop, and assign it outside of the loop."
+            "(jit, scan, cond, while_loop, vmap or grad), whose body would leak the new value. Leave jax.jit out: strategy.run "
+            "compiles the step. Use mr.scan, mr.fori_loop and mr.cond instead of those of jax.lax, and mr.value_and_grad instead "
+            "of jax.grad; or return the value, as from jax.lax.while_loop, and assign it outside of the loop."
         )
     return (
         f"variable {name!r} was {action} at {user_code.user_line()} under a JAX transformation (jit, scan, cond, vmap, "

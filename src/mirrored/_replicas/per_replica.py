@@ -13,7 +13,7 @@ import numpy as np
 from .. import _html
 from .._errors import PerReplicaError
 from .._jax import user_code
-from .._typing import PyTree, Shape
+from .._typing import REPLICA_AXIS, PyTree, Shape
 
 _WAYS_OUT = """it has one value for each replica. Write one of
     strategy.run(step, args=(x,))   # computes on each replica
@@ -206,12 +206,13 @@ def require_whole(value: PerReplica, what: Callable[[], str]) -> None:
         found = "without replicas"
     elif any(len(shape) != array.ndim - 1 or any(map(operator.gt, shape, array.shape[1:])) for shape in shapes):
         found = f"whose array of shape {array.shape} does not hold the replicas' shapes {', '.join(map(str, shapes))}"
+    elif not isinstance(array, jax.core.Tracer) and REPLICA_AXIS in getattr(getattr(array, "sharding", None), "spec", ((),))[1:]:
+        found = "whose first axis is another than that of the replicas"
     else:
         return
     raise PerReplicaError(
         f"{what()} a PerReplica {found}: jax.tree.map(jnp.sum, value) and the like work on one array of all replicas, padding "
-        "included. Compute in a step: strategy.run(jnp.sum, args=(value,)). For one number of all: strategy.reduce('sum', "
-        "value, axis=0), or axis=None for scalars."
+        "included. Compute in a step: strategy.run(jnp.sum, args=(value,)), strategy.run(lambda *x: jnp.stack(x), args=values)."
     )
 
 

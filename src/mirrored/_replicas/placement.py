@@ -42,7 +42,7 @@ def mirror(
     missing = [i for i, array in enumerate(arrays) if not (isinstance(array, jax.Array) and array.sharding == mesh.mirrored)]
     if missing and mesh.is_alone:
         with jax.ensure_compile_time_eval():  # now, also while a larger program is traced
-            new = jax.device_put([arrays[i] for i in missing], mesh.mirrored)
+            new = jax.device_put([own_copy(arrays[i]) for i in missing], mesh.mirrored)
     else:
         for i in [i for i in missing if isinstance(arrays[i], jax.Array) and not arrays[i].is_fully_addressable]:
             placed[i] = _mirrored_again(mesh, arrays[i])
@@ -52,6 +52,12 @@ def mirror(
     for i, array in zip(missing, new, strict=True):
         placed[i] = array
     return placed
+
+
+def own_copy(array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
+    """Return this worker's copy of an array that all workers hold whole; another value unchanged."""
+    is_joint = isinstance(array, jax.Array) and not array.is_fully_addressable and array.is_fully_replicated
+    return array.addressable_data(0) if is_joint else array  # pyrefly: ignore[missing-attribute]
 
 
 def check_later(mesh: ReplicaMesh, arrays: Sequence[Any], name_of: Callable[[int], str]) -> None:

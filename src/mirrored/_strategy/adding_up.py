@@ -6,11 +6,8 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
-from .._errors import DeviceError
 from .._options import CrossDeviceOps, HierarchicalCopyAllReduce, NcclAllReduce, ReductionToOneDevice
-from .._replicas.mesh import ReplicaMesh, resolve_devices
+from .._replicas.mesh import ReplicaMesh
 
 #: The options with the function that takes the place of sums; None where the user has given a strategy none.
 ops_of: Callable[[Any], ReductionToOneDevice | None] = operator.attrgetter("_ops")
@@ -41,11 +38,4 @@ def select_accumulation(ops: CrossDeviceOps | None, mesh: ReplicaMesh) -> Reduct
             f"cross_device_ops is {ops}, which connects GPUs, but the devices are {mesh}. Leave the argument out: XLA "
             "chooses the collective for the devices."
         )
-    if isinstance(ops, ReductionToOneDevice) and ops.reduce_to_device is not None:
-        given = ops.reduce_to_device
-        if not isinstance(given, str | jax.Device):
-            raise TypeError(f"reduce_to_device is {given!r}; expected one device, for example 'gpu:0', or None.")
-        [device] = resolve_devices([given])
-        if device not in mesh.devices:
-            raise DeviceError(f"reduce_to_device is {given!r}, which is none of the strategy's devices, {mesh}. Leave it out.")
     return ops if isinstance(ops, ReductionToOneDevice) and ops.accumulation_fn is not None else None

@@ -121,15 +121,11 @@ class Leaves:
 
     def _check_own(self, value: PerReplica, verb: str) -> None:
         require_whole(value, lambda: f"{verb} got")
-        if value.num_replicas != self.mesh.num_replicas:
+        if value.num_replicas != self.mesh.num_replicas or self._is_elsewhere(stack_of(value)):
+            devices = sorted(map(str, getattr(getattr(stack_of(value), "sharding", None), "device_set", ())))
             raise StrategyMismatchError(
-                f"{verb} got a PerReplica of {value.num_replicas} replicas, but {self.strategy!r} has {self.mesh.num_replicas}; "
-                "it comes from another strategy. Use that strategy's verb."
-            )
-        if self._is_elsewhere(stack_of(value)):
-            raise StrategyMismatchError(
-                f"{verb} got a PerReplica whose values lie on {sorted(map(str, stack_of(value).sharding.device_set))}, which are "
-                f"not the devices of {self.strategy!r}; it comes from another strategy. Use that strategy's verb."
+                f"{verb} got a PerReplica of {value.num_replicas} replicas, whose values lie on {devices}, but this is "
+                f"{self.strategy!r}; it comes from another strategy. Use that strategy's verb."
             )
 
     def _check_own_variable(self, variable: Variable, verb: str) -> None:

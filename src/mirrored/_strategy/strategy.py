@@ -10,7 +10,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Self, overload
+from typing import Any, NoReturn, Self, overload
 
 import jax
 
@@ -47,6 +47,23 @@ from .values import ValueContext, distribute
 _logger = logging.getLogger("mirrored")
 
 
+class _Scope(contextlib.AbstractContextManager["Strategy"], contextlib.ContextDecorator):
+    """The scope of a strategy, which may be entered again, also inside itself."""
+
+    def __init__(self, enter: Callable[[], contextlib.AbstractContextManager[Strategy]]) -> None:
+        self._enter, self._exits = enter, list[Callable[..., bool | None]]()
+
+    def __enter__(self) -> Strategy:
+        block = self._enter()
+        strategy = block.__enter__()
+        self._exits.append(block.__exit__)
+        return strategy
+
+    def __exit__(self, *error: object) -> bool | None:
+        return self._exits.pop()(*error)
+
+
+@_tf_names.hints("mr.Strategy")
 class Strategy:
     """The replicas that run one program together and keep their variables the same.
 
@@ -132,11 +149,6 @@ class Strategy:
                 histories = self._coordination.barrier(name, progress.history())
                 require_same_history(histories, lambda: self._coordination.exchange("barrier", progress.tell()))
 
-    if not TYPE_CHECKING:  # so that type checkers find misspelt names
-
-        def __getattr__(self, name: str) -> NoReturn:
-            raise _tf_names.missing("mr.Strategy", name)
-
     def __repr__(self) -> str:
         return f"mr.{type(self).__name__}({self._mesh})"
 
@@ -174,8 +186,7 @@ class Strategy:
 
     # -- where it is
 
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[Strategy]:
+    def scope(self) -> contextlib.AbstractContextManager[Strategy]:
         """Make this the current strategy inside a `with` block: variables created there are its variables.
 
         Raises:
@@ -188,6 +199,10 @@ class Strategy:
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#scope
         """
+        return _Scope(self._entered)
+
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[Strategy]:
         frames.check_enterable(self)
         outer = frames.current()
         frame = Frame(self, self._mesh) if outer is None else dataclasses.replace(outer, strategy=self, mesh=self._mesh)
@@ -196,8 +211,7 @@ class Strategy:
 
     def _check_current(self, verb: str) -> None:
         in_flight.require_threads()
-        frame = frames.current()
-        if frame is not None and frame.strategy is not None and frame.strategy is not self:
+        if (frame := frames.current()) is not None and frame.strategy is not None and frame.strategy is not self:
             raise StrategyMismatchError(
                 f"{verb} of {self!r} was called in the scope of {frame.strategy!r}. Leave that scope first, or call {verb} of "
                 "the strategy whose scope it is."
@@ -478,7 +492,7 @@ class Strategy:
             raise TypeError(f"value_fn is {shown(value_fn)}; expected a function of a mr.ValueContext.")
         frames.require_cross_replica("distribute_values_from_function", "Compute the value in the step itself.")
         self._check_current("distribute_values_from_function")
-        trees = [value_fn(ValueContext(i, self.num_replicas_in_sync)) for i in self._mesh.local_replicas]
+        trees = (value_fn(ValueContext(i, self.num_replicas_in_sync)) for i in self._mesh.local_replicas)
         return distribute(self._mesh, self._coordination, trees)
 
     @property
@@ -498,12 +512,7 @@ class Strategy:
             ContextError: (a RuntimeError) inside a step or an `mr.function`.
         """
         _require_untraced("assert_mirrored")
-        equal_copies.check(self._mesh, [variable for variable in variables_of(self) if not spec_of(variable).is_on_read])
-
-
-def variables_of(strategy: Strategy) -> list[Variable]:
-    """Return the variables that live on a strategy's devices, in the order of their creation."""
-    return live_variables(strategy._mesh)
+        equal_copies.check(self._mesh, [variable for variable in live_variables(self._mesh) if not spec_of(variable).is_on_read])
 
 
 def datasets_of(strategy: Strategy) -> list[DistributedDataset]:
@@ -525,17 +534,15 @@ def joint_strategy() -> Strategy | None:
 spent_in: Callable[[Strategy], Spent] = operator.attrgetter("_steps.spent")
 #: The replicas of a strategy.
 mesh_of_strategy: Callable[[Strategy], ReplicaMesh] = operator.attrgetter("_mesh")
+#: The variables that live on a strategy's devices, in the order of their creation.
+variables_of: Callable[[Strategy], list[Variable]] = lambda strategy: live_variables(mesh_of_strategy(strategy))  # noqa: E731
 #: How a strategy's workers reach each other.
 coordination_of: Callable[[Strategy], Coordination] = operator.attrgetter("_coordination")
 
 
 def _require_untraced(verb: str) -> None:
-    frame = frames.current()
-    if frame is not None and frame.bindings is not None:
+    if (frame := frames.current()) is not None and frame.bindings is not None:
         raise ContextError(
             f"strategy.{verb} was called inside a step or an mr.function, which is traced once and then run many times. "
             f"Call strategy.{verb}(...) outside, after it."
         )
-
-
-_tf_names.add_aliases(Strategy)

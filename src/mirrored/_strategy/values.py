@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -40,14 +40,15 @@ class ValueContext:
     num_replicas_in_sync: int = 1
 
 
-def distribute(mesh: ReplicaMesh, coordination: Coordination, trees: Sequence[PyTree]) -> PyTree:
+def distribute(mesh: ReplicaMesh, coordination: Coordination, trees: Iterable[PyTree]) -> PyTree:
     """Make a tree of PerReplica values from the trees of this worker's replicas, in order; workers exchange the shapes."""
-    flat = [jax.tree.flatten(tree, is_leaf=lambda leaf: hasattr(leaf, "__jax_array__")) for tree in trees]
-    arrays = [[_array(leaf) for leaf in leaves] for leaves, _ in flat]
-    own = [
-        {"structure": str(treedef), "leaves": [[list(a.shape), str(_held_dtype(a))] for a in row]}
-        for row, (_, treedef) in zip(arrays, flat, strict=True)
-    ]
+    arrays: list[list[Any]] = []
+    own: list[dict[str, Any]] = []
+    for tree in trees:
+        leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda leaf: hasattr(leaf, "__jax_array__"))
+        arrays.append(list(map(_array, leaves)))
+        kinds = [[list(a.shape), str(_held_dtype(a))] for a in arrays[-1]]
+        own.append({"structure": str(treedef), "leaves": kinds})
     with progress.phase(_VERB, waits=not mesh.is_alone):
         every = [replica for worker in ([own] if mesh.is_alone else coordination.exchange(_VERB, own)) for replica in worker]
     for replica, described in enumerate(every):
@@ -58,15 +59,15 @@ def distribute(mesh: ReplicaMesh, coordination: Coordination, trees: Sequence[Py
             )
     columns = zip(*arrays, strict=True)
     kinds = zip(*(replica["leaves"] for replica in every), strict=True)
-    return jax.tree.unflatten(flat[0][1], [_per_replica(mesh, column, kind) for column, kind in zip(columns, kinds, strict=True)])
+    return jax.tree.unflatten(treedef, [_per_replica(mesh, column, kind) for column, kind in zip(columns, kinds, strict=True)])
 
 
 def _array(leaf: ArrayLike) -> np.ndarray | jax.Array:
-    """Turn a leaf into an array; a numpy array stays, because `_stack` copies it."""
+    """Turn a leaf into an array; of numpy's into a copy, because the function may use its memory for the next replica."""
     if not isinstance(leaf, np.ndarray):
         return as_array(leaf, _VERB)
     check_leaf(leaf, _VERB)
-    return leaf
+    return leaf.copy()
 
 
 def _held_dtype(array: np.ndarray | jax.Array) -> Any:

@@ -16,7 +16,7 @@ from .._jax import interpreter, jaxprs, user_code
 from .._models import nnx
 from .._program import eager, lift, mistakes
 from .._program.cache import Programs
-from .._program.call import ArrayLeaf, Call, argument_names, array_leaves, key_of, take_apart
+from .._program.call import ArrayLeaf, Call, argument_names, array_leaves, check_replicas, key_of, take_apart
 from .._program.lift import Lifted
 from .._program.program import Program, place
 from .._replicas import frames, in_flight
@@ -92,8 +92,8 @@ def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any])
             return fast_path.program.run(arrays)
     key, functions, arrays = key_of(fn, args, kwargs)
     leaves = array_leaves(key)
-    placements = [getattr(array, "sharding", None) for array, leaf in zip(arrays, leaves, strict=True) if leaf.is_per_replica]
-    further = (strategy, tuple(placements))
+    places = (getattr(array, "sharding", None) for array, leaf in zip(arrays, leaves, strict=True) if leaf.is_per_replica)
+    further = (strategy, tuple(places))
     program = _programs.get((*key, *further), functions, None if kwargs else args)
     if program is None:
 
@@ -145,6 +145,7 @@ def _make(frame: Frame, call: Call) -> FunctionProgram:
         mistakes.explain(error, call)
         raise
     mesh, name = _mesh_of(frame, lifted, call), call.name
+    check_replicas(call.arrays, leaves, lambda: argument_names(call), mesh.num_replicas)
     placements = (
         [mesh.stacked if is_stacked else mesh.mirrored for is_stacked in lifted.plan.stacked],
         [mesh.stacked if spec_of(variable).is_on_read else mesh.mirrored for variable in lifted.written],

@@ -198,7 +198,5 @@ def _one_number(loss: object) -> jax.Array:
         raise TypeError(f"the loss has dtype {loss.dtype}; expected a floating point number.")
     if loss.ndim == 0:
         return loss
-    frame = frames.current()
-    if frame is None or frame.replica is None:
-        return jnp.sum(loss) / loss.shape[0]
-    return compute_average_loss(loss)
+    is_in_step = (frame := frames.current()) is not None and frame.replica is not None
+    return compute_average_loss(loss) if is_in_step else jnp.sum(loss) / loss.shape[0]

@@ -223,7 +223,8 @@ def _replicas_second(x: object) -> Any:
 
 
 def _swap_axes(x: PerReplica) -> PerReplica:
-    return PerReplica(jnp.swapaxes(stack_of(x), 0, 1))
+    array, shapes = jnp.swapaxes(stack_of(x), 0, 1), uneven_shapes(x)
+    return PerReplica(array, shapes and tuple((array.shape[1], *shape) for shape in shapes))
 
 
 def _check_callable(fn: object, verb: str) -> None:

@@ -8,7 +8,6 @@ import dataclasses
 import logging
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
 
 import jax
 import numpy as np
@@ -32,6 +31,7 @@ from ._sources.verbs import Limit, check_int, checked_function, num_steps
 _logger = logging.getLogger("mirrored")
 
 
+@_tf_names.hints("mr.data.DistributedDataset")
 class DistributedDataset:
     """A dataset whose batches are divided among the replicas, made by `strategy.distribute_dataset`.
 
@@ -63,11 +63,6 @@ class DistributedDataset:
     def __iter__(self) -> DistributedIterator:
         layout = LocalReplicas(self._mesh.num_replicas, self._worker, self._options.drop_remainder, self._report_dropped)
         return DistributedIterator(self._elements, layout, self._mesh, self._options.prefetch)
-
-    if not TYPE_CHECKING:  # so that type checkers find misspelt names
-
-        def __getattr__(self, name: str) -> NoReturn:
-            raise _tf_names.missing("mr.data.DistributedDataset", name)
 
     @property
     def _plan(self) -> Plan:

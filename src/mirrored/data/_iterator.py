@@ -7,8 +7,8 @@ import json
 import threading
 import time
 from collections.abc import Generator
-from types import GeneratorType, TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from types import TracebackType
+from typing import Any, Self
 
 import jax
 
@@ -38,6 +38,7 @@ _LOOKAHEAD = 4
 Batches = Generator[tuple[PyTree, Step], None, None]
 
 
+@_tf_names.hints("mr.data.DistributedIterator")
 class DistributedIterator:
     """An iterator over a distributed dataset, made by `iter(distributed_dataset)`.
 
@@ -70,18 +71,14 @@ class DistributedIterator:
         self._batches: Ahead[Any] | Batches | None = None
         self._position: Position = ValueError("the iterator was closed before it read anything, and has no position.")
         self._extra: dict[str, Any] = {"places": [0] * len(elements.limits)} if elements.limits else {}
-        self._is_closed = self._is_interrupted = False
+        self._is_closed = False
+        self._failure = ""  # the error of the pipeline, after which it would seem to have ended
         self._channel: Channel | None = None
 
     @property
     def element_spec(self) -> PyTree:
         """The shapes and dtypes of a batch on each replica: see `DistributedDataset.element_spec`."""
         return self._elements.spec()
-
-    if not TYPE_CHECKING:  # so that type checkers find misspelt names
-
-        def __getattr__(self, name: str) -> NoReturn:
-            raise _tf_names.missing("mr.data.DistributedIterator", name)
 
     def __iter__(self) -> Self:
         return self
@@ -102,10 +99,10 @@ class DistributedIterator:
                 with self._lock:
                     self._position, self._extra = step.position, step.extra
             except BaseException as error:
-                if not isinstance(error, KeyboardInterrupt):  # Ctrl-C interrupts the waiting, not the pipeline
+                # Ctrl-C interrupts the waiting for a thread, and not its pipeline.
+                if not (self._prefetch and isinstance(error, KeyboardInterrupt)):
                     self._is_closed = True
-                elif isinstance(self._batches, GeneratorType) and self._batches.gi_frame is None:
-                    self._begin_again()
+                    self._failure = self._failure or ("" if isinstance(error, StopIteration) else repr(error))
                 raise
             finally:
                 if self._is_closed:  # now, or by another thread meanwhile
@@ -166,12 +163,12 @@ class DistributedIterator:
             passes = Passes(self._elements, state["source"], extra)
             self._free()
             with self._lock:
-                self._is_closed = self._is_interrupted = False
+                self._is_closed, self._failure = False, ""
                 self._passes, self._extra, self._position = passes, extra, passes.start
 
     def close(self) -> None:
         """End the preparation in the background and free what it holds. No batch comes after; again does nothing."""
-        self._is_closed = True
+        self._is_closed, self._failure = True, ""
         if self._prefetch:
             self._free()
         elif self._reading.acquire(timeout=MAX_WAIT_SECONDS):  # else a thread is in the pipeline, and frees all when it is back
@@ -203,19 +200,13 @@ class DistributedIterator:
             self._position = self._passes.start
         return self._passes
 
-    def _begin_again(self) -> None:
-        """Let the next call go on after the last batch: a generator that was interrupted would say that the data has ended."""
-        self._free()
-        self._is_interrupted = not isinstance(self._position, str) or self._layout.worker.count > 1
-        self._is_closed |= self._is_interrupted
-
     def _started(self) -> Ahead[Any] | Batches:
-        if self._is_interrupted:
-            raise RuntimeError(
-                "this iterator was interrupted while it read a batch (Ctrl-C), and cannot say where to go on: batches would be "
-                "lost. Begin anew: iter(dataset). With mr.InputOptions(prefetch=2), Ctrl-C interrupts the waiting only."
-            )
         with self._lock:
+            if self._failure:
+                raise RuntimeError(
+                    f"the input failed before, with {self._failure[:300]}, and the batches from there on would be lost. Try the "
+                    "failed batch again by iterator.set_state(iterator.get_state()), or begin anew: iter(dataset)."
+                )
             if self._is_closed:
                 raise StopIteration
             if self._batches is None:
@@ -271,7 +262,7 @@ def _batches(steps: Steps, mesh: ReplicaMesh, layout: LocalReplicas, elements: E
     last_sizes = () if last is None else tuple(split_sizes(last.num_rows, layout.num_replicas))
     for step in steps:
         elements.note(step.stacked)
-        is_before = last is not None and sum(step.sizes) == last.rows_before  # a function of `map` may change the rows
+        is_before = last is not None and sum(step.sizes) == last.rows_before
         yield to_devices(step, mesh, layout, last_sizes if is_before else ()), dataclasses.replace(step, stacked=None)
 
 

@@ -57,7 +57,8 @@ class Elements:
 
     def last_batch(self, layout: LocalReplicas) -> LastBatch | None:
         """Return the last batch of a pass, if the steps come to it and replicas have different numbers of rows in it."""
-        found = _last_batch(self.plan.dataset) if self.plan.kind == "DATA" and not layout.drop_remainder else None
+        is_known = self.plan.kind == "DATA" and not (layout.drop_remainder or self.maps)  # they may change the rows
+        found = _last_batch(self.plan.dataset) if is_known else None
         if found is None or not found.num_rows % layout.num_replicas:
             return None
         is_cut = any(kind == "take" and count is not None and count < found.step for kind, count in self.limits)
@@ -140,12 +141,15 @@ class Passes:
 
 def _last_batch(dataset: object) -> LastBatch | None:
     """Return the last batch of a dataset, without reading one; None where it is like the others, or unknown."""
-    if isinstance(dataset, list | tuple) and len(dataset) > 1:
+    if isinstance(dataset, list | tuple) and is_sequence(dataset) and len(dataset) > 1:
         before, last = rows_of(dataset[0]), rows_of(dataset[-1])
         return LastBatch(last, before, len(dataset)) if before and last and last != before else None
     if isinstance(dataset, NumpyDataset):
-        num_rows, size, num_batches = dataset.num_rows, dataset.batch_size or 0, dataset._batches_until_end()
-    elif isinstance(dataset, getattr(sys.modules.get("torch.utils.data"), "DataLoader", ())):
+        is_of_rows = all(is_by_row for _, is_by_row in dataset.maps)  # a function of batches may change the rows
+        num_rows, size, num_batches = dataset.num_rows, (dataset.batch_size or 0) * is_of_rows, dataset._batches_until_end()
+    elif isinstance(dataset, getattr(torch := sys.modules.get("torch.utils.data"), "DataLoader", ())):
+        if getattr(dataset, "collate_fn", None) is not getattr(torch, "default_collate", None):
+            return None  # a function of the user's may change the rows
         try:
             num_rows, size, num_batches = len(dataset.sampler), dataset.batch_size or 0, len(dataset)
         except (TypeError, RuntimeError):  # a stream, or a loader that does not know

@@ -103,9 +103,15 @@ NO_ODD_BATCH = {
     "of each epoch": lambda s: s.distribute_dataset(s.make_numpy_dataset(X).batch(6).take(1).repeat(2)),
     "it divides": lambda s: s.distribute_dataset(s.make_numpy_dataset(X[:9]).batch(6)),
     "a map makes others": lambda s: batches(s, 6).map(lambda x: np.concatenate([x, x, x])),
+    "a map pads": lambda s: batches(s, 6).map(padded),
+    "a map of batches pads": lambda s: s.distribute_dataset(s.make_numpy_dataset(X).batch(6).map(padded)),
     "a list": lambda s: s.distribute_dataset([X[:6], X[:3]]),
     "nobody knows": lambda s: s.distribute_dataset(Again([X[:6], X[:3]])),
 }
+
+
+def padded(x):
+    return np.resize(x, (6, *x.shape[1:]))
 
 
 class Again:
@@ -125,7 +131,7 @@ def test_where_no_odd_batch_comes_nothing_is_traced_for_it(name, strategy3):
 class DataLoader:
     """As torch's: 10 rows in batches of 6."""
 
-    batch_size, sampler, drop_last = 6, range(10), False
+    batch_size, sampler, drop_last, collate_fn = 6, range(10), False, "torch's own"
 
     def __iter__(self):
         return iter([X[:6], X[6:]])
@@ -139,7 +145,7 @@ ODD_BATCH = {
     "taken after the end": lambda s: batches(s, 6).repeat(3).take(5),
     "as many steps as it has": lambda s: batches(s, 6).take(2),
     "shuffled": lambda s: s.distribute_dataset(s.make_numpy_dataset(X).shuffle(seed=1).batch(6).repeat(2)),
-    "mapped": lambda s: batches(s, 6).map(lambda x: {"x": 2 * x, "y": x[:, 0]}),
+    "rows are mapped": lambda s: s.distribute_dataset(s.make_numpy_dataset(X).map(lambda x: {"x": 2 * x}).batch(6)),
     "a list": lambda s: s.distribute_dataset([X[:6], X[:4]]),
     "torch": lambda s: s.distribute_dataset(DataLoader()),
     "in a tuple": lambda s: s.distribute_dataset(s.make_numpy_dataset((X, X[:, 0])).batch(6)),
@@ -150,7 +156,7 @@ ODD_BATCH = {
 def test_datasets_that_know_of_an_odd_batch_say_so(name, monkeypatch, strategy3):
     torch = types.ModuleType("torch.utils.data")
     torch.Dataset = torch.IterableDataset = type("Dataset", (), {})
-    torch.DataLoader = DataLoader
+    torch.DataLoader, torch.default_collate = DataLoader, DataLoader.collate_fn
     monkeypatch.setitem(sys.modules, "torch.utils.data", torch)
     iterator = iter(ODD_BATCH[name](strategy3))
     batch = next(iterator)
@@ -158,6 +164,9 @@ def test_datasets_that_know_of_an_odd_batch_say_so(name, monkeypatch, strategy3)
     with pytest.raises(mr.UnevenReplicasError) as error:
         strategy3.run(lambda tree: rows_joined(jax.tree.leaves(tree)[0]), args=(batch,))
     assert "of 4 rows" in note_of(error)
+    if name == "torch":
+        torch.default_collate = "not the loader's"  # which may pad
+        strategy3.run(lambda x: rows_joined(x) + 1, args=(next(iter(ODD_BATCH[name](strategy3))),))
 
 
 def test_values_with_rows_that_are_of_no_dataset_are_left_alone(strategy3):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..._replicas.arrays import is_numeric
+from ..._replicas.arrays import is_numeric, refuse_mask
 from .feature import Feature, FixedLenFeature, VarLenFeature, cut, read, read_all
 from .record_reader import needs
 from .value_places import ValuePlaces, find_layout
@@ -230,6 +230,7 @@ def make_example(features: Mapping[str, Any]) -> bytes:
 
 def _elements(name: str, value: Any) -> tuple[str, list[Any]]:
     """Return the kind of list and its elements."""
+    refuse_mask(value, lambda: f"feature {name!r} is")
     is_list, holds_objects = isinstance(value, list | tuple), isinstance(value, np.ndarray) and value.dtype == object
     elements = value.ravel().tolist() if holds_objects else list(value) if is_list else [value]
     if (elements or holds_objects) and all(isinstance(element, bytes) for element in elements):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NoReturn
 
 import jax
 import numpy as np
@@ -20,6 +19,7 @@ from .._sharing.rows import count_rows
 from .verbs import applied, check_int, checked_function, num_steps, spec_of_batch
 
 
+@_tf_names.hints("mr.data.NumpyDataset")
 @dataclasses.dataclass(frozen=True, repr=False)
 class NumpyDataset:
     """A dataset that yields rows in memory as batches, made by `strategy.make_numpy_dataset`.
@@ -64,11 +64,6 @@ class NumpyDataset:
             check_int("seed is", self.shuffle_seed, 0, "so that a run can be repeated")
         if self.num_epochs is not None:
             check_int("num_epochs is", self.num_epochs, 1, "the number of passes over the rows")
-
-    if not TYPE_CHECKING:  # so that type checkers find misspelt names
-
-        def __getattr__(self, name: str) -> NoReturn:
-            raise _tf_names.missing("mr.data.NumpyDataset", name)
 
     @property
     def num_rows(self) -> int:

@@ -57,6 +57,7 @@ class Source:
             else:
                 return _no_position(self._dataset)
             state = {"base64": base64.b64encode(state).decode()} if isinstance(state, bytes) else state
+            _require_text_keys(state)
             return json.dumps(state, default=_plain_number)
         except Exception as error:  # of the user's pipeline, which need not know its position to be read
             return error
@@ -137,11 +138,10 @@ def _own_stream(dataset: Any, state: dict[str, Any] | None) -> Any:
 
 
 def is_sequence(dataset: object) -> bool:
-    """Tell whether a dataset gives its batches by their number, up to its length."""
-    if isinstance(dataset, Sequence):
-        return True
+    """Tell whether a dataset gives its batches by their number, up to its length: it has no `__iter__` of its own."""
     # Python would ask until an IndexError: slices of arrays, as in `x[n * i : n * (i + 1)]`, never raise one.
-    is_by_number = is_hugging_face(dataset) or not hasattr(type(dataset), "__iter__")
+    own = getattr(type(dataset), "__iter__", None)
+    is_by_number = is_hugging_face(dataset) or own in (None, list.__iter__, tuple.__iter__, Sequence.__iter__)
     return is_by_number and hasattr(type(dataset), "__len__") and hasattr(type(dataset), "__getitem__")
 
 
@@ -151,9 +151,10 @@ def is_hugging_face(dataset: object) -> bool:
 
 
 def adapted(dataset: Any) -> Any:
-    """Return a dataset whose elements hold arrays: by default a Hugging Face dataset yields lists."""
+    """Return a dataset whose elements hold arrays: a Hugging Face dataset yields lists, unless the user has set a format."""
     is_stream = hasattr(dataset, "load_state_dict")  # each pass has its own copy, with the epoch that the user set
-    return dataset.with_format("numpy") if is_hugging_face(dataset) and not is_stream else dataset
+    is_set = (getattr(dataset, "format", None) or {}).get("type") is not None
+    return dataset.with_format("numpy") if is_hugging_face(dataset) and not (is_stream or is_set) else dataset
 
 
 def _resume(dataset: Any, start: Callable[[], Any], state: Any) -> Iterator[PyTree]:
@@ -192,6 +193,16 @@ def _no_position(dataset: object) -> TypeError:
         "itself state_dict and load_state_dict. Use strategy.make_numpy_dataset(arrays), a list of batches, a grain dataset, "
         "mr.data.tfrecord_dataset, a Hugging Face dataset or torchdata's StatefulDataLoader."
     )
+
+
+def _require_text_keys(state: object) -> None:
+    """Refuse what JSON would change: a number as a key comes back as a text."""
+    for key, value in state.items() if isinstance(state, dict) else ():
+        if type(key) is not str:
+            raise TypeError(f"its state has the key {key!r}, which would come back from JSON as a text: write str(key) in it.")
+        _require_text_keys(value)
+    for value in state if isinstance(state, list | tuple) else ():
+        _require_text_keys(value)
 
 
 def _plain_number(value: object) -> Any:
