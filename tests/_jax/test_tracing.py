@@ -14,30 +14,6 @@ from mirrored._replicas.collectives import ReplicaAxis
 from mirrored._typing import REPLICA_AXIS as AXIS
 
 
-def test_the_trace_state_is_equal_within_a_trace_and_different_in_another():
-    states = {}
-
-    def note(name):
-        states[name] = (tracing.trace_state(), tracing.trace_state())
-
-    def body(x):
-        note("jit")
-        jax.jit(lambda y: (note("inner jit"), y)[1])(x)
-        jax.lax.scan(lambda c, _: (note("scan"), (c, None))[1], x, None, length=2)
-        jax.lax.cond(True, lambda: (note("cond"), x)[1], lambda: x)
-        jax.vmap(lambda y: (note("vmap"), y)[1])(x)
-        jax.grad(lambda y: (note("grad"), y.sum())[1])(x)
-        states["after"] = states["jit"][0] == tracing.trace_state()
-        return x
-
-    note("outside")
-    jax.jit(body)(VECTOR)
-    assert states.pop("after") and states["outside"][0] == tracing.trace_state()
-    assert all(first == second for first, second in states.values())
-    names = list(states)
-    assert all(states[a][0] != states[b][0] for i, a in enumerate(names) for b in names[:i])
-
-
 def test_staging_means_that_operations_are_recorded():
     transforms = {
         "eager": (lambda f: f, False),
@@ -63,29 +39,6 @@ def test_staging_means_that_operations_are_recorded():
     for name, (transform, _) in transforms.items():
         transform(lambda x, name=name: (seen[name].add(tracing.is_staging()), x * 1.0)[1])(VECTOR)
     assert seen == {name: {expected} for name, (_, expected) in transforms.items()}
-
-
-def test_what_is_recorded_for_one_call_is_told_from_what_is_kept():
-    at_once, kept = {}, {}
-    note = lambda into, name: lambda x: (into.__setitem__(name, tracing.is_for_this_call()), x)[1]  # noqa: E731
-    scan = lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=1)[0]  # noqa: E731
-    scan(note(at_once, "scan"))(VECTOR)
-    scan(scan(note(at_once, "scan in scan")))(VECTOR)
-    jax.lax.cond(VECTOR[0] > 0, note(at_once, "cond"), lambda x: x, VECTOR)
-    jax.lax.switch(0, [note(at_once, "switch")] * 3, VECTOR)
-    jax.lax.while_loop(lambda x: note(at_once, "while cond")(x)[0] < 0, note(at_once, "while body"), VECTOR)
-    jax.lax.fori_loop(0, 2, lambda i, x: note(at_once, "fori")(x), VECTOR)
-    jax.lax.map(note(at_once, "map"), VECTOR)
-    jax.checkpoint(note(at_once, "remat"))(VECTOR)
-    jax.grad(lambda x: scan(note(at_once, "grad"))(x).sum())(VECTOR)
-    jax.vmap(scan(note(at_once, "vmap")))(VECTOR)
-    jax.jit(note(kept, "jit"))(VECTOR)
-    jax.jit(scan(note(kept, "scan in jit")))(VECTOR)
-    scan(jax.jit(note(kept, "jit in scan")))(VECTOR)
-    jax.make_jaxpr(note(kept, "make_jaxpr"))(VECTOR)
-    jax.eval_shape(note(kept, "eval_shape"), VECTOR)
-    assert set(at_once.values()) == {True} and len(at_once) == 11, at_once
-    assert set(kept.values()) == {False} and len(kept) == 5, kept
 
 
 def test_inner_caches_are_shared_without_and_apart_with_a_token():

@@ -90,11 +90,11 @@ def test_programs_of_all_kinds(count: int, start: str) -> None:
     """Many steps that nobody waits for, long and short ones, strategies of different sizes in turns, two threads, all verbs."""
     code = """
 s = strategy_of(COUNT)
-run(300, training(s, 1))
-run(50, training(s, 20))
-run(100, training(s, 3), training(strategy_of(2), 3))
-two_threads(s, 100)
-verbs(s, 20)"""
+run(150, training(s, 1))
+run(25, training(s, 20))
+run(50, training(s, 3), training(strategy_of(2), 3))
+two_threads(s, 50)
+verbs(s, 10)"""
     done = run_python(start, code.replace("COUNT", str(count)))
     assert done.stdout.strip() == "done", done.stderr[-3000:]
 
