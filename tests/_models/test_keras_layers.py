@@ -20,7 +20,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 #: Four steps, the last of which leaves some of four replicas without rows.
 SIZES = [32] * 3 + [3]
 OPTIMIZERS = {
-    "adam": lambda: keras.optimizers.Adam(1e-2, global_clipnorm=1.0),
+    # Nadam makes a slot in a way that no trace survives.
+    "nadam": lambda: keras.optimizers.Nadam(1e-2, global_clipnorm=1.0),
     "all": lambda: keras.optimizers.AdamW(
         keras.optimizers.schedules.ExponentialDecay(1e-2, 3, 0.5),
         weight_decay=0.1,
@@ -29,10 +30,6 @@ OPTIMIZERS = {
         use_ema=True,
         ema_momentum=0.9,
         ema_overwrite_frequency=2,
-    ),
-    # Nadam makes a slot in a way that no trace survives.
-    "scaled": lambda: keras.optimizers.LossScaleOptimizer(
-        keras.optimizers.Nadam(1e-2), initial_scale=2.0, dynamic_growth_steps=2
     ),
 }
 
@@ -102,17 +99,17 @@ def difference(one: keras.Model, other: keras.Model) -> float:
 
 
 @pytest.mark.usefixtures("without_optimizations")
-@pytest.mark.parametrize("num_replicas, optimizer", slow((5, "adam"), (4, "all"), (4, "scaled")))
+@pytest.mark.parametrize("num_replicas, optimizer", slow((5, "nadam"), (4, "all")))
 def test_a_net_learns_as_on_one_device(num_replicas: int, optimizer: str) -> None:
     strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
     model, state, accuracy = train(strategy, OPTIMIZERS[optimizer])
     assert difference(model, train_alone(OPTIMIZERS[optimizer])) < 1e-5
-    assert int(state.iterations) == len(SIZES) // (state.gradient_accumulation_steps or 1) if optimizer != "scaled" else True
+    assert int(state.iterations) == len(SIZES) // (state.gradient_accumulation_steps or 1)
     assert float(accuracy.count.value) == sum(SIZES)
     strategy.assert_mirrored()
     variables = [*model.variables, *state.variables, *accuracy.variables]
     assert {len(variable.value.devices()) for variable in variables} == {num_replicas}
-    if optimizer == "adam" and num_replicas > 1:  # one collective for the statistics, one back, one for the gradients
+    if optimizer == "nadam":  # one collective for the statistics, one back, one for the gradients
         programs = [line for line in strategy.explain().splitlines() if line.startswith("program")]
         assert len(programs) == 2 and all("; 1 all-gather of 64 B" in line for line in programs), programs
         assert all(line.count("all-reduce") == line.count("1 all-reduce of") == 1 for line in programs), programs
