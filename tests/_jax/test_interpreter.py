@@ -40,8 +40,10 @@ class Entering(Evaluation):
 def test_it_computes_what_the_program_computes_whatever_it_enters(n: int) -> None:
     x = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
     closed, walk = jax.make_jaxpr(everything)(x, n), Entering()
-    for found in (walk.run_closed(closed, [x, np.int32(n)]), interpreter.evaluate(closed, closed.consts, [x, np.int32(n)])):
-        for ours, own in zip(found, everything(x, n), strict=True):
+    ways = (lambda *values: walk.run_closed(closed, values), lambda *values: interpreter.evaluate(closed, closed.consts, values))
+    expected = jax.jit(everything)(x, n)
+    for way in ways:
+        for ours, own in zip(jax.jit(way)(x, n), expected, strict=True):
             np.testing.assert_allclose(ours, own, rtol=1e-6)
     assert {"sin", "scan", "while", "cond", "neg", "custom_linear_solve", "tanh", "mul"} <= walk.names
 

@@ -60,11 +60,8 @@ def test_variables_are_taken_over_where_a_step_meets_or_makes_them(strategy3: mr
         optimizer.apply_gradients(zip(gradients, outside.trainable_variables, strict=True))  # makes its slots
         return value
 
-    @mr.function
-    def both(x: Any) -> Any:
-        return [strategy3.reduce("sum", strategy3.run(train, args=(x,))) for _ in range(2)]
-
-    first, second = map(float, both(batch))
+    function = mr.function(lambda x: strategy3.reduce("sum", strategy3.run(train, args=(x,))))
+    first, second = (float(function(batch)) for _ in range(2))
     assert second < first and int(optimizer.iterations) == 2 and is_on(strategy3, *optimizer.variables)
     [even] = strategy3.distribute_dataset([x[:3]])
 

@@ -28,7 +28,7 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 def compiled(model: Any, **options: Any) -> Any:
-    model.compile(keras.optimizers.Adam(1e-2), LOSS, metrics=["accuracy"], **options)
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), LOSS, metrics=["accuracy"], **options)
     return model
 
 

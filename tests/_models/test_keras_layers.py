@@ -119,7 +119,7 @@ def test_normalization_sees_the_global_batch_and_dropout_differs_by_replica(stra
     random = np.random.RandomState(0)
     x, mask = random.randn(7, 5, 3).astype(np.float32), random.rand(7, 5) > 0.4
     with strategy3.scope():
-        mine = {kind: keras.layers.BatchNormalization(renorm=kind == "renorm") for kind in ("plain", "masked", "renorm")}
+        mine = {kind: keras.layers.BatchNormalization() for kind in ("plain", "masked")}
         dropout = keras.layers.Dropout(0.5, seed=3)
 
     def step(x: Any, mask: Any) -> Any:
@@ -130,8 +130,7 @@ def test_normalization_sees_the_global_batch_and_dropout_differs_by_replica(stra
     [(results, dropped), (_, again)] = [strategy3.run(step, args=batch) for batch in [*dataset, *dataset]]
     for kind, layer in mine.items():
         seen = x[mask] if kind == "masked" else x.reshape(-1, 3)
-        # Renormalized by the moments at the start, which are 0 and 1, the rows of the first step are what they were.
-        expected = x if kind == "renorm" else (x - seen.mean(0)) / np.sqrt(seen.var(0) + 1e-3)
+        expected = (x - seen.mean(0)) / np.sqrt(seen.var(0) + 1e-3)
         np.testing.assert_allclose(strategy3.gather(results[kind], 0), expected, atol=2e-6)
         np.testing.assert_allclose(layer.moving_mean, 0.0199 * seen.mean(0), atol=1e-6)  # after two steps
     masks = [np.asarray(value) for value in (*dropped.values, *again.values)]

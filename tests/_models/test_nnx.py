@@ -94,7 +94,6 @@ def test_a_step_trains_as_nnx_jit_does_whatever_form_its_arguments_have(strategy
         single(alone, its_optimizer, {"x": ROWS, "y": LABELS})
         expected.append(state_of(alone, its_optimizer))
     ways = {
-        "arguments": lambda model, optimizer: strategy2.run(step, args=(model, optimizer, batch)),
         "a nest": lambda model, optimizer: strategy2.run(on_nest, (batch,), {"objects": {"model": model, "more": [optimizer]}}),
         "nnx.jit": lambda model, optimizer: strategy2.run(nnx.jit(step), args=(model, optimizer, batch)),
         "mr.function": lambda model, optimizer: as_one_program(model, optimizer, batch),

@@ -40,13 +40,16 @@ def floats(result):
     return [float(value) for value in result.values]
 
 
-def collectives(strategy, step):
-    """Run a step; return the names of the collectives in its program, in order, and how many XLA makes of them."""
+def collectives(strategy, step, is_compiled):
+    """Run a step; return the names of the collectives in its program, in order, and perhaps how many XLA makes of them."""
     before = [id(program) for program in strategy._steps.programs]
     strategy.run(step)
     [program] = [program for program in strategy._steps.programs if id(program) not in before]
+    names = [collective.name for collective in program.findings.collectives]
+    if not is_compiled:
+        return names, None
     text = program.compiled.lower([], [], [], program.constants).compile().as_text()
-    return [collective.name for collective in program.findings.collectives], text.count(" all-reduce(")
+    return names, text.count(" all-reduce(")
 
 
 def test_gathers_along_any_axis_and_the_gradient_of_the_first(strategy3):
@@ -165,9 +168,9 @@ def test_a_tree_travels_in_one_collective_for_each_dtype_that_is_added(strategy2
         (lambda: all_reduce("sum", [large * number(), number(), jnp.int32(number()), 2, large * number()]), None, 2),
         (many, 6, 1),
     ):
-        names, in_xla = collectives(strategy2, step)
+        names, in_xla = collectives(strategy2, step, num_compiled is not None)
         assert names == ["psum"] * (len(names) if num_buffers is None else num_buffers)
-        assert num_compiled is None or in_xla == num_compiled
+        assert in_xla == num_compiled
     assert [float(result[0, 0]) for result in strategy2.run(many)] == [3.0 * i for i in range(count)]
 
 
@@ -220,7 +223,7 @@ PLACES = {
 def test_collectives_work_in_every_kind_of_control_flow(strategy3):
     steps = PLACES | {"merge_call": lambda: 3 * merged_sum()}
     assert strategy3.run(lambda: {name: step() for name, step in steps.items()}) == dict.fromkeys(steps, 18)
-    few = {name: steps[name] for name in ("scan", "cond", "nested jit", "merge_call")}
+    few = {name: steps[name] for name in ("scan", "cond", "merge_call")}
     with mr.eager():
         assert strategy3.run(lambda: {name: step() for name, step in few.items()}) == dict.fromkeys(few, 18)
 

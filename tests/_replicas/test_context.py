@@ -136,22 +136,28 @@ def test_verbs_of_another_strategy_in_a_scope(strategy2: mr.MirroredStrategy, st
 
 
 def test_rng_is_different_on_each_replica_and_the_same_in_every_run(strategy3: mr.MirroredStrategy) -> None:
-    of_replica = jax.jit(lambda i: jax.random.uniform(jax.random.fold_in(jax.random.key(3), i)))
-    expected = [float(of_replica(i)) for i in range(3)]
+    of_replica = jax.jit(lambda i: jax.random.key_data(jax.random.fold_in(jax.random.key(3), i)))
+    expected = [of_replica(i).tolist() for i in range(3)]
     with strategy3.scope():
         variable = mr.Variable(jax.random.key(3))
-    keys = [3, np.int64(3), jnp.int32(3), jax.random.key(3), jax.random.PRNGKey(3), variable]
+    keys = [3, np.int64(3), jnp.int32(3), jax.random.key(3), variable]
+
+    def rng(key: Any) -> jax.Array:
+        return jax.random.key_data(mr.get_replica_context().rng(key))
 
     def draw() -> list[Any]:
         traced = jax.lax.fori_loop(0, 3, lambda i, n: n + 1, 0)
-        return [jax.random.uniform(mr.get_replica_context().rng(key)) for key in (*keys, variable.value, traced)]
+        of_the_old_kind = mr.get_replica_context().rng(jax.random.PRNGKey(3))
+        return [of_the_old_kind, *(rng(key) for key in (*keys, variable.value, traced))]
 
-    assert list(map(floats, strategy3.run(draw))) == [expected] * 8
-    draw_one = lambda seed: jax.random.uniform(mr.get_replica_context().rng(seed))  # noqa: E731
-    assert len(set(expected)) == 3 and float(draw_one(3)) == expected[0]
-    assert floats(mr.MirroredStrategy(["cpu:4", "cpu:5"]).run(draw_one, args=(3,))) == expected[:2]
-    assert set(floats(strategy3.run(lambda: draw_one(1)))).isdisjoint(expected)
-    assert not isinstance(strategy3.run(lambda: jax.random.uniform(jax.random.key(3))), mr.PerReplica), "the same without rng"
+    def lists(result: mr.PerReplica) -> list[Any]:
+        return [value.tolist() for value in result.values]
+
+    assert list(map(lists, strategy3.run(draw))) == [expected] * 8
+    assert len(set(map(tuple, expected))) == 3 and rng(3).tolist() == expected[0]
+    assert lists(mr.MirroredStrategy(["cpu:4", "cpu:5"]).run(rng, args=(3,))) == expected[:2]
+    assert all(value not in expected for value in lists(strategy3.run(lambda: rng(1))))
+    assert not isinstance(strategy3.run(lambda: jax.random.key_data(jax.random.key(3))), mr.PerReplica), "the same without rng"
 
 
 def test_each_key_of_an_array_of_keys_is_made_different(strategy3: mr.MirroredStrategy) -> None:

@@ -247,18 +247,19 @@ def test_the_first_replicas_value_arrives_bit_by_bit(strategy3):
 
 
 def test_an_aggregation_outside_a_step_has_gradients(strategy3):
-    shares = {(s, a): 1 / 3 if a == "mean" else 1 for s in ("on_write", "on_read") for a in ("sum", "mean", "only_first_replica")}
-    with strategy3.scope():
-        weights = [mr.Variable(np.float32([3, 4])) for _ in shares]
-        totals = [mr.Variable(np.zeros(2, np.float32), synchronization=s, aggregation=a) for s, a in shares]
+    of_each = {(s, a): 1 for s in ("on_write", "on_read") for a in ("sum", "only_first_replica")}
+    of_each |= {("on_write", "mean"): 1 / 3, ("on_read", "mean"): 1 / 3}
     own = strategy3.distribute_values_from_function(lambda ctx: np.float32(ctx.replica_id_in_sync_group == 0))
+    for wrap, shares in ((mr.function, of_each), (lambda f: f, dict([*of_each.items()][::2]))):
+        with strategy3.scope():
+            weights = [mr.Variable(np.float32([3, 4])) for _ in shares]
+            totals = [mr.Variable(np.zeros(2, np.float32), synchronization=s, aggregation=a) for s, a in shares]
 
-    def loss():  # all copies but the first are zero
-        squares = strategy3.run(lambda own: [own * w.value**2 for w in weights], args=(own,))
-        return sum(total.assign(square).value.sum() for total, square in zip(totals, squares, strict=True))
+        def loss(weights=weights, totals=totals):  # all copies but the first are zero
+            squares = strategy3.run(lambda own: [own * w.value**2 for w in weights], args=(own,))
+            return sum(total.assign(square).value.sum() for total, square in zip(totals, squares, strict=True))
 
-    value_and_grad = mr.value_and_grad(loss, weights)
-    for value, gradients in (value_and_grad(), mr.function(value_and_grad)()):
+        value, gradients = wrap(mr.value_and_grad(loss, weights))()
         np.testing.assert_allclose(value, 25 * sum(shares.values()), rtol=1e-6)
         np.testing.assert_allclose(gradients, [[6 * share, 8 * share] for share in shares.values()], rtol=1e-6)
 

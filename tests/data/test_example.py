@@ -296,7 +296,7 @@ ENTRIES = st.builds(lambda name, features: entry(name, *features), NAMES, st.lis
 RECORDS = st.builds(
     lambda entries, tail: example(*entries) + tail, st.lists(ENTRIES, max_size=4), st.sampled_from([b"", b"\x12\x01x"])
 )
-FUZZ = settings(deadline=None, max_examples=100, derandomize=True, suppress_health_check=list(HealthCheck))
+FUZZ = settings(deadline=None, max_examples=60, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 def everything_read(layout: value_places.ValuePlaces, row: bytes) -> dict[str, bytes]:
