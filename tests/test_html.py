@@ -13,6 +13,7 @@ def test_texts_are_escaped_and_html_is_not() -> None:
     assert "<td>&amp;</td><td><i></td>" in table(("x", "y"), [("&", Html("<i>"))])
 
 
+@pytest.mark.parametrize("strategy", [1, 3], indirect=True)
 def test_a_variable_shows_equal_copies_once(strategy: mr.MirroredStrategy) -> None:
     count = strategy.num_replicas_in_sync
     with strategy.scope():

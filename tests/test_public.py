@@ -77,21 +77,51 @@ TENSORFLOW_NAMES = {
 }  # fmt: skip
 
 
-def test_importing_wakes_no_backend_and_loads_no_optional_package() -> None:
-    """Nor JAX, until a name is asked for, here by several threads at once; JAX may still be configured then. Nothing warns."""
-    code = (
-        "import sys, mirrored; from concurrent.futures import ThreadPoolExecutor as Pool; assert 'jax' not in sys.modules; "
-        "questions = [dir, *[lambda m, n=n: getattr(m, n) for n in ('Variable', 'data', 'scan', 'optimizer')]]; "
-        "found = [f.result() for f in [Pool(8).submit(q, mirrored) for q in questions]]; "
-        "assert 'Variable' in found[0] and found[1] is mirrored.Variable and found[2] is mirrored.data; "
-        "import jax; jax.config.update('jax_num_cpu_devices', 3); "
-        "optional = ('grain', 'orbax', 'tensorflow', 'torch', 'flax', 'keras', 'matplotlib', 'sklearn', "
-        "'mirrored.testing'); "
-        "print([name for name in optional if name in sys.modules], jax.device_count())"
-    )
-    command = [sys.executable, "-W", "error", "-c", code]
-    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    assert output.split() == ["[]", "3"]
+IMPORTS = """
+import sys
+import mirrored as mr
+assert "jax" not in sys.modules, "until a name is asked for, here by several threads at once"
+from concurrent.futures import ThreadPoolExecutor
+questions = [dir, *[lambda m, n=n: getattr(m, n) for n in ("Variable", "data", "scan", "optimizer")]]
+with ThreadPoolExecutor(8) as pool:
+    found = [future.result() for future in [pool.submit(question, mr) for question in questions]]
+assert "Variable" in found[0] and found[1] is mr.Variable and found[2] is mr.data
+import jax
+jax.config.update("jax_num_cpu_devices", 3)
+optional = "grain orbax tensorflow torch flax keras matplotlib sklearn mirrored.testing google.protobuf google_crc32c".split()
+assert not set(optional) & set(sys.modules) and jax.device_count() == 3
+
+def missing(package, use):
+    sys.modules[package] = None
+    try:
+        use()
+    except ImportError as error:
+        assert str(error) == f"mr.data needs {package}, which is not installed: pip install grain google-crc32c protobuf.", error
+    else:
+        raise AssertionError(package)
+    del sys.modules[package]
+
+import numpy as np
+strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
+list(strategy.distribute_dataset(strategy.make_numpy_dataset(np.arange(5)).batch(2)))
+assert not set(optional) & set(sys.modules), "nothing is loaded that is not used"
+missing("google.protobuf", lambda: mr.data.make_example({"x": 1}))
+missing("google_crc32c", lambda: mr.data.write_tfrecords(sys.argv[1], [b"x"]))
+missing("grain", lambda: mr.data.tfrecord_dataset(sys.executable))
+mr.data.make_example({"x": 1})
+from google.protobuf import descriptor_pool
+try:
+    descriptor_pool.Default().FindMessageTypeByName("tensorflow.Example")
+except KeyError:
+    print("the default pool is as TensorFlow wants it")
+"""
+
+
+def test_importing_wakes_no_backend_and_packages_are_loaded_when_they_are_used_and_named_when_missing(tmp_path: Path) -> None:
+    """Nor JAX, which may still be configured then. Nothing warns."""
+    command = [sys.executable, "-W", "error", "-c", IMPORTS, tmp_path / "x"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "the default pool is as TensorFlow wants it\n", done.stderr
 
 
 def test_errors_are_shown_under_the_name_to_catch() -> None:

@@ -1,36 +1,13 @@
 """What is used of the private side of `jax.distributed` is still there, and does what it did."""
 
-import inspect
 import socket
 from types import SimpleNamespace
 
-import jax
 import pytest
-from jax._src import distributed as private
 from jax._src import xla_bridge
 from jax._src.lib import _jax
 
 from mirrored._jax import distributed
-
-
-def test_the_private_names_are_where_they_were() -> None:
-    state = private.global_state
-    assert {"client", "process_id", "num_processes"} <= set(vars(state)) | set(vars(type(state)))
-    methods = {"key_value_dir_get_bytes", "key_value_set", "blocking_key_value_get", "key_value_dir_get", "key_value_delete"}
-    assert methods | {"key_value_try_get", "key_value_increment"} <= set(dir(_jax.DistributedRuntimeClient))
-    assert "allow_overwrite" in (_jax.DistributedRuntimeClient.key_value_set.__doc__ or "")
-    assert list(inspect.signature(xla_bridge.make_cpu_client).parameters) == ["collectives"]
-    assert "hostname" in (_jax.make_gloo_tcp_collectives.__doc__ or "")
-    assert {"priority", "fail_quietly"} <= set(inspect.signature(xla_bridge.register_backend_factory).parameters)
-    assert hasattr(private.State(), "preemption_sync_manager")
-
-
-def test_the_settings_exist() -> None:
-    for name in ("jax_enable_preemption_service", "jax_cpu_collectives_implementation"):
-        assert hasattr(jax.config, name), name
-    jax.config.update("jax_cpu_enable_async_dispatch", True)  # as it is
-    parameters = inspect.signature(jax.distributed.initialize).parameters
-    assert {"heartbeat_timeout_seconds", "shutdown_timeout_seconds", "coordinator_bind_address"} <= set(parameters)
 
 
 def test_one_process_is_the_first_of_one_and_runs_no_preemption_service() -> None:

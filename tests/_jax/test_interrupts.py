@@ -3,7 +3,6 @@
 import gc
 import inspect
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -11,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from processes import program, wait_for_line
 
 from mirrored._jax import interrupts
 
@@ -28,12 +28,11 @@ while time.monotonic() < end:
 
 
 def test_ctrl_c_during_a_garbage_collection_ends_the_program() -> None:
-    command = [sys.executable, "-c", PROGRAM]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=50)
-    assert process.returncode == -signal.SIGINT and errors.rstrip().endswith("KeyboardInterrupt"), errors
+    with program(PROGRAM) as process:
+        wait_for_line(process, "ready")
+        process.signal(signal.SIGINT)
+        ended, errors = process.wait(50), (process.log.parent / "errors").read_text()
+    assert ended.code == -signal.SIGINT and errors.rstrip().endswith("KeyboardInterrupt"), errors
 
 
 def test_jax_has_a_callback_in_python() -> None:

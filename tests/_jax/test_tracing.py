@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 from jax.experimental import hijax
 from programs import VECTOR
@@ -12,80 +11,6 @@ from programs import VECTOR
 from mirrored._jax import interpreter, jaxprs, tracing, user_code
 from mirrored._replicas.collectives import ReplicaAxis
 from mirrored._typing import REPLICA_AXIS as AXIS
-
-
-def test_the_trace_state_is_equal_within_a_trace_and_different_in_another():
-    states = {}
-
-    def note(name):
-        states[name] = (tracing.trace_state(), tracing.trace_state())
-
-    def body(x):
-        note("jit")
-        jax.jit(lambda y: (note("inner jit"), y)[1])(x)
-        jax.lax.scan(lambda c, _: (note("scan"), (c, None))[1], x, None, length=2)
-        jax.lax.cond(True, lambda: (note("cond"), x)[1], lambda: x)
-        jax.vmap(lambda y: (note("vmap"), y)[1])(x)
-        jax.grad(lambda y: (note("grad"), y.sum())[1])(x)
-        states["after"] = states["jit"][0] == tracing.trace_state()
-        return x
-
-    note("outside")
-    jax.jit(body)(VECTOR)
-    assert states.pop("after") and states["outside"][0] == tracing.trace_state()
-    assert all(first == second for first, second in states.values())
-    names = list(states)
-    assert all(states[a][0] != states[b][0] for i, a in enumerate(names) for b in names[:i])
-
-
-def test_staging_means_that_operations_are_recorded():
-    transforms = {
-        "eager": (lambda f: f, False),
-        "jit": (lambda f: jax.jit(f), True),
-        "scan": (lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=1)[0], True),
-        "cond": (lambda f: lambda x: jax.lax.cond(x[0] > 0, f, f, x), True),
-        "while": (lambda f: lambda x: jax.lax.while_loop(lambda c: c[0] < 0, f, x), True),
-        "eval_shape": (lambda f: lambda x: jax.eval_shape(f, x), True),
-        "make_jaxpr": (lambda f: lambda x: jax.make_jaxpr(f)(x), True),
-        "remat": (lambda f: jax.checkpoint(f), True),
-        "vmap": (lambda f: jax.vmap(f), False),
-        "grad": (lambda f: jax.grad(lambda x: f(x).sum()), False),
-        "jit of vmap": (lambda f: jax.jit(jax.vmap(f)), True),
-        "jit of grad": (lambda f: jax.jit(jax.grad(lambda x: f(x).sum())), True),
-        "executed in the middle of a trace": (lambda f: lambda x: jax.jit(lambda x: [executed(f), x][1])(x), False),
-    }
-
-    def executed(f):
-        with tracing.untraced():
-            assert float(f(VECTOR)[0]) == 1
-
-    seen = {name: set() for name in transforms}
-    for name, (transform, _) in transforms.items():
-        transform(lambda x, name=name: (seen[name].add(tracing.is_staging()), x * 1.0)[1])(VECTOR)
-    assert seen == {name: {expected} for name, (_, expected) in transforms.items()}
-
-
-def test_what_is_recorded_for_one_call_is_told_from_what_is_kept():
-    at_once, kept = {}, {}
-    note = lambda into, name: lambda x: (into.__setitem__(name, tracing.is_for_this_call()), x)[1]  # noqa: E731
-    scan = lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=1)[0]  # noqa: E731
-    scan(note(at_once, "scan"))(VECTOR)
-    scan(scan(note(at_once, "scan in scan")))(VECTOR)
-    jax.lax.cond(VECTOR[0] > 0, note(at_once, "cond"), lambda x: x, VECTOR)
-    jax.lax.switch(0, [note(at_once, "switch")] * 3, VECTOR)
-    jax.lax.while_loop(lambda x: note(at_once, "while cond")(x)[0] < 0, note(at_once, "while body"), VECTOR)
-    jax.lax.fori_loop(0, 2, lambda i, x: note(at_once, "fori")(x), VECTOR)
-    jax.lax.map(note(at_once, "map"), VECTOR)
-    jax.checkpoint(note(at_once, "remat"))(VECTOR)
-    jax.grad(lambda x: scan(note(at_once, "grad"))(x).sum())(VECTOR)
-    jax.vmap(scan(note(at_once, "vmap")))(VECTOR)
-    jax.jit(note(kept, "jit"))(VECTOR)
-    jax.jit(scan(note(kept, "scan in jit")))(VECTOR)
-    scan(jax.jit(note(kept, "jit in scan")))(VECTOR)
-    jax.make_jaxpr(note(kept, "make_jaxpr"))(VECTOR)
-    jax.eval_shape(note(kept, "eval_shape"), VECTOR)
-    assert set(at_once.values()) == {True} and len(at_once) == 11, at_once
-    assert set(kept.values()) == {False} and len(kept) == 5, kept
 
 
 def test_inner_caches_are_shared_without_and_apart_with_a_token():
@@ -124,22 +49,6 @@ def test_trace_binds_the_axis_and_speaks_of_the_users_function():
         tracing.trace(lambda x: users_step(x), (VECTOR,), None, users_step)
     with pytest.raises(jax.errors.TracerBoolConversionError, match="function users_step at"):
         tracing.trace(lambda x: 1 if x[0] else 2, (VECTOR,), None, users_step)
-
-
-def test_a_traced_function_is_evaluated_with_other_constants_and_meshes(strategy2, strategy3):
-    captured = jnp.arange(3.0)
-    closed = jax.make_jaxpr(lambda x: (x + captured, 7.0))(VECTOR)
-    result, literal = interpreter.evaluate(closed, [captured * 10], [VECTOR])
-    assert (result.tolist(), literal) == ([1.0, 11.0, 21.0], 7.0)
-    of_three = strategy3.reduce("sum", captured)  # its mesh is in the types of what is computed with it
-    closed = jax.make_jaxpr(lambda x: jax.jit(lambda y: (y + of_three) * of_three)(x))(VECTOR)
-    for mesh in (strategy3._mesh, strategy2._mesh):
-        place = jax.sharding.PartitionSpec()
-        mapped = jax.shard_map(
-            lambda x, c=closed: interpreter.evaluate(c, c.consts, [x])[0],
-            mesh=mesh.mesh, in_specs=place, out_specs=place, check_vma=False,
-        )  # fmt: skip
-        assert jax.jit(mapped)(VECTOR).tolist() == [0, 12, 42], mesh
 
 
 class Doubled(getattr(hijax, "HiPrim", None) or hijax.VJPHiPrimitive):

@@ -1,15 +1,13 @@
 """A JAX that nobody has tried is told, once; the tried ones are those of the lock file, the metadata and the README."""
 
-import os
 import re
-import subprocess
-import sys
 import tomllib
 import warnings
 from pathlib import Path
 
 import jax
 import pytest
+from processes import run_program
 
 from mirrored._jax import versions
 
@@ -17,6 +15,9 @@ ROOT = Path(__file__).parents[2]
 OLDEST, NEWEST = (".".join(map(str, version)) for version in (versions.OLDEST, versions.NEWEST))
 #: Imports the library inside a trace, which is known for one there too, beside a JAX that calls itself 1.0.0.
 PROGRAM = """
+import sys
+for name in [name for name in sys.modules if name.startswith("mirrored")]:  # of the process that this one was forked from
+    del sys.modules[name]
 import jax; jax.__version__, jax.__version_info__ = "1.0.0", (1, 0, 0)
 def f(x):
     from mirrored._jax import tracing
@@ -34,11 +35,10 @@ print(mirrored.MirroredStrategy(['cpu:0']).num_replicas_in_sync)
 
 
 def test_an_untried_version_is_told_once_at_the_first_public_name_also_inside_a_trace() -> None:
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, timeout=100)
+    ended = run_program(PROGRAM, env={"JAX_PLATFORMS": "cpu"})
     assert (ended.returncode, ended.stdout) == (0, "1\n"), ended.stderr
     assert ended.stderr.count("UserWarning") == 1
-    assert ended.stderr.startswith("<string>:9: UserWarning: ")
+    assert re.match(r"\S+program\.py:12: UserWarning: ", ended.stderr), ended.stderr
     assert f"this is jax 1.0.0; this version of mirrored was tried with jax {OLDEST} to {NEWEST}." in ended.stderr
 
 

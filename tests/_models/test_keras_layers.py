@@ -17,17 +17,20 @@ load_digits = pytest.importorskip("sklearn.datasets").load_digits
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of Keras' variables
 
-#: Ten steps, the last of which leaves some of four replicas without rows.
-SIZES = [32] * 9 + [3]
+#: Four steps, the last of which leaves some of four replicas without rows.
+SIZES = [32] * 3 + [3]
 OPTIMIZERS = {
-    "adam": lambda: keras.optimizers.Adam(1e-2, global_clipnorm=1.0),
-    "accumulation": lambda: keras.optimizers.Adam(1e-2, gradient_accumulation_steps=3),
-    "ema": lambda: keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=3),
-    "decay": lambda: keras.optimizers.AdamW(
-        keras.optimizers.schedules.ExponentialDecay(1e-2, 3, 0.5), weight_decay=0.1, clipnorm=0.1
+    # Nadam makes a slot in a way that no trace survives.
+    "nadam": lambda: keras.optimizers.Nadam(1e-2, global_clipnorm=1.0),
+    "all": lambda: keras.optimizers.AdamW(
+        keras.optimizers.schedules.ExponentialDecay(1e-2, 3, 0.5),
+        weight_decay=0.1,
+        clipnorm=0.1,
+        gradient_accumulation_steps=2,
+        use_ema=True,
+        ema_momentum=0.9,
+        ema_overwrite_frequency=2,
     ),
-    "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(1e-2), initial_scale=2.0, dynamic_growth_steps=7),
-    "nadam": lambda: keras.optimizers.Nadam(1e-2),  # makes a slot in a way that no trace survives
 }
 
 
@@ -36,15 +39,15 @@ each_loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reducti
 
 def batches() -> list[tuple[np.ndarray, np.ndarray]]:
     images, labels = load_digits(return_X_y=True)
-    images, ends = (images / 16).astype(np.float32).reshape(-1, 8, 8, 1), np.cumsum([0, *SIZES])
+    images, ends = (images / 16).astype(np.float32), np.cumsum([0, *SIZES])
     return [(images[a:b], labels[a:b].astype(np.int32)) for a, b in itertools.pairwise(ends)]
 
 
 def net() -> keras.Model:
     keras.utils.set_random_seed(0)
     layers = keras.layers
-    normalized = [layers.Conv2D(8, 3, use_bias=False), layers.BatchNormalization(), layers.ReLU()]
-    return keras.Sequential([keras.Input((8, 8, 1)), *normalized, layers.Flatten(), layers.Dense(10)])
+    normalized = [layers.Dense(8, use_bias=False), layers.BatchNormalization(), layers.ReLU()]
+    return keras.Sequential([keras.Input((64,)), *normalized, layers.Dense(10)])
 
 
 def train_alone(make_optimizer: Callable[[], Any]) -> keras.Model:
@@ -96,17 +99,17 @@ def difference(one: keras.Model, other: keras.Model) -> float:
 
 
 @pytest.mark.usefixtures("without_optimizations")
-@pytest.mark.parametrize("num_replicas, optimizer", slow((5, "adam"), *((4, name) for name in OPTIMIZERS if name != "adam")))
-def test_a_conv_net_learns_as_on_one_device(num_replicas: int, optimizer: str) -> None:
+@pytest.mark.parametrize("num_replicas, optimizer", slow((5, "nadam"), (4, "all")))
+def test_a_net_learns_as_on_one_device(num_replicas: int, optimizer: str) -> None:
     strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
     model, state, accuracy = train(strategy, OPTIMIZERS[optimizer])
     assert difference(model, train_alone(OPTIMIZERS[optimizer])) < 1e-5
-    assert int(state.iterations) == 10 // (state.gradient_accumulation_steps or 1) if optimizer != "scaled" else True
+    assert int(state.iterations) == len(SIZES) // (state.gradient_accumulation_steps or 1)
     assert float(accuracy.count.value) == sum(SIZES)
     strategy.assert_mirrored()
     variables = [*model.variables, *state.variables, *accuracy.variables]
     assert {len(variable.value.devices()) for variable in variables} == {num_replicas}
-    if optimizer == "adam" and num_replicas > 1:  # one collective for the statistics, one back, one for the gradients
+    if optimizer == "nadam":  # one collective for the statistics, one back, one for the gradients
         programs = [line for line in strategy.explain().splitlines() if line.startswith("program")]
         assert len(programs) == 2 and all("; 1 all-gather of 64 B" in line for line in programs), programs
         assert all(line.count("all-reduce") == line.count("1 all-reduce of") == 1 for line in programs), programs
@@ -115,10 +118,8 @@ def test_a_conv_net_learns_as_on_one_device(num_replicas: int, optimizer: str) -
 def test_normalization_sees_the_global_batch_and_dropout_differs_by_replica(strategy3: mr.Strategy) -> None:
     random = np.random.RandomState(0)
     x, mask = random.randn(7, 5, 3).astype(np.float32), random.rand(7, 5) > 0.4
-    own = {kind: keras.layers.BatchNormalization(renorm=kind == "renorm") for kind in ("plain", "masked", "renorm")}
-    expected = {kind: layer(x, training=True, mask=mask if kind == "masked" else None) for kind, layer in own.items()}
     with strategy3.scope():
-        mine = {kind: keras.layers.BatchNormalization(renorm=kind == "renorm") for kind in own}
+        mine = {kind: keras.layers.BatchNormalization() for kind in ("plain", "masked")}
         dropout = keras.layers.Dropout(0.5, seed=3)
 
     def step(x: Any, mask: Any) -> Any:
@@ -128,20 +129,15 @@ def test_normalization_sees_the_global_batch_and_dropout_differs_by_replica(stra
     dataset = strategy3.distribute_dataset([(x, mask)])  # 3, 2 and 2 rows
     [(results, dropped), (_, again)] = [strategy3.run(step, args=batch) for batch in [*dataset, *dataset]]
     for kind, layer in mine.items():
-        np.testing.assert_allclose(strategy3.gather(results[kind], 0), expected[kind], atol=2e-6)
-        first = 0.01 * expected_moments(x, mask if kind == "masked" else None)  # of the first of the two steps
-        np.testing.assert_allclose(np.asarray(layer.moving_mean) / 0.0199 * 0.01, first, atol=1e-6)
-        np.testing.assert_allclose(own[kind].moving_mean, first, atol=1e-6)
+        seen = x[mask] if kind == "masked" else x.reshape(-1, 3)
+        expected = (x - seen.mean(0)) / np.sqrt(seen.var(0) + 1e-3)
+        np.testing.assert_allclose(strategy3.gather(results[kind], 0), expected, atol=2e-6)
+        np.testing.assert_allclose(layer.moving_mean, 0.0199 * seen.mean(0), atol=1e-6)  # after two steps
     masks = [np.asarray(value) for value in (*dropped.values, *again.values)]
     one = keras.layers.Dropout(0.5, seed=3)
     assert (masks[0] == one(np.ones((10, 40), np.float32), training=True)).all(), "replica 0 has the mask of one device"
     assert len({value.tobytes() for value in masks}) == 6 and all(0.8 < value.mean() < 1.2 for value in masks)
     assert dropout.seed_generator.state.numpy().tolist() == [3, 2]
-
-
-def expected_moments(x: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
-    rows = x.reshape(-1, 3)
-    return rows.mean(0) if mask is None else rows[mask.reshape(-1)].mean(0)
 
 
 def test_wrong_recipes_are_refused_and_change_nothing(strategy2: mr.Strategy) -> None:
@@ -199,16 +195,17 @@ def test_losses_constraints_and_mixed_precision_are_as_on_one_device(strategy3: 
         return keras.Sequential([keras.Input((3,)), dense, keras.layers.Dense(1, kernel_constraint="non_neg")])
 
     x = np.random.RandomState(0).randn(6, 3).astype(np.float32)
-    one, sgd = make(), keras.optimizers.SGD(0.1)
+    one = make()
     with strategy3.scope():
         many, optimizer = make(), keras.optimizers.SGD(0.1)
-    trained = one.trainable_variables
 
     def loss_of_one(values: Any) -> Any:
         y, _, losses = one.stateless_call(values, [], x, return_losses=True)
         return keras.ops.mean(y**2) + sum(losses)
 
-    sgd.apply(jax.grad(loss_of_one)([variable.value for variable in trained]), trained)
+    gradients = jax.jit(jax.grad(loss_of_one))([variable.value for variable in one.trainable_variables])
+    expected = [old - 0.1 * np.asarray(gradient) for old, gradient in zip(one.get_weights(), gradients, strict=True)]
+    expected[2] = np.maximum(expected[2], 0)  # the constraint
 
     def step(x: Any) -> Any:
         def loss() -> Any:
@@ -221,7 +218,8 @@ def test_losses_constraints_and_mixed_precision_are_as_on_one_device(strategy3: 
 
     for batch in strategy3.distribute_dataset([x]):
         strategy3.run(step, args=(batch,))
-    assert difference(one, many) < 1e-6 and (many.layers[1].kernel.numpy() >= 0).all()
+    for own, of_one in zip(many.get_weights(), expected, strict=True):
+        np.testing.assert_allclose(own, of_one, atol=1e-6)
     with strategy3.scope():
         mixed = make("mixed_bfloat16")
     hidden, output = strategy3.run(lambda: (mixed.layers[0](x), mixed(x)))
@@ -232,26 +230,30 @@ def test_a_loss_of_keras_is_a_mean_over_own_rows_and_says_so_in_a_word(strategy2
     x, y = np.cos(np.arange(14, dtype=np.float32)).reshape(7, 2), np.sin(np.arange(7, dtype=np.float32))[:, None]
     mean, each = keras.losses.MeanSquaredError(), keras.losses.MeanSquaredError(reduction=None)
 
-    def update(word: Any, optimizer_of: Any = lambda: keras.optimizers.SGD(0.5)) -> Any:
+    def update(words: list[Any], optimizer_of: Any = lambda: keras.optimizers.SGD(0.5)) -> list[np.ndarray]:
         with strategy2.scope():
-            layer, optimizer = keras.layers.Dense(1, kernel_initializer="ones"), optimizer_of()
-            layer.build((None, 2))
+            layers = [keras.layers.Dense(1, kernel_initializer="ones") for _ in words]
+            optimizers = [optimizer_of() for _ in words]
+            for layer in layers:
+                layer.build((None, 2))
 
         def step(x: Any, y: Any) -> None:
-            gradients = mr.grad(lambda: word(y, layer(x), optimizer), layer.trainable_variables)()
-            optimizer.apply_gradients(zip(gradients, layer.trainable_variables, strict=True))
+            for word, layer, optimizer in zip(words, layers, optimizers, strict=True):
+                gradients = mr.grad(lambda w=word, m=layer, o=optimizer: w(y, m(x), o), layer.trainable_variables)()
+                optimizer.apply_gradients(zip(gradients, layer.trainable_variables, strict=True))
 
         for batch in strategy2.distribute_dataset([(x, y)]):  # 4 and 3 rows
             strategy2.run(step, args=batch)
-        return layer.get_weights()[0]
+        return [layer.get_weights()[0] for layer in layers]
 
     expected = 1 - 0.5 * 2 * (x.T @ (x.sum(1, keepdims=True) - y)) / 7
-    scaled = lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5))  # noqa: E731
     for found in (
-        update(lambda y, z, _: mr.losses.mean_over_own_rows(mean(y, z))),
-        update(lambda y, z, _: each(y, z)),
-        update(lambda y, z, optimizer: optimizer.scale_loss(mr.losses.mean_over_own_rows(mean(y, z))), scaled),
+        *update([lambda y, z, _: mr.losses.mean_over_own_rows(mean(y, z)), lambda y, z, _: each(y, z)]),
+        *update(
+            [lambda y, z, optimizer: optimizer.scale_loss(mr.losses.mean_over_own_rows(mean(y, z)))],
+            lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5)),
+        ),
     ):
         np.testing.assert_allclose(found, expected, rtol=1e-5)
     with pytest.warns(mr.FactorOfReplicasWarning, match=r"nobody has said.*\n.*\n.*mr\.losses\.mean_over_own_rows\(loss\)"):
-        update(lambda y, z, _: mean(y, z))
+        update([lambda y, z, _: mean(y, z)])

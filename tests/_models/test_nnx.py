@@ -19,15 +19,13 @@ LABELS = np.arange(12) % 2
 
 
 class Net(nnx.Module):
-    def __init__(self, axis_name: str | None = None, rate: float = 0.0) -> None:
+    def __init__(self, axis_name: str | None = None) -> None:
         rngs = nnx.Rngs(0)
-        self.inner = nnx.Linear(3, 4, rngs=rngs)
-        self.norm = nnx.BatchNorm(4, axis_name=axis_name, rngs=rngs)
-        self.drop = nnx.Dropout(rate, rngs=rngs)
-        self.out = nnx.Linear(4, 2, rngs=rngs)
+        self.inner = nnx.Linear(3, 2, rngs=rngs)
+        self.norm = nnx.BatchNorm(2, axis_name=axis_name, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.out(self.drop(self.norm(jnp.tanh(self.inner(x)))))
+        return self.norm(self.inner(x))
 
 
 class Own(nnx.metrics.Metric):
@@ -53,8 +51,8 @@ def step(model: Net, optimizer: nnx.Optimizer, batch: dict) -> jax.Array:
     return loss
 
 
-def made(axis_name: str | None = None, rate: float = 0.0) -> tuple[Net, nnx.Optimizer]:
-    model = Net(axis_name, rate)
+def made(axis_name: str | None = None) -> tuple[Net, nnx.Optimizer]:
+    model = Net(axis_name)
     return model, nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
 
 
@@ -85,9 +83,6 @@ def test_a_step_trains_as_nnx_jit_does_whatever_form_its_arguments_have(strategy
     def on_nest(batch: dict, *, objects: dict) -> jax.Array:
         return step(objects["model"], objects["more"][0], batch)
 
-    def jitted(model: Net, optimizer: nnx.Optimizer, batch: dict) -> jax.Array:
-        return nnx.jit(step)(model, optimizer, batch)
-
     @mr.function
     def as_one_program(model: Net, optimizer: nnx.Optimizer, batch: dict) -> jax.Array:
         return strategy2.run(step, args=(model, optimizer, batch))
@@ -99,10 +94,8 @@ def test_a_step_trains_as_nnx_jit_does_whatever_form_its_arguments_have(strategy
         single(alone, its_optimizer, {"x": ROWS, "y": LABELS})
         expected.append(state_of(alone, its_optimizer))
     ways = {
-        "arguments": lambda model, optimizer: strategy2.run(step, args=(model, optimizer, batch)),
         "a nest": lambda model, optimizer: strategy2.run(on_nest, (batch,), {"objects": {"model": model, "more": [optimizer]}}),
-        "nnx.jit around": lambda model, optimizer: strategy2.run(nnx.jit(step), args=(model, optimizer, batch)),
-        "nnx.jit inside": lambda model, optimizer: strategy2.run(jitted, args=(model, optimizer, batch)),
+        "nnx.jit": lambda model, optimizer: strategy2.run(nnx.jit(step), args=(model, optimizer, batch)),
         "mr.function": lambda model, optimizer: as_one_program(model, optimizer, batch),
     }
     wrong = []
@@ -121,7 +114,7 @@ def test_copies_are_equal_and_one_program_serves_all_steps(strategy2: mr.Strateg
         for _ in range(3):
             strategy2.run(step, args=(model, optimizer, batch))
     assert programs.count == 1
-    kernel = model.out.kernel.get_value()
+    kernel = model.inner.kernel.get_value()
     assert len({shard.device for shard in kernel.addressable_shards}) == 2
     first, second = (np.asarray(shard.data) for shard in kernel.addressable_shards)
     np.testing.assert_array_equal(first, second)
@@ -156,22 +149,6 @@ def test_what_would_differ_by_replica_is_refused_by_its_name_and_nothing_has_cha
         strategy2.run(lambda metric, batch: metric.update(x=batch["x"]), args=(Own(), batch))
 
 
-def test_streams_differ_by_replica_and_repeat_by_run(strategy2: mr.Strategy) -> None:
-    def draw(rngs: nnx.Rngs) -> jax.Array:
-        return rngs.params.normal((2,))
-
-    def twice() -> list[np.ndarray]:
-        rngs = nnx.Rngs(params=3)
-        found = [np.stack(strategy2.local_results(strategy2.run(draw, args=(rngs,)))) for _ in range(2)]
-        assert int(rngs.params.count[...]) == 2
-        np.testing.assert_array_equal(*(jax.random.key_data(r.params.key[...]) for r in (rngs, nnx.Rngs(params=3))))
-        return found
-
-    one, two = twice(), twice()
-    np.testing.assert_array_equal(one, two)
-    assert len(np.unique(np.stack(one).reshape(4, 2), axis=0)) == 4
-
-
 def test_a_step_leaves_no_old_state_to_the_cyclic_collector(strategy2: mr.Strategy, batch: dict, no_collector: None) -> None:
     objects = made()
     for _ in range(3):
@@ -195,13 +172,13 @@ class Scanned(nnx.Module):
         return nnx.scan(lambda drop, x: (x, drop(x)), in_axes=(0, nnx.Carry), out_axes=(nnx.Carry, 0))(self.drops, x)[1]
 
 
-@pytest.mark.parametrize("num_rows", [12, 11])
-def test_layers_of_a_scan_draw_differently_on_each_replica(strategy3: mr.MirroredStrategy, num_rows: int) -> None:
+def test_layers_of_a_scan_draw_differently_on_each_replica(strategy3: mr.MirroredStrategy) -> None:
     model, alone = Scanned(), Scanned()
-    run = lambda: strategy3.run(lambda model, batch: model(jnp.ones((1, 64))), args=(model, batch_of(strategy3, num_rows)))  # noqa: E731
+    run = lambda: strategy3.run(lambda model, batch: model(jnp.ones((1, 64))), args=(model, batch_of(strategy3, 11)))  # noqa: E731
     first, second = (np.stack(strategy3.local_results(run())) for _ in range(2))
     drawn = np.concatenate([first, second]).reshape(-1, 64) > 0
     assert len(np.unique(drawn, axis=0)) == 2 * 3 * 3
+    assert np.asarray(model.drops.rngs.count[...]).tolist() == [2, 2, 2]
     keys = jax.random.key_data(alone.drops.rngs.key[...])
     np.testing.assert_array_equal(jax.random.key_data(model.drops.rngs.key[...]), keys)
     alone.drops.rngs.key.set_value(jax.vmap(lambda key: jax.random.fold_in(key, 0))(alone.drops.rngs.key[...]))
@@ -214,15 +191,16 @@ def test_metrics_are_those_of_all_rows(strategy3: mr.MirroredStrategy) -> None:
             metrics.reset()
         metrics.update(logits=batch["x"][:, :2], labels=batch["y"], values=batch["x"], x=batch["x"])
 
-    def metrics() -> nnx.MultiMetric:
-        return nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), spread=nnx.metrics.Welford(), average=nnx.metrics.Average("x"))
-
-    ours, alone = metrics(), metrics()
-    for num_rows, afresh in [(12, False), (11, False), (2, True), (7, False)]:  # of 2 rows a replica has none
-        strategy3.run(evaluate, args=(ours, batch_of(strategy3, num_rows), afresh))
-        evaluate(alone, {"x": jnp.asarray(ROWS[:num_rows]), "y": jnp.asarray(LABELS[:num_rows])}, afresh)
-        for a, b in zip(jax.tree.leaves(ours.compute()), jax.tree.leaves(alone.compute()), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5)
+    kinds = {"accuracy": nnx.metrics.Accuracy(), "spread": nnx.metrics.Welford(), "average": nnx.metrics.Average("x")}
+    metrics, seen = nnx.MultiMetric(**kinds), []
+    for num_rows, afresh in [(7, False), (2, True), (7, False)]:  # of 2 rows a replica has none
+        strategy3.run(evaluate, args=(metrics, batch_of(strategy3, num_rows), afresh))
+        seen = [*([] if afresh else seen), *range(num_rows)]
+        x, right = ROWS[seen], (ROWS[seen, 0] < ROWS[seen, 1]) == LABELS[seen]
+        spread = [x.mean(), x.std() / np.sqrt(x.size), x.std()]
+        found = metrics.compute()
+        np.testing.assert_allclose([found["accuracy"], found["average"]], [right.mean(), x.mean()], rtol=1e-5)
+        np.testing.assert_allclose(jax.tree.leaves(found["spread"]), spread, rtol=1e-5)
 
 
 def test_a_single_variable_objects_that_share_one_trees_and_bare_arrays(strategy2: mr.Strategy) -> None:
@@ -261,7 +239,7 @@ def test_a_step_that_closes_over_a_model_reads_it_anew_however_deep_it_is(strate
     jitted = nnx.jit(lambda x: model(x) + holder["models"][0](x) if jitted else x)  # it names itself
     steps = [lambda x: model(x) + holder["models"][0](x), lambda x: jitted(x)]
     for step in steps:
-        for scale in (1.0, 2.0, 2.0):
+        for scale in (1.0, 2.0):
             for each in (model, holder["models"][0]):
                 nnx.update(each, jax.tree.map(lambda leaf, scale=scale: jnp.full_like(leaf, scale), nnx.state(each)))
             np.testing.assert_allclose(strategy2.run(step, args=(x,)), 2 * (2 * scale + scale) * np.ones((4, 2)))

@@ -40,47 +40,33 @@ def floats(result):
     return [float(value) for value in result.values]
 
 
-def collectives(strategy, step):
-    """Run a step; return the names of the collectives in its program, in order, and how many XLA makes of them."""
+def collectives(strategy, step, is_compiled):
+    """Run a step; return the names of the collectives in its program, in order, and perhaps how many XLA makes of them."""
     before = [id(program) for program in strategy._steps.programs]
     strategy.run(step)
     [program] = [program for program in strategy._steps.programs if id(program) not in before]
+    names = [collective.name for collective in program.findings.collectives]
+    if not is_compiled:
+        return names, None
     text = program.compiled.lower([], [], [], program.constants).compile().as_text()
-    return [collective.name for collective in program.findings.collectives], text.count(" all-reduce(")
+    return names, text.count(" all-reduce(")
 
 
-def test_collectives_and_their_gradients_for_every_number_of_replicas(strategy):
-    count = strategy.num_replicas_in_sync
-    axis = _collectives.ReplicaAxis(count)
+def test_gathers_along_any_axis_and_the_gradient_of_the_first(strategy3):
+    """The other numbers, and gradients, are in parity/test_tf_numbers.py."""
+    axis = _collectives.ReplicaAxis(3)
     first_of = lambda y: _collectives.aggregate(mr.VariableAggregation.ONLY_FIRST_REPLICA, y, axis)  # noqa: E731
-    numbers = range(1, count + 1)
-    total = sum(numbers)
 
     def step():
-        x = number()
-        pair = jnp.stack([x, 10 * x])[None]
-        return {
-            "the same": [all_reduce(op, x) for op in ("sum", "Mean", mr.ReduceOp.SUM, mr.ReduceOp.MEAN)],
-            "half": all_reduce("mean", jnp.float16(60000)),
-            "reduce": [strategy.reduce("sum", x), strategy.reduce("mean", {"g": x}, axis=None)["g"]],
-            "gathered": [all_gather(pair, axis) for axis in (0, 1, -1, -2)],
-            "gradients": [jax.grad(lambda y, op=op: number() * all_reduce(op, y * y))(x) for op in ("sum", "mean")],
-            "gradient of gather": jax.grad(lambda y: jnp.sum(number() * all_gather(y * y)))(x[None])[0],
-            "local": jax.grad(lambda y: number() * y**2)(1.0),
-            "gradient of the first": jax.grad(lambda y: number() * first_of(y * number()))(2.0),
-        }
+        pair = jnp.stack([number(), 10 * number()])[None]
+        gradient = jax.grad(lambda y: number() * first_of(y * number()))(2.0)
+        return [all_gather(pair, axis) for axis in (0, 1, -1, -2)], gradient
 
-    got = strategy.run(step)
-    assert [float(x) for x in got["the same"]] == [total, total / count] * 2
-    assert got["half"] == 60000 and got["half"].dtype == jnp.float16, "added in single precision"
-    assert [float(x) for x in got["reduce"]] == [total, total / count]
-    rows = np.float32([[i, 10 * i] for i in numbers])
-    for gathered, expected in zip(got["gathered"], [rows, rows.reshape(1, -1), rows.reshape(1, -1), rows], strict=True):
-        np.testing.assert_array_equal(np.asarray(gathered), expected)
-    for gradient, scale in (*zip(got["gradients"], (1, count), strict=True), (got["gradient of gather"], 1)):
-        assert floats(gradient) == [2 * i * total / scale for i in numbers]
-    assert floats(got["local"]) == [2 * i for i in numbers]
-    assert floats(got["gradient of the first"]) == [total] + [0] * (count - 1)
+    gathered, gradient = strategy3.run(step)
+    rows = np.float32([[i, 10 * i] for i in (1, 2, 3)])
+    for result, expected in zip(gathered, [rows, rows.reshape(1, -1), rows.reshape(1, -1), rows], strict=True):
+        np.testing.assert_array_equal(np.asarray(result), expected)
+    assert floats(gradient) == [1 + 2 + 3, 0, 0]
 
 
 # -- nests and dtypes
@@ -176,16 +162,15 @@ def test_a_tree_travels_in_one_collective_for_each_dtype_that_is_added(strategy2
     dtypes_of_sums = ["float32", "int32", "int8", "float16", "bfloat16"]
     for step, num_buffers, num_compiled in (
         (lambda: strategy2.reduce("mean", floats_only()), 1, 1),
-        (lambda: all_reduce("sum", floats_only()), 1, 1),
         (lambda: all_reduce("sum", mixed_tree()), len(dtypes_of_sums), None),
         (lambda: all_reduce("mean", mixed_tree()), 3, None),  # two packs in float32, one of integers
-        (lambda: all_reduce("sum", {"a": None, "b": []}), 0, 0),
+        (lambda: all_reduce("sum", {"a": None, "b": []}), 0, None),
         (lambda: all_reduce("sum", [large * number(), number(), jnp.int32(number()), 2, large * number()]), None, 2),
         (many, 6, 1),
     ):
-        names, in_xla = collectives(strategy2, step)
+        names, in_xla = collectives(strategy2, step, num_compiled is not None)
         assert names == ["psum"] * (len(names) if num_buffers is None else num_buffers)
-        assert num_compiled is None or in_xla == num_compiled
+        assert in_xla == num_compiled
     assert [float(result[0, 0]) for result in strategy2.run(many)] == [3.0 * i for i in range(count)]
 
 
@@ -238,7 +223,7 @@ PLACES = {
 def test_collectives_work_in_every_kind_of_control_flow(strategy3):
     steps = PLACES | {"merge_call": lambda: 3 * merged_sum()}
     assert strategy3.run(lambda: {name: step() for name, step in steps.items()}) == dict.fromkeys(steps, 18)
-    few = {name: steps[name] for name in ("scan", "cond", "nested jit", "merge_call")}
+    few = {name: steps[name] for name in ("scan", "cond", "merge_call")}
     with mr.eager():
         assert strategy3.run(lambda: {name: step() for name, step in few.items()}) == dict.fromkeys(few, 18)
 

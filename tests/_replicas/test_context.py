@@ -135,41 +135,44 @@ def test_verbs_of_another_strategy_in_a_scope(strategy2: mr.MirroredStrategy, st
 # -- the replica's number, and random numbers
 
 
-def test_replica_numbers(strategy: mr.MirroredStrategy) -> None:
-    count = strategy.num_replicas_in_sync
-    context = mr.get_replica_context
-    numbers, size = strategy.run(lambda: (context().replica_id_in_sync_group, context().num_replicas_in_sync))
-    assert numbers.dtype == "int32" and floats(numbers) == list(range(count))
-    assert type(size) is int and size == count, "so Python can branch on it"
-
-
 def test_rng_is_different_on_each_replica_and_the_same_in_every_run(strategy3: mr.MirroredStrategy) -> None:
-    expected = [float(jax.random.uniform(jax.random.fold_in(jax.random.key(3), i))) for i in range(3)]
+    of_replica = jax.jit(lambda i: jax.random.key_data(jax.random.fold_in(jax.random.key(3), i)))
+    expected = [of_replica(i).tolist() for i in range(3)]
     with strategy3.scope():
         variable = mr.Variable(jax.random.key(3))
-    keys = [3, np.int64(3), jnp.int32(3), jax.random.key(3), jax.random.PRNGKey(3), variable]
+    keys = [3, np.int64(3), jnp.int32(3), jax.random.key(3), variable]
+
+    def rng(key: Any) -> jax.Array:
+        return jax.random.key_data(mr.get_replica_context().rng(key))
 
     def draw() -> list[Any]:
         traced = jax.lax.fori_loop(0, 3, lambda i, n: n + 1, 0)
-        return [jax.random.uniform(mr.get_replica_context().rng(key)) for key in (*keys, variable.value, traced)]
+        of_the_old_kind = mr.get_replica_context().rng(jax.random.PRNGKey(3))
+        return [of_the_old_kind, *(rng(key) for key in (*keys, variable.value, traced))]
 
-    assert list(map(floats, strategy3.run(draw))) == [expected] * 8
-    draw_one = lambda seed: jax.random.uniform(mr.get_replica_context().rng(seed))  # noqa: E731
-    assert len(set(expected)) == 3 and float(draw_one(3)) == expected[0]
-    assert floats(mr.MirroredStrategy(["cpu:4", "cpu:5"]).run(draw_one, args=(3,))) == expected[:2]
-    assert set(floats(strategy3.run(lambda: draw_one(1)))).isdisjoint(expected)
-    assert not isinstance(strategy3.run(lambda: jax.random.uniform(jax.random.key(3))), mr.PerReplica), "the same without rng"
+    def lists(result: mr.PerReplica) -> list[Any]:
+        return [value.tolist() for value in result.values]
+
+    assert list(map(lists, strategy3.run(draw))) == [expected] * 8
+    assert len(set(map(tuple, expected))) == 3 and rng(3).tolist() == expected[0]
+    assert lists(mr.MirroredStrategy(["cpu:4", "cpu:5"]).run(rng, args=(3,))) == expected[:2]
+    assert all(value not in expected for value in lists(strategy3.run(lambda: rng(1))))
+    assert not isinstance(strategy3.run(lambda: jax.random.key_data(jax.random.key(3))), mr.PerReplica), "the same without rng"
 
 
-@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
-def test_each_key_of_an_array_of_keys_is_made_different(strategy3: mr.MirroredStrategy, make: Callable[[int], jax.Array]) -> None:
+def test_each_key_of_an_array_of_keys_is_made_different(strategy3: mr.MirroredStrategy) -> None:
     """As of the layers that a scan goes through."""
-    keys = jax.random.split(make(3), (2, 4))
-    folded = strategy3.run(lambda keys: mr.get_replica_context().rng(keys), args=(keys,))
-    assert folded.shape == keys.shape
-    for replica, value in enumerate(folded.values):
-        own, expected = value[1, 2], jax.random.fold_in(keys[1, 2], replica)
-        assert jnp.array_equal(jax.random.key_data(own), jax.random.key_data(expected))
+    given = [np.arange(16, dtype=np.uint32).reshape(2, 4, 2)] * 2  # the second is keys of the old kind
+
+    def fold(given: list[jax.Array]) -> list[jax.Array]:
+        rng = mr.get_replica_context().rng
+        return [jax.random.key_data(rng(jax.random.wrap_key_data(given[0]))), rng(given[1])]
+
+    expected = jax.jit(lambda data, i: jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(data), i)))
+    for folded in strategy3.run(fold, args=(given,)):
+        assert folded.shape == (2, 4, 2)
+        for replica, value in enumerate(folded.values):
+            np.testing.assert_array_equal(value[1, 2], expected(given[0][1, 2], replica))
 
 
 # -- one program

@@ -1,6 +1,5 @@
 """Values go to CPU devices, and come back, with one copy, and nobody can change them afterwards."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -38,19 +37,6 @@ def large(strategy: mr.Strategy, last: int = 0) -> tuple[Any, list[np.ndarray]]:
     rows = [np.arange(i, 300_000 + i, dtype=np.float32).reshape(3, -1) for i in range(count)]
     rows[-1] = rows[-1][:, : rows[-1].shape[1] - last]
     return strategy.distribute_values_from_function(lambda context: rows[context.replica_id_in_sync_group]), rows
-
-
-@pytest.mark.parametrize("rows", [64, 63])
-def test_a_source_may_fill_its_buffer_again(strategy2: mr.Strategy, rows: int) -> None:
-    class SameBuffer:
-        def __iter__(self) -> Iterator[np.ndarray]:
-            buffer = np.ones((rows, 1024), np.float32)
-            for number in range(3):
-                buffer[:] = number
-                yield buffer
-
-    values = [np.asarray(stack_of(batch))[:, :-1] for batch in strategy2.distribute_dataset(SameBuffer())]
-    assert [set(value.ravel()) for value in values] == [{0.0}, {1.0}, {2.0}]
 
 
 @pytest.mark.parametrize("last", [0, 5])

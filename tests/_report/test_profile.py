@@ -254,7 +254,7 @@ def test_each_run_is_a_step_with_its_name_and_number(strategy2: mr.MirroredStrat
 def test_the_block_waits_for_programs_whose_results_nobody_has_asked_for(
     strategy3: mr.MirroredStrategy, monkeypatch: pytest.MonkeyPatch, recorder: Recorder, tmp_path: Path
 ) -> None:
-    long = lambda x: jax.lax.fori_loop(0, 200, lambda _, x: jnp.tanh(x @ x), x)  # noqa: E731
+    long = lambda x: jax.lax.fori_loop(0, 80, lambda _, x: jnp.tanh(x @ x), x)  # noqa: E731
     found: list[jax.Array] = []
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: recorder.seen.append([array.is_ready() for array in found]))
     strategy3.run(long, args=(np.ones((200, 200), np.float32),))

@@ -47,6 +47,7 @@ def trained(strategy: mr.Strategy) -> object:
     return w, optimizer, batches
 
 
+@pytest.mark.parametrize("strategy", [1, 3], indirect=True)
 def test_the_page_says_what_the_run_was(strategy: mr.MirroredStrategy, tmp_path: Path) -> None:
     kept = trained(strategy)
     strategy.assert_mirrored()

@@ -54,44 +54,10 @@ def first(variable):
     return float(values[0])
 
 
-# -- one list
-
-
-def test_the_variables_of_a_program_live_in_one_list_that_a_step_replaces():
-    made = variables(range(2)) + variables([2], synchronization="on_read", aggregation="sum")
-    step = adding_one(*made)
-    STRATEGY.run(step)
-    home, arrays = home_of(made[0]), home_of(made[0]).arrays
-    STRATEGY.run(step)
-    assert [variable._slot.place for variable in made] == [(home, 0), (home, 1), (home, 2)]
-    assert home.arrays is not arrays
-    assert all(array.is_deleted() for array in arrays)
-    assert home.is_whole and not home.taken
-
-
-def test_a_home_is_for_exactly_these_variables_in_this_order_and_programs_share_it():
-    a, b, c = variables(range(3))
-    assert storage.home_of(slots([a])) is home_of(a)
-    assert storage.home_of(slots([])).is_whole
-
-    def step(x):
-        a.assign(a + x.sum())
-        b.assign(b - x.sum())
-
-    homes = set()
-    for size in (1, 2, 1, 2):
-        STRATEGY.run(step, args=(np.ones(size, np.float32),))
-        mr.function(step)(np.ones(size, np.float32))
-        homes.add(home_of(a))
-    assert homes == {storage.home_of(slots([a, b]))} and (first(a), first(b)) == (12, -11)
-    for others in ([b, a], [a], [b], [a, b, c], [c, a]):
-        assert storage.home_of(slots(others)) not in (home_of(a), home_of(b), home_of(c))
-
-
 # -- programs that share some variables
 
 #: What each step writes, of four variables; the last one is a counter of all.
-WRITTEN = [(0, 3), (1, 3), (2, 3), (3,), (0, 1, 2, 3), (3, 0)]
+WRITTEN = [(0, 3), (1, 3), (0, 1, 2, 3), (3, 0)]
 
 SHARED = variables([0, 0, 0, 0])
 STEPS = [adding_one(*(SHARED[index] for index in indices)) for indices in WRITTEN]
@@ -131,7 +97,7 @@ operations = st.one_of(
 )
 
 
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=3, deadline=None, derandomize=True)
 @given(st.lists(operations, min_size=4, max_size=12))
 def test_interleaved_programs_agree_on_the_variables_and_what_was_taken_stays(sequence):
     check_interleaved(sequence)
@@ -140,7 +106,7 @@ def test_interleaved_programs_agree_on_the_variables_and_what_was_taken_stays(se
 def test_programs_that_are_made_again_find_their_variables(monkeypatch):
     monkeypatch.setattr(cache, "MAX_PROGRAMS", 1)
     monkeypatch.setattr(cache, "MAX_FORGOTTEN", 1)
-    check_interleaved([("run", index) for index in (0, 1, 1, 0, 4)] + [("take", 3), ("run", 3), ("read", 3), ("run", 0)])
+    check_interleaved([("run", index) for index in (0, 1, 1, 0, 2)] + [("take", 3), ("run", 3), ("read", 3), ("run", 0)])
 
 
 def test_a_ctrl_c_at_any_call_of_steps_that_share_a_variable_loses_nothing():
@@ -173,10 +139,9 @@ def test_a_ctrl_c_at_any_call_of_a_step_of_several_workers_loses_nothing():
     assert ctrl_c.after_each_call(step, lambda: first(a)) > 3 and set(told) == {2}
 
 
-@pytest.mark.parametrize("move", [False, True])
-def test_what_a_handler_of_a_signal_takes_at_any_call_of_a_step_stays(move):
+def test_what_a_handler_of_a_signal_takes_at_any_call_of_a_step_stays():
     a, b, c = variables([0, 0, 0])
-    steps = [adding_one(a, b), adding_one(b, c)] if move else [adding_one(a, b)]
+    steps = [adding_one(a, b), adding_one(b, c)]  # b moves
     taken = []
 
     def work():

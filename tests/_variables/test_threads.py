@@ -15,11 +15,6 @@ from mirrored._variables import storage
 ROWS = jax.ShapeDtypeStruct((3,), np.float32)
 
 
-@pytest.fixture(params=[1, 2])
-def strategy(request):
-    return mr.MirroredStrategy([f"cpu:{i}" for i in range(request.param)])
-
-
 def variables(strategy, *names, **how):
     with strategy.scope():
         return [mr.Variable(np.zeros(3, np.float32), name=name, **how) for name in names]
@@ -35,12 +30,12 @@ def in_threads(*works):
 # -- threads
 
 
-def test_readers_see_whole_values_and_writers_take_turns(strategy, tmp_path):
+def test_readers_see_whole_values_and_writers_take_turns(strategy2, tmp_path):
     """Steps, functions, assignments and saves of several threads; each adds one to all elements, so no value is mixed."""
-    w, u, seen = variables(strategy, "w", "u", "seen")
-    [count] = variables(strategy, "count", synchronization="on_read", aggregation="sum")
+    w, u, seen = variables(strategy2, "w", "u", "seen")
+    [count] = variables(strategy2, "count", synchronization="on_read", aggregation="sum")
     checkpoint = mr.Checkpoint(tmp_path, state={"w": w, "u": u}, max_to_keep=1)
-    is_over, rounds = threading.Event(), 15
+    is_over, rounds = threading.Event(), 8
 
     def step():
         for variable in (w, u):
@@ -51,28 +46,28 @@ def test_readers_see_whole_values_and_writers_take_turns(strategy, tmp_path):
         w.assign_add(u - u + 1)
         seen.assign_add(jnp.ones(3))
 
-    function = mr.function(lambda: strategy.run(step))
+    function = mr.function(lambda: strategy2.run(step))
 
     def train():
         for _ in range(rounds):
-            strategy.run(step)
-            strategy.run(other)
+            strategy2.run(step)
+            strategy2.run(other)
 
     def assign():
         for _ in range(rounds):
             function()
             seen.assign_add(np.ones(3, np.float32))
-            strategy.run(other)
+            strategy2.run(other)
         with mr.eager():
-            strategy.run(other)
+            strategy2.run(other)
 
     def watch():
         last, number = -1.0, 0
         while not is_over.is_set():
-            for value in (w.numpy(), np.asarray(w.value), np.asarray(w + 0), np.asarray(strategy.reduce("mean", w))):
+            for value in (w.numpy(), np.asarray(w.value), np.asarray(w + 0), np.asarray(strategy2.reduce("mean", w))):
                 assert (value == value[0]).all() and value[0] >= last, (value, last)
                 last = value[0]
-            float(w[0]), repr(w), count.numpy(), list(w), strategy.local_results(u), strategy.assert_mirrored()
+            float(w[0]), repr(w), count.numpy(), list(w), strategy2.local_results(u), strategy2.assert_mirrored()
             number += 1
             if number <= 3:
                 checkpoint.save(number)
@@ -84,40 +79,40 @@ def test_readers_see_whole_values_and_writers_take_turns(strategy, tmp_path):
         finally:
             is_over.set()
 
-    strategy.run(step), strategy.run(other)
+    strategy2.run(step), strategy2.run(other)
     in_threads(work, watch)
     steps = 1 + 3 * rounds  # three threads, of which one by an mr.function
     others = 1 + 3 * rounds + 1
     assert (w.numpy() == steps + others).all() and (u.numpy() == steps).all() and (seen.numpy() == others + rounds).all()
-    assert (count.numpy() == steps * strategy.num_replicas_in_sync).all()
+    assert (count.numpy() == steps * strategy2.num_replicas_in_sync).all()
     saved = mr.Checkpoint(tmp_path, state={"w": w, "u": u})
     assert saved.restore_latest() is not None
     assert (w.numpy() == w.numpy()[0]).all() and u.numpy()[0] <= steps
     assert not storage.claims and all(not variable._slot.place[0].lent for variable in (w, u, seen, count))
 
 
-def test_what_a_reader_holds_is_not_overwritten_and_costs_a_copy_only_meanwhile(strategy):
-    [w] = variables(strategy, "w")
+def test_what_a_reader_holds_is_not_overwritten_and_costs_a_copy_only_meanwhile(strategy2):
+    [w] = variables(strategy2, "w")
     step = lambda: [w.assign_add(jnp.ones(3))][1:]  # noqa: E731
-    strategy.run(step)
+    strategy2.run(step)
     values = []
 
     def slow(value):
-        in_threads(lambda: strategy.run(step))
+        in_threads(lambda: strategy2.run(step))
         values.append(np.array(value))
 
     w._use(slow)
     assert values[0].tolist() == [1] * 3 and w.numpy().tolist() == [2] * 3
     before = w._array
-    strategy.run(step)
+    strategy2.run(step)
     assert before.is_deleted()  # so no copy was made
 
 
 # -- host callbacks
 
 
-def test_a_host_callback_reads_all_variables_and_writes_those_that_its_step_does_not(strategy):
-    w, u, best = variables(strategy, "w", "u", "best")
+def test_a_host_callback_reads_all_variables_and_writes_those_that_its_step_does_not(strategy2):
+    w, u, best = variables(strategy2, "w", "u", "best")
     read = []
 
     def callback(x):
@@ -130,7 +125,7 @@ def test_a_host_callback_reads_all_variables_and_writes_those_that_its_step_does
         w.assign(mr.get_replica_context().all_reduce("mean", value))
 
     for number in range(3):
-        strategy.run(step)
+        strategy2.run(step)
         assert {values[:2] for values in read} == {(number, 0)}, "what they were before the step"
         assert best.numpy().tolist() == w.numpy().tolist() == [number + 1] * 3
         read.clear()
@@ -145,15 +140,15 @@ def test_a_host_callback_reads_all_variables_and_writes_those_that_its_step_does
         value = jax.pure_callback(into_its_own, ROWS, w.value)
         w.assign(mr.get_replica_context().all_reduce("mean", value))
 
-    strategy.run(step_into_its_own)
+    strategy2.run(step_into_its_own)
     assert set(read) == {"refused"} and w.numpy().tolist() == [3] * 3
     assert not storage.claims
 
 
-@pytest.mark.parametrize("kind", ["pure", "io", "ordered", "debug", "function"])
-def test_a_callback_that_raises_changes_nothing(strategy, kind):
-    w, u = variables(strategy, "w", "u")
-    beside = mr.MirroredStrategy(strategy.devices)
+@pytest.mark.parametrize("kind", ["pure", "ordered", "debug", "function"])
+def test_a_callback_that_raises_changes_nothing(strategy2, kind):
+    w, u = variables(strategy2, "w", "u")
+    beside = mr.MirroredStrategy(strategy2.devices)
     [z] = variables(beside, "z")
     is_failing = True
 
@@ -178,7 +173,7 @@ def test_a_callback_that_raises_changes_nothing(strategy, kind):
         if kind == "ordered":
             jax.experimental.io_callback(lambda x: None, None, z.value, ordered=True)
 
-    run = mr.function(lambda: strategy.run(step)) if kind == "function" else lambda: strategy.run(step)
+    run = mr.function(lambda: strategy2.run(step)) if kind == "function" else lambda: strategy2.run(step)
     taken = w.value
     for number in range(1, 3):
         is_failing = True
@@ -196,8 +191,8 @@ def test_a_callback_that_raises_changes_nothing(strategy, kind):
 # -- programs that fail otherwise
 
 
-def test_what_a_failing_program_has_overwritten_is_named_at_each_use_until_it_is_restored(strategy, tmp_path):
-    w, u, other = variables(strategy, "w", "u", "other")
+def test_what_a_failing_program_has_overwritten_is_named_at_each_use_until_it_is_restored(strategy2, tmp_path):
+    w, u, other = variables(strategy2, "w", "u", "other")
     checkpoint = mr.Checkpoint(tmp_path, state={"w": w, "u": u})
 
     def step(x):
@@ -205,28 +200,28 @@ def test_what_a_failing_program_has_overwritten_is_named_at_each_use_until_it_is
         u.assign_add(jnp.ones(3))
 
     fine, bad = np.ones(3, np.float32), np.full(3, -1, np.float32)
-    strategy.run(step, args=(fine,))
+    strategy2.run(step, args=(fine,))
     checkpoint.save(1)
     checkpoint.wait()
     taken = u.value
-    strategy.run(step, args=(fine,))
+    strategy2.run(step, args=(fine,))
     with jax.debug_nans(True), pytest.raises(RuntimeError) as failed:
-        strategy.run(step, args=(bad,))
+        strategy2.run(step, args=(bad,))
     assert "the value of 'w', 'u' is lost" in "".join(failed.value.__notes__)
     for use in (
-        w.numpy, lambda: w.value, lambda: u + 1, lambda: u.assign_add(fine), lambda: strategy.run(step, args=(fine,)),
-        lambda: checkpoint.save(2), lambda: strategy.reduce("sum", w), lambda: mr.function(step)(fine), lambda: float(u[0]),
-        lambda: strategy.barrier("end"), lambda: strategy.run(lambda: w + other), lambda: strategy.local_results(w),
+        w.numpy, lambda: w.value, lambda: u + 1, lambda: u.assign_add(fine), lambda: strategy2.run(step, args=(fine,)),
+        lambda: checkpoint.save(2), lambda: strategy2.reduce("sum", w), lambda: mr.function(step)(fine), lambda: float(u[0]),
+        lambda: strategy2.barrier("end"), lambda: strategy2.run(lambda: w + other), lambda: strategy2.local_results(w),
     ):  # fmt: skip
         with pytest.raises(mr.VariableLostError, match=r"the value of 'w', 'u' is lost: .*RuntimeError.*restore_latest\(\)"):
             use()
     assert "is lost" in repr(w)
     assert other.numpy().tolist() == [0] * 3 and taken.tolist() == [1] * 3
-    strategy.run(lambda: [other.assign_add(jnp.ones(3))][1:])
+    strategy2.run(lambda: [other.assign_add(jnp.ones(3))][1:])
     u.assign(fine)
     assert u.numpy().tolist() == [1] * 3
     assert checkpoint.restore_latest() == 1
-    strategy.run(step, args=(fine,))
+    strategy2.run(step, args=(fine,))
     assert w.numpy().tolist() == [0] * 3 and u.numpy().tolist() == [2] * 3
     del failed
     gc.collect()

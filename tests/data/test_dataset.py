@@ -74,7 +74,7 @@ def test_split_sizes() -> None:
 
 @few_examples
 @hypothesis.given(
-    count=st.sampled_from([1, 3, 8]),
+    count=st.sampled_from([1, 3]),
     num_rows=st.lists(st.integers(0, 9), max_size=4),
     prefetch=st.integers(0, 3),
     drop_remainder=st.booleans(),
@@ -209,16 +209,15 @@ def test_no_batch_is_taken_inside_a_function_that_is_traced(strategy2: mr.Mirror
         assert batches_of(strategy2.distribute_dataset([X])) == [[0, 1, 2, 3]]
 
 
-@pytest.mark.parametrize("num_rows", [8, 4096])  # a large array lies where the CPU's device can use it in place
+@pytest.mark.parametrize("num_rows", [8, 65_537])  # a large array lies where the CPU's device can use it in place
 def test_a_source_may_use_one_buffer_for_all_batches(num_rows: int, strategy2: mr.MirroredStrategy) -> None:
     for prefetch in (0, 2):
         distributed = strategy2.distribute_dataset(OneBuffer(5, num_rows, "float32"), mr.InputOptions(prefetch=prefetch))
         assert batches_of(distributed) == np.arange(5 * num_rows).reshape(5, num_rows).tolist()
-    for make in (lambda source: [source], lambda source: NumpyDataset(source).batch(num_rows)):
-        source = np.zeros(num_rows, "float32")
-        [batch] = strategy2.distribute_dataset(make(source))
-        source[:] = 1
-        assert not any(rows_of(batch)), "a batch on the devices is not the array on the host"
+    source = np.zeros(num_rows, "float32")
+    [batch] = strategy2.distribute_dataset([source])
+    source[:] = 1
+    assert not any(rows_of(batch)), "a batch on the devices is not the array on the host"
 
 
 def test_dtypes_become_those_of_jax(strategy2: mr.MirroredStrategy) -> None:

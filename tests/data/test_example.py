@@ -120,16 +120,6 @@ def test_rows_that_differ_in_more_are_left_to_protobuf(counted: list[int]) -> No
     assert batch["label"][5] == 5 and all(batch["label"][i] == i % 10 for i in range(10, 64))
 
 
-def test_records_of_any_lengths_keep_their_order(counted: list[int]) -> None:
-    spec = {"label": FixedLenFeature((), np.int64), "words": VarLenFeature(bytes)}
-    for num_records in (5, 64, 70):
-        lengths = np.random.default_rng(0).permutation(num_records)
-        batch = parse_example([make_example({"label": i, "words": bytes(n)}) for i, n in enumerate(lengths)], spec)
-        assert batch["label"].tolist() == list(range(num_records))
-        assert [len(words[0]) for words in batch["words"]] == lengths.tolist()
-    assert counted == [5, 64, 64, 6]
-
-
 def test_a_value_that_does_not_fit_is_no_fault_of_later_batches() -> None:
     """The layout of a wrong record is known from then on."""
     spec, wrong, good = {"x": FixedLenFeature((), bool)}, make_example({"x": 2}), make_example({"x": 1})
@@ -306,7 +296,7 @@ ENTRIES = st.builds(lambda name, features: entry(name, *features), NAMES, st.lis
 RECORDS = st.builds(
     lambda entries, tail: example(*entries) + tail, st.lists(ENTRIES, max_size=4), st.sampled_from([b"", b"\x12\x01x"])
 )
-FUZZ = settings(deadline=None, max_examples=100, derandomize=True, suppress_health_check=list(HealthCheck))
+FUZZ = settings(deadline=None, max_examples=60, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 def everything_read(layout: value_places.ValuePlaces, row: bytes) -> dict[str, bytes]:

@@ -1,8 +1,6 @@
 """Datasets of other libraries, and datasets made by a function: every row arrives, re-iterable, sized when they are."""
 
-import importlib.util
 import itertools
-import subprocess
 import sys
 import types
 from collections.abc import Iterator, Sequence
@@ -35,41 +33,6 @@ def test_grain_datasets(strategy3: mr.MirroredStrategy) -> None:
             len(distributed)
     with iter(strategy3.distribute_dataset(grain.MapDataset.range(4).repeat().batch(3))) as iterator:  # left in the middle
         assert batches_of(iterator, 3) == [[0, 1, 2], [3, 0, 1], [2, 3, 0]]
-
-
-PACKAGES = """
-import sys
-import numpy as np
-import mirrored as mr
-
-def missing(package, use):
-    sys.modules[package] = None
-    try:
-        use()
-    except ImportError as error:
-        assert str(error) == f"mr.data needs {package}, which is not installed: pip install grain google-crc32c protobuf.", error
-    else:
-        raise AssertionError(package)
-    del sys.modules[package]
-
-strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
-list(strategy.distribute_dataset(strategy.make_numpy_dataset(np.arange(5)).batch(2)))
-assert not {"grain", "google.protobuf", "google_crc32c"} & set(sys.modules), "nothing is loaded that is not used"
-missing("google.protobuf", lambda: mr.data.make_example({"x": 1}))
-missing("google_crc32c", lambda: mr.data.write_tfrecords(sys.argv[1], [b"x"]))
-missing("grain", lambda: mr.data.tfrecord_dataset(sys.executable))
-mr.data.make_example({"x": 1})
-from google.protobuf import descriptor_pool
-try:
-    descriptor_pool.Default().FindMessageTypeByName("tensorflow.Example")
-except KeyError:
-    print("the default pool is as TensorFlow wants it")
-"""
-
-
-def test_packages_are_loaded_when_they_are_used_and_named_when_they_are_missing(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", PACKAGES, tmp_path / "x"], capture_output=True, text=True, timeout=100)
-    assert done.stdout == "the default pool is as TensorFlow wants it\n", done.stderr
 
 
 class Images:
@@ -182,20 +145,14 @@ class HuggingFace:
         return (self[index] for index in range(len(self)))
 
 
-def check_hugging_face(dataset: Any, strategy: mr.MirroredStrategy) -> None:
-    distributed = strategy.distribute_dataset(dataset.batch(3))
+def test_a_hugging_face_dataset_in_small(strategy2: mr.MirroredStrategy) -> None:
+    dataset = HuggingFace({"x": list(range(7)), "v": [[float(n), 0.5] for n in range(7)]})
+    distributed = strategy2.distribute_dataset(dataset.batch(3))
     assert len(distributed) == 3
     for batches in (batches_of(distributed), batches_of(distributed), resumed(distributed, 1, distributed)):
         assert [batch["x"] for batch in batches] == [[0, 1, 2], [3, 4, 5], [6]] and batches[2]["v"] == [[6.0, 0.5]]
     with pytest.raises(ValueError, match=r"yielded a scalar at \['x'\].*\.batch\(global_batch_size\)"):
-        list(strategy.distribute_dataset(dataset))
-
-
-COLUMNS = {"x": list(range(7)), "v": [[float(n), 0.5] for n in range(7)]}
-
-
-def test_a_hugging_face_dataset_in_small(strategy2: mr.MirroredStrategy) -> None:
-    check_hugging_face(HuggingFace(COLUMNS), strategy2)
+        list(strategy2.distribute_dataset(dataset))
     of_the_user = HuggingFace({"x": [np.zeros(2), np.ones(2)]}, "custom")
     of_the_user.format = {"type": "custom"}  # as after `with_transform`
     of_the_user.with_format = lambda kind: pytest.fail("the user's transform would be lost")
@@ -241,26 +198,6 @@ def test_a_hugging_face_stream_is_resumed_in_its_epoch_and_whole_in_the_next(str
     stream.set_epoch(3)
     third = [[300 + n for n in rows] for rows in one_pass]
     assert batches_of(distributed) == third == resumed(distributed, 1, again) and batches_of(again) == one_pass
-
-
-@pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="datasets is not installed")
-def test_a_real_hugging_face_dataset(strategy2: mr.MirroredStrategy) -> None:
-    import datasets
-
-    check_hugging_face(datasets.Dataset.from_dict(COLUMNS), strategy2)
-    stream = datasets.Dataset.from_dict(COLUMNS).to_iterable_dataset().batch(3)
-    assert [batch["x"] for batch in batches_of(strategy2.distribute_dataset(stream))] == [[0, 1, 2], [3, 4, 5], [6]]
-
-
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
-def test_a_real_torch_loader(strategy2: mr.MirroredStrategy) -> None:
-    import torch
-
-    rows = torch.utils.data.TensorDataset(torch.arange(7), torch.arange(14.0).reshape(7, 2))
-    distributed = strategy2.distribute_dataset(torch.utils.data.DataLoader(rows, batch_size=3))
-    assert len(distributed) == 3
-    for _ in range(2):
-        assert [x for x, _ in batches_of(distributed)] == [[0, 1, 2], [3, 4, 5], [6]]
 
 
 class FakeLoader(list[Any]):

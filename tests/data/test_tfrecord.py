@@ -343,7 +343,7 @@ def test_no_file_takes_more_memory_than_chunks_and_its_longest_record(tmp_path: 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_chunks", "real_chunks")
 def test_records_as_long_as_they_may_be_take_their_own_memory_once(tmp_path: Path) -> None:
-    longest = 16 << 20
+    longest = 8 << 20
     for compression, count in itertools.product(CODINGS, (1, 4)):
         frames = framed(bytes(longest)) * count
         data = COMPRESS[compression](frames[:-1] + b"?")  # the last one is damaged
