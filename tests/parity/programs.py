@@ -405,6 +405,8 @@ class GlobalMoments(Program):
 
 
 class LinenNorm(GlobalMoments):
+    is_slow = True
+
     def more(self) -> None:
         import flax.linen  # noqa: F401  (a step looks for layers of what is imported before it)
 
@@ -473,6 +475,7 @@ class AccumulatedByScan(Program):
 
 class Gan(Program):
     params = {"g": np.float32([1, 0]), "d": np.float32([0.1, 0])}
+    is_slow = True
 
     def more(self) -> None:
         self.optimizers = [mr.Optimizer(optax.sgd(0.1), [self.v[name]]) for name in "dg"]

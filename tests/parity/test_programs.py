@@ -174,21 +174,18 @@ def in_groups(names: list[str], size: int = 6) -> list[tuple[str, ...]]:
 def cells() -> list[Any]:
     """Return the table: each group of steps in every second way, of other models in README's step in every fourth.
 
-    The default suite runs each group with an odd batch, and README's program in some ways.
+    The default suite runs most programs with an odd batch, and README's in some other ways.
     """
-    names = {True: [], False: []}
-    for name, program in PROGRAMS.items():
-        if not program.is_slow and name != "Readme":
-            names[program.has_readmes_step()].append(name)
-    slow = [name for name, program in PROGRAMS.items() if program.is_slow]
     default = ("R1", "R3, sharded, odd", "R2, function, odd", "R2, scan", "R6 on 2, odd")
     table = [cell(("Readme",), way, way not in default) for way in WAYS]
-    for is_model, groups in names.items():
-        for i, group in enumerate(in_groups(groups)):
-            ways = [way for j, way in enumerate(WAYS) if way == "R3, odd" or (i + j) % (4 if is_model else 2) == 0]
-            table += [cell(group, way, way != "R3, odd") for way in ways if way != "R2, eager"]
-    table.append(cell(("NormalizedAdvantages", "Clusters", "AggregatedAssignment"), "R2, eager", True))  # which takes long
-    return table + [cell((name,), way, True) for name in slow for way in ("R2", "R8, odd", "R6 on 2, scan")]
+    kinds = {}
+    for name, program in list(PROGRAMS.items())[1:]:
+        kinds.setdefault((program.is_slow, 4 if program.is_slow or program.has_readmes_step() else 2), []).append(name)
+    for (is_slow, every), names in kinds.items():
+        for i, group in enumerate(in_groups(names)):
+            ways = [way for j, way in enumerate(WAYS) if way == "R3, odd" or (i + j) % every == 0]
+            table += [cell(group, way, is_slow or way != "R3, odd") for way in ways if way != "R2, eager"]  # which takes long
+    return [*table, cell(("NormalizedAdvantages", "Clusters", "AggregatedAssignment"), "R2, eager", True)]
 
 
 def cell(names: tuple[str, ...], way: str, is_slow: bool) -> Any:
