@@ -92,7 +92,7 @@ def largest_difference(tree: Any, other: Any) -> float:
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore:inject_stateful_hyperparams is deprecated", "ignore:`optimistic_adam` is deprecated")
 @pytest.mark.usefixtures("without_optimizations")
-@pytest.mark.parametrize("names", [SOME, *slow(*([names] for names in GROUPS))], ids=lambda names: names[0])
+@pytest.mark.parametrize("names", [SOME, *slow(*GROUPS)], ids=lambda names: names[0])
 def test_each_trains_as_on_one_device(names: Sequence[str], strategy3: mr.Strategy) -> None:
     wrong = {}
     for name, (variables, optimizer) in together(names, strategy3).items():

@@ -121,7 +121,7 @@ def test_outside_of_a_step_and_without_some_gradients(strategy2):
 @pytest.mark.slow
 def test_every_place_in_which_an_update_is_made(strategy3):
     """In a loop, in mr.function, in merge_call, op by op, outside, and with no gradient for some of the variables."""
-    pairs = both(strategy3)
+    pairs = both(strategy3, lambda: optax.sgd(0.1, momentum=0.9))
     given = gradients_of(strategy3)
     for variables, optimizer in pairs:
 
