@@ -157,7 +157,7 @@ def test_types_of_results_depend_neither_on_the_batch_nor_on_the_number_of_repli
             "constant": np.ones(2),
         }
 
-    for strategy in STRATEGIES.values():
+    for strategy in (STRATEGIES[1], STRATEGIES[3]):
         results = strategy.run(step, args=(split(strategy, data(num_rows)),))
         own = {name: results.pop(name) for name in ("each", "rows", "sum")}
         assert all(
