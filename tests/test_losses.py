@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from parameters import slow
 
 import mirrored as mr
 from mirrored.losses import compute_average_loss, scale_regularization_loss
@@ -71,8 +72,6 @@ def test_a_wrong_number_of_examples_or_weight_is_refused():
 W = np.linspace(-1, 1, 4, dtype=np.float32)
 X, Y = np.cos(np.arange(48, dtype=np.float32)).reshape(12, 4), np.sin(np.arange(12, dtype=np.float32))
 TOKENS = (np.arange(12)[:, None] * 7 % 5 > np.arange(4)).astype(np.float32)  # 0 to 4 of each row's 4 are tokens
-#: The rows of each replica, on one and on three of them; one may have none.
-SIZES = {"even": ([6], [4, 4, 4]), "uneven": ([4, 3, 0],)}
 
 
 def each(w, x, y):
@@ -131,49 +130,55 @@ def batch_of(sizes):
     return strategy, strategy.distribute_values_from_function(lambda ctx: parts[ctx.replica_id_in_sync_group])
 
 
-def by_optimizer(strategy, x, losses, **options):
-    """Return the change of the weights by `mr.Optimizer`, and the losses, of several losses in one step."""
+def of_ours(loss):
+    """Make a function of a variable and the rows that returns the loss and its gradient by `mr.value_and_grad`."""
+
+    def value_and_gradient(w, rows):
+        value, [gradient] = mr.value_and_grad(lambda: loss(w.value, *rows), [w])()
+        return value, gradient
+
+    return value_and_gradient
+
+
+def by_optimizer(strategy, x, gradients, **options):
+    """Return losses, and changes of weights by `mr.Optimizer`, of several functions like `of_ours(loss)` in one step."""
     with strategy.scope():
-        variables = {name: mr.Variable(W) for name in losses}
+        variables = {name: mr.Variable(W) for name in gradients}
         optimizers = {name: mr.Optimizer(optax.sgd(1.0), [w], **options) for name, w in variables.items()}
 
     def step(rows):
         values = {}
         for name, w in variables.items():
-            values[name], gradients = mr.value_and_grad(lambda name=name, w=w: losses[name](w.value, *rows), [w])()
-            optimizers[name].apply_gradients(gradients)
+            values[name], gradient = gradients[name](w, rows)
+            optimizers[name].apply_gradients([gradient])
         return values
 
     values = strategy.reduce("sum", strategy.run(step, args=(x,)))
+    strategy.assert_mirrored()
     return {name: (float(values[name]), W - w.numpy()) for name, w in variables.items()}
 
 
-def by_hand(strategy, x, losses):
+BY_HAND = ("compute_average_loss", "mean over own rows", "already divided", "padded", "products and differences")
+
+
+def by_hand(strategy, x):
     def step(rows):
-        found = {
-            name: jax.value_and_grad(lambda w, loss=loss: loss(w, *rows))(jnp.asarray(W))
-            for name, loss in losses.items()
-            if jax.eval_shape(loss, W, *rows).ndim == 0
-        }
-        return all_of(found)
+        return all_of({name: jax.value_and_grad(lambda w, name=name: RIGHT[name][0](w, *rows))(W) for name in BY_HAND})
 
     return strategy.run(step, args=(x,))
 
 
-@pytest.mark.parametrize("batch", SIZES)
-def test_every_right_form_is_the_update_of_one_device_in_silence(batch):
-    for sizes in SIZES[batch]:
-        strategy, x = batch_of(sizes)
-        losses = {name: loss for name, (loss, _) in RIGHT.items()}
-        found, summed = by_optimizer(strategy, x, losses), by_hand(strategy, x, losses)
-        assert len(summed) == len(losses) - 2
-        whole = [array[: sum(sizes)] for array in (X, Y, TOKENS)]
-        for name, (_, of_one) in RIGHT.items():
-            value, gradient = jax.value_and_grad(lambda w, of_one=of_one, whole=whole: of_one(w, *whole))(W)
-            for own in (found[name], *([summed[name]] if name in summed else [])):
-                np.testing.assert_allclose(own[0], value, rtol=2e-5, atol=1e-6, err_msg=f"{name} {sizes}")
-                np.testing.assert_allclose(own[1], gradient, rtol=1e-4, atol=2e-6, err_msg=f"{name} {sizes}")
-        strategy.assert_mirrored()
+@pytest.mark.parametrize("sizes", [[4, 3, 0], *slow([4, 4, 4])], ids=["uneven", "even"])
+def test_every_right_form_is_the_update_of_one_device_in_silence(sizes):
+    strategy, x = batch_of(sizes)
+    found = by_optimizer(strategy, x, {name: of_ours(loss) for name, (loss, _) in RIGHT.items()})
+    summed = by_hand(strategy, x)
+    whole = [array[: sum(sizes)] for array in (X, Y, TOKENS)]
+    alone = jax.jit(lambda w: {name: jax.value_and_grad(of_one)(w, *whole) for name, (_, of_one) in RIGHT.items()})(W)
+    for name, (value, gradient) in alone.items():
+        for own in (found[name], *([summed[name]] if name in summed else [])):
+            np.testing.assert_allclose(own[0], value, rtol=2e-5, atol=1e-6, err_msg=name)
+            np.testing.assert_allclose(own[1], gradient, rtol=1e-4, atol=2e-6, err_msg=name)
 
 
 #: Scalars whose division nobody has said: no form of a mean or a sum is recognized. More are in test_refusals.
@@ -188,8 +193,9 @@ UNSPOKEN = {
 @pytest.mark.parametrize("sizes", [[4], [4, 3, 0]], ids=str)
 def test_a_loss_that_nobody_has_spoken_for_warns_once_for_any_number_of_replicas(sizes):
     strategy, x = batch_of(sizes)
+    unspoken = {name: of_ours(loss) for name, loss in UNSPOKEN.items()}
     with pytest.warns(mr.FactorOfReplicasWarning) as caught:
-        by_optimizer(strategy, x, {**UNSPOKEN, "right": RIGHT["compute_average_loss"][0]})
+        by_optimizer(strategy, x, {**unspoken, "right": of_ours(RIGHT["compute_average_loss"][0])})
     messages = [str(warning.message) for warning in caught if warning.category is mr.FactorOfReplicasWarning]
     assert len(messages) == len(UNSPOKEN), "one for each optimizer of such a loss"
     lines = (
@@ -200,7 +206,8 @@ def test_a_loss_that_nobody_has_spoken_for_warns_once_for_any_number_of_replicas
     for line in (*lines, "aggregate='mean')"):
         assert all(line in message and "nobody has said how the loss is divided" in message for message in messages)
     for aggregate in ("sum", "mean"):
-        by_optimizer(strategy, x, UNSPOKEN, aggregate=aggregate)  # the user has said it, and warnings are errors here
+        mean = {"mean": unspoken["jnp.mean"]}
+        by_optimizer(strategy, x, mean, aggregate=aggregate)  # the user has said it, and warnings are errors here
 
 
 GRADIENTS = {
@@ -221,31 +228,28 @@ def clipped(g):
     return g * jnp.minimum(1.0, 100.0 / (jnp.linalg.norm(g) + 1e-6))
 
 
-@pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
-def test_what_a_loss_says_is_told_to_whatever_is_computed_of_its_gradient(strategy3):
-    _, x = batch_of([4, 4, 4])
-    with strategy3.scope():
-        w = mr.Variable(W)
-        optimizer = mr.Optimizer(optax.sgd(1.0), [w])
-
-    def step(rows, make, loss):
-        optimizer.apply_gradients([make(lambda w: loss(w, *rows))(w.value)])
-
-    def run(*args):
-        w.assign(W)
-        strategy3.run(step, args=(x, *args))
-        return W - w.numpy()
-
+def test_what_a_loss_says_is_told_to_whatever_is_computed_of_its_gradient():
+    strategy, x = batch_of([4, 4, 4])
     right, wrong = RIGHT["compute_average_loss"][0], UNSPOKEN["jnp.mean"]
+
+    def made(makers, loss):
+        def gradient_by(make):
+            return lambda w, rows: (0.0, make(lambda w: loss(w, *rows))(w.value))
+
+        return {name: gradient_by(make) for name, make in makers.items()}
+
     expected = jax.grad(lambda w: RIGHT["compute_average_loss"][1](w, X, Y, TOKENS))(W)
-    for name, make in GRADIENTS.items():
-        np.testing.assert_allclose(run(make, right), expected, rtol=1e-4, atol=1e-6, err_msg=name)
-        with pytest.warns(mr.FactorOfReplicasWarning, match="nobody has said"):
-            run(make, wrong)
-    per_example = lambda loss: lambda w: jax.vmap(jax.grad(each), (None, 0, 0))(w, X[:4], Y[:4]).mean(0)  # noqa: E731
-    for make in (per_example, lambda loss: lambda w: w - 1, lambda loss: lambda w: jax.grad(loss)(w) + 0.1 * w):
-        with pytest.warns(mr.FactorOfReplicasWarning):
-            run(make, right)
+    for name, (_, change) in by_optimizer(strategy, x, made(GRADIENTS, right)).items():
+        np.testing.assert_allclose(change, expected, rtol=1e-4, atol=1e-6, err_msg=name)
+    others = {
+        "per example": lambda loss: lambda w: jax.vmap(jax.grad(each), (None, 0, 0))(w, X[:4], Y[:4]).mean(0),
+        "no gradient": lambda loss: lambda w: w - 1,
+        "decayed": lambda loss: lambda w: jax.grad(loss)(w) + 0.1 * w,
+    }
+    with pytest.warns(mr.FactorOfReplicasWarning) as caught:
+        by_optimizer(strategy, x, made(GRADIENTS, wrong) | made(others, right))
+    assert len(caught) == len(GRADIENTS) + len(others), "one for each optimizer"
+    assert sum("nobody has said" in str(warning.message) for warning in caught) >= len(GRADIENTS)
 
 
 @pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
@@ -262,7 +266,7 @@ def test_a_loss_that_speaks_and_an_aggregate_that_contradicts_it_are_refused():
         with pytest.raises(mr.FactorOfReplicasError, match=r"'w', given to apply_gradients .*='mean', is .* a share"):
             strategy.run(step, args=(x,)), pytest.fail(name)
         assert w.numpy().tobytes() == W.tobytes() and int(optimizer.iterations) == 0
-        strategy.run(step, args=(x,), kwargs={"aggregate": "sum"})
+    strategy.run(step, args=(x,), kwargs={"aggregate": "sum"})
 
 
 def test_a_gradient_that_is_the_same_everywhere_beside_one_that_is_not(strategy3):

@@ -42,7 +42,7 @@ USES = SEARCHES | {
 }
 EVEN, UNEVEN, FEW = (2, 2, 2), (1, 3, 0), ("a jitted function", "a search", "a jacobian")
 CASES = [
-    ("of this", EVEN, tuple(SEARCHES)), ("of another", EVEN, FEW), ("of a variable", EVEN, tuple(SEARCHES)),
+    ("of this", EVEN, tuple(SEARCHES)), ("of another", EVEN, FEW), ("of a variable", EVEN, FEW),
     *slow(
         ("of this", EVEN, tuple(USES)), ("on one device", EVEN, FEW), ("of another", UNEVEN, ("a jitted function",)),
         ("of this", UNEVEN, ("a gradient", "a collective", "merge_call")),

@@ -17,7 +17,7 @@ TRACED = {
     "choice": (lambda x, n: jnp.where(n > 1, x, -x), [0, 1, 2]),
     "index": (lambda x, n: x[n], [0, 1, 2]),
     "narrow": (lambda x, n: x.astype(jnp.bfloat16) * n, [0.1, 0.2, 0.3]),
-    "complex": (lambda x, n: x * n, [1j, 2j]),
+    "complex": (lambda x, n: x * n, [1j, 2j, 3j]),
 }
 NEEDED = {
     "if": lambda x, n: x if n > 1 else -x,
@@ -41,12 +41,17 @@ def rows(strategy, *sizes):
 def test_a_number_that_changes_compiles_nothing_and_has_the_type_that_it_has_under_jit(sizes):
     strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(len(sizes))])
     x = rows(strategy, *sizes)
-    for name, (step, values) in TRACED.items():
-        with testing.assert_compiles(1):
-            found = [strategy.run(step, args=(x, value)) for value in values]
-        for value, result in zip(values, found, strict=True):
-            for own, given in zip(strategy.local_results(result), x.values, strict=True):
-                expected = jax.jit(step)(given, value)
+
+    def step(x, numbers):
+        return {name: compute(x, numbers[name]) for name, (compute, _) in TRACED.items()}
+
+    rounds = [{name: values[i] for name, (_, values) in TRACED.items()} for i in range(3)]
+    with testing.assert_compiles(1):
+        found = [strategy.run(step, args=(x, numbers)) for numbers in rounds]
+    for numbers, results in zip(rounds, found, strict=True):
+        for replica, given in enumerate(x.values):
+            for name, expected in jax.jit(step)(given, numbers).items():
+                own = strategy.local_results(results[name])[replica]
                 assert (own.dtype, own.shape) == (expected.dtype, expected.shape), name
                 np.testing.assert_allclose(np.asarray(own, np.complex64), np.asarray(expected, np.complex64), rtol=1e-6)
 

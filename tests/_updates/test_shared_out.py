@@ -82,7 +82,7 @@ def check_transformations(strategy, names):
 
 
 def test_the_numbers_are_those_without_shards(strategy3):
-    check_transformations(strategy3, ["momentum", "mask that asks for shapes", "clip by norm"])
+    check_transformations(strategy3, ["momentum", "clip by norm"])
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def test_outside_of_a_step_and_without_some_gradients(strategy2):
 @pytest.mark.slow
 def test_every_place_in_which_an_update_is_made(strategy3):
     """In a loop, in mr.function, in merge_call, op by op, outside, and with no gradient for some of the variables."""
-    pairs = both(strategy3)
+    pairs = both(strategy3, lambda: optax.sgd(0.1, momentum=0.9))
     given = gradients_of(strategy3)
     for variables, optimizer in pairs:
 
@@ -148,7 +148,7 @@ def test_every_place_in_which_an_update_is_made(strategy3):
 
 def test_what_an_update_sends():
     """Two replicas: gradients of 16 + 8 elements, of which each replica gets 8 + 4, and gives the new ones."""
-    plain, clipped = optax.adam(0.1), optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1))
+    plain, clipped = optax.adam(0.1), optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1))
     of_shapes = optax.adamw(0.1, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p))
     needs_whole = lambda x: jnp.flip(x) - jnp.sort(x, None).reshape(x.shape)  # noqa: E731
     twice = optax.stateless(lambda gradients, _: jax.tree.map(needs_whole, gradients))  # gathers each once
@@ -192,13 +192,14 @@ def test_complex_variables_and_several_replicas_on_a_device_are_refused_with_the
             mr.Optimizer(optax.adam(0.1), w, shard_state=True)
 
 
-@pytest.mark.parametrize("there, here", [(True, False), *slow((False, True), (True, True))])
+@pytest.mark.parametrize("there, here", [(True, False), *slow((False, True))])
 def test_a_checkpoint_restores_into_the_other_kind_on_another_number_of_replicas(strategy2, strategy3, tmp_path, there, here):
-    saved = make(strategy3, optax.adam(0.1), shard_state=there)
+    tx = optax.sgd(0.1, momentum=0.9)
+    saved = make(strategy3, tx, shard_state=there)
     strategy3.run(saved[1].apply_gradients, args=(gradients_of(strategy3),))
     with mr.Checkpoint(tmp_path, variables=saved[0], optimizer=saved[1]) as checkpoint:
         checkpoint.save(1)
-    restored = make(strategy2, optax.adam(0.1), shard_state=here)
+    restored = make(strategy2, tx, shard_state=here)
     mr.Checkpoint(tmp_path, variables=restored[0], optimizer=restored[1]).restore_latest()
     assert_alike(saved, restored)
     summed = jax.tree.map(np.asarray, strategy3.reduce("sum", gradients_of(strategy3, 1)))

@@ -157,11 +157,10 @@ def programs() -> list[Any]:
         "scan": OnWorkers(count, (2 * count,) * 2, table.in_a_scan),
     }
     table.WAYS.update(ways)
-    readmes = (table.Program.step, table.Program.share)
-    own = {n: p for n, p in table.PROGRAMS.items() if (p.step, p.share) != readmes or n == next(iter(table.PROGRAMS))}
-    for (name, program), way in zip(own.items(), itertools.cycle(ways), strict=False):
-        print("PROGRAM", name, way, flush=True)
-        table.check(name, way if program.has_optimizer or way != "sharded, odd" else "odd")
+    own = [name for name, program in table.PROGRAMS.items() if name == "Readme" or not program.has_readmes_step()]
+    for names, way in zip(table.in_groups(own), itertools.cycle(ways), strict=False):
+        print("PROGRAMS", names, way, flush=True)
+        table.check(names, way)
     return []
 
 

@@ -82,6 +82,11 @@ class Program:
     def __init_subclass__(cls) -> None:
         PROGRAMS[cls.__name__] = cls
 
+    @classmethod
+    def has_readmes_step(cls) -> bool:
+        """Return whether the losses are all that it says: these programs differ in what a model is made of."""
+        return (cls.step, cls.share) == (Program.step, Program.share)
+
     def start(self, strategy: mr.Strategy, shard_state: bool) -> None:
         """Make the variables."""
         with strategy.scope():
@@ -155,6 +160,7 @@ class MixedPrecision(Program):
 
 class Convolution(Program):
     params = {"kernel": normal(2, 1, 4), "out": normal(4, 3)}
+    is_slow = True
 
     def losses(self, p: Any, b: Batch) -> jax.Array:
         x = jax.lax.conv_general_dilated(b["x"][..., None], p["kernel"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
@@ -163,6 +169,7 @@ class Convolution(Program):
 
 class Lstm(Program):
     params = {"embedding": normal(6, 2), "gates": normal(4, 8), "out": normal(2, 3)}
+    is_slow = True
 
     def losses(self, p: Any, b: Batch) -> jax.Array:
         def cell(carry: Any, token: jax.Array) -> Any:
@@ -178,6 +185,7 @@ class Lstm(Program):
 
 class Attention(Program):
     params = {"embedding": normal(6, 4), "qkv": normal(4, 12), "out": normal(4, 6)}
+    is_slow = True
 
     def losses(self, p: Any, b: Batch) -> jax.Array:
         q, k, v = jnp.split(jax.nn.standardize(p["embedding"][b["tokens"]]) @ p["qkv"], 3, axis=-1)
@@ -226,6 +234,7 @@ class FixedPoint(Program):
 
 class GradientPenalty(Program):
     params = MLP
+    is_slow = True
 
     def losses(self, p: Any, b: Batch) -> jax.Array:
         judge = lambda x: jnp.sum(jnp.tanh(x @ p["first"]) @ p["second"])  # noqa: E731
@@ -270,6 +279,7 @@ class DropoutOfRows(Program):
     """Noise that goes with the row: the same on any number of replicas."""
 
     params = MLP
+    is_slow = True
 
     def losses(self, p: Any, b: Batch) -> jax.Array:
         keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(3), i))(b["id"])
@@ -395,6 +405,8 @@ class GlobalMoments(Program):
 
 
 class LinenNorm(GlobalMoments):
+    is_slow = True
+
     def more(self) -> None:
         import flax.linen  # noqa: F401  (a step looks for layers of what is imported before it)
 
@@ -408,6 +420,8 @@ class LinenNorm(GlobalMoments):
 
 
 class EquinoxNorm(GlobalMoments):
+    is_slow = True
+
     def more(self) -> None:
         import equinox  # noqa: F401
 
@@ -461,6 +475,7 @@ class AccumulatedByScan(Program):
 
 class Gan(Program):
     params = {"g": np.float32([1, 0]), "d": np.float32([0.1, 0])}
+    is_slow = True
 
     def more(self) -> None:
         self.optimizers = [mr.Optimizer(optax.sgd(0.1), [self.v[name]]) for name in "dg"]

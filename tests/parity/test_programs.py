@@ -1,8 +1,6 @@
 """The table: programs that people write x ways of running them. The numbers of one device, or the error that is documented."""
 
-import contextlib
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,6 +10,22 @@ import pytest
 from parity.programs import PROGRAMS, Batch, Program, batches
 
 import mirrored as mr
+
+
+class Together:
+    """Several programs in one step: each has its place in what is carried, in the results and among the variables."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.programs = {name: PROGRAMS[name]() for name in names}
+        self.carry = {name: program.carry for name, program in self.programs.items()}
+
+    def start(self, strategy: mr.Strategy, shard_state: bool) -> None:
+        for program in self.programs.values():
+            program.start(strategy, shard_state)
+
+    def step(self, carry: dict[str, Any], batch: Batch) -> tuple[Any, dict[str, Any]]:
+        made = {name: program.step(carry[name], batch) for name, program in self.programs.items()}
+        return {name: new for name, (new, _) in made.items()}, {name: results for name, (_, results) in made.items()}
 
 
 class Way(NamedTuple):
@@ -29,16 +43,19 @@ class Way(NamedTuple):
         return mr.MirroredStrategy(devices, **(self.options or {}))
 
 
-def collected(strategy: mr.Strategy, results: dict[str, Any], axis: int = 0) -> dict[str, Any]:
+def collected(strategy: mr.Strategy, results: Any, axis: int = 0) -> Any:
     """Add up the replicas' shares, and put their rows together."""
-    rows = {name: value for name, value in results.items() if name.startswith("rows")}
-    sums = {name: value for name, value in results.items() if name not in rows}
-    one = lambda leaf: strategy.reduce("sum", leaf) if isinstance(leaf, mr.PerReplica) else leaf  # noqa: E731
-    summed = jax.tree.map(one, sums, is_leaf=lambda leaf: isinstance(leaf, mr.PerReplica))
-    return {**summed, **{name: strategy.gather(value, axis) for name, value in rows.items()}}
+
+    def of_all(path: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, mr.PerReplica):
+            return leaf
+        is_rows = jax.tree_util.keystr(path[1:2]).startswith("['rows")  # the key after the program's name
+        return strategy.gather(leaf, axis) if is_rows else strategy.reduce("sum", leaf)
+
+    return jax.tree_util.tree_map_with_path(of_all, results, is_leaf=lambda leaf: isinstance(leaf, mr.PerReplica))
 
 
-def one_by_one(strategy: mr.Strategy, program: Program, data: list[Batch]) -> tuple[Any, list[Any]]:
+def one_by_one(strategy: mr.Strategy, program: Together, data: list[Batch]) -> tuple[Any, list[Any]]:
     carry, results = program.carry, []
     for batch in strategy.distribute_dataset(data):
         carry, result = strategy.run(program.step, args=(carry, batch))
@@ -46,12 +63,12 @@ def one_by_one(strategy: mr.Strategy, program: Program, data: list[Batch]) -> tu
     return carry, results
 
 
-def eagerly(strategy: mr.Strategy, program: Program, data: list[Batch]) -> tuple[Any, list[Any]]:
+def eagerly(strategy: mr.Strategy, program: Together, data: list[Batch]) -> tuple[Any, list[Any]]:
     with mr.eager():
         return one_by_one(strategy, program, data)
 
 
-def in_a_function(strategy: mr.Strategy, program: Program, data: list[Batch]) -> tuple[Any, list[Any]]:
+def in_a_function(strategy: mr.Strategy, program: Together, data: list[Batch]) -> tuple[Any, list[Any]]:
     @mr.function
     def call(carry: Any, batch: Batch) -> Any:
         carry, result = strategy.run(program.step, args=(carry, batch))
@@ -64,7 +81,7 @@ def in_a_function(strategy: mr.Strategy, program: Program, data: list[Batch]) ->
     return carry, results
 
 
-def in_a_scan(strategy: mr.Strategy, program: Program, data: list[Batch]) -> tuple[Any, list[Any]]:
+def in_a_scan(strategy: mr.Strategy, program: Together, data: list[Batch]) -> tuple[Any, list[Any]]:
     steps = jax.tree.map(lambda *leaves: np.stack([np.split(leaf, strategy.num_replicas_in_sync) for leaf in leaves], 1), *data)
     steps = strategy.distribute_values_from_function(lambda ctx: jax.tree.map(lambda a: a[ctx.replica_id_in_sync_group], steps))
     carry, results = mr.scan(lambda carry, batch: strategy.run(program.step, args=(carry, batch)), program.carry, steps)
@@ -73,14 +90,14 @@ def in_a_scan(strategy: mr.Strategy, program: Program, data: list[Batch]) -> tup
 
 
 VIRTUAL = {"num_replicas": 6}
-#: The first batch of an odd way is even.
+#: Where the numbers of rows differ, an even batch comes first.
 WAYS = {
     "R1": Way(1, (6, 6), one_by_one),
     "R2": Way(2, (8, 8), one_by_one),
-    "R3, odd": Way(3, (6, 4), one_by_one),
+    "R3, odd": Way(3, (4, 4), one_by_one),
     "R8, odd": Way(8, (16, 11), one_by_one),
-    "R3, empty": Way(3, (6, 2), one_by_one),
-    "R3, sharded, odd": Way(3, (6, 4), one_by_one, shard_state=True),
+    "R3, empty": Way(3, (2, 2), one_by_one),
+    "R3, sharded, odd": Way(3, (4, 4), one_by_one, shard_state=True),
     "R2, function, odd": Way(2, (8, 5), in_a_function),
     "R2, scan": Way(2, (8, 8), in_a_scan),
     "R2, eager": Way(2, (8, 8), eagerly),
@@ -92,24 +109,27 @@ WAYS = {
 
 
 @functools.cache
-def by_hand(name: str, sizes: tuple[int, ...], num_replicas: int) -> tuple[Any, Any, list[Any]]:
-    """Run a program on one device: its parameters, what it carries, and the results of each step."""
-    program = PROGRAMS[name]()
+def by_hand(names: tuple[str, ...], sizes: tuple[int, ...], num_replicas: int) -> tuple[Any, Any, list[Any]]:
+    """Run programs on one device: their parameters, what they carry, and the results of each step."""
+    programs = {name: PROGRAMS[name]() for name in names}
 
     @jax.jit
-    def step(state: Any, batch: Batch, parts: list[Batch]) -> Any:
-        state = {**state, "params": dict(state["params"])}
-        results = program.plain(state, batch, parts)
-        return state, results
+    def step(states: Any, batch: Batch, parts: list[Batch]) -> Any:
+        states = {name: {**state, "params": dict(state["params"])} for name, state in states.items()}
+        results = {name: program.plain(states[name], batch, parts) for name, program in programs.items()}
+        return states, results
 
-    params = jax.tree.map(jax.numpy.asarray, program.params)
-    state, results = {"params": params, "state": program.tx.init(params), "carry": program.carry}, []
+    def start(program: Program) -> Any:
+        params = jax.tree.map(np.asarray, program.params)
+        return {"params": params, "state": program.tx.init(params), "carry": program.carry}
+
+    states, results = {name: start(program) for name, program in programs.items()}, []
     for batch in batches(list(sizes)):
         split = {key: np.array_split(rows, num_replicas) for key, rows in batch.items()}
         parts = [{key: rows[i] for key, rows in split.items()} for i in range(num_replicas)]
-        state, result = step(state, batch, parts)
+        states, result = step(states, batch, parts)
         results.append(result)
-    return state["params"], state["carry"], results
+    return *({name: state[key] for name, state in states.items()} for key in ("params", "carry")), results
 
 
 def assert_same(ours: Any, alone: Any, rtol: float, what: str) -> None:
@@ -118,42 +138,61 @@ def assert_same(ours: Any, alone: Any, rtol: float, what: str) -> None:
         np.testing.assert_allclose(own, value, rtol=rtol, atol=rtol / 10, err_msg=what + jax.tree_util.keystr(path))
 
 
-def check(name: str, way: str) -> None:
-    """Run a program in one way, and compare it with the same by hand."""
-    num_replicas, sizes, call, *_ = WAYS[way]
-    strategy, program = WAYS[way].strategy(), PROGRAMS[name]()
-    program.start(strategy, WAYS[way].shard_state)
-    refused = [refusal for word, refusal in program.refuses.items() if word in way]
-    with pytest.raises(refused[0][0], match=refused[0][1] or None) if refused else contextlib.nullcontext():
-        carry, results = call(strategy, program, batches(list(sizes)))
-    if not refused:
-        params, alone_carry, alone = by_hand(name, sizes, num_replicas)
-        assert_same(results, alone, program.rtol, "result of step ")
-        assert_same(program.read(), params, program.rtol, "variable ")
+def run(names: tuple[str, ...], way: Way) -> tuple[mr.Strategy, dict[str, Program], Any, list[Any]]:
+    strategy, program = way.strategy(), Together(names)
+    program.start(strategy, way.shard_state)
+    return strategy, program.programs, *way.call(strategy, program, batches(list(way.sizes)))
+
+
+def refusal_of(name: str, way: str) -> tuple[type[BaseException], str] | None:
+    return next((refusal for word, refusal in PROGRAMS[name].refuses.items() if word in way), None)
+
+
+def check(names: tuple[str, ...], way: str) -> None:
+    """Run programs in one way, and compare each with the same by hand; those that are refused there run alone."""
+    refused = {name: refusal for name in names if (refusal := refusal_of(name, way))}
+    for name, (error, message) in refused.items():
+        with pytest.raises(error, match=message):
+            run((name,), WAYS[way])
+    if not (names := tuple(name for name in names if name not in refused)):
+        return
+    strategy, programs, carry, results = run(names, WAYS[way])
+    carry = collected(strategy, carry)
+    params, alone_carry, alone = by_hand(names, WAYS[way].sizes, WAYS[way].num_replicas)
+    for name, program in programs.items():
+        assert_same([result[name] for result in results], [result[name] for result in alone], program.rtol, f"{name}: result ")
+        assert_same(program.read(), params[name], program.rtol, f"{name}: variable ")
         if program.carry is not None:
-            assert_same(collected(strategy, {"carry": carry})["carry"], alone_carry, program.rtol, "carried ")
-        strategy.assert_mirrored()
+            assert_same(carry[name], alone_carry[name], program.rtol, f"{name}: carried ")
+    strategy.assert_mirrored()
+
+
+def in_groups(names: list[str], size: int = 7) -> list[tuple[str, ...]]:
+    return [tuple(names[i : i + size]) for i in range(0, len(names), size)]
 
 
 def cells() -> list[Any]:
-    """Return the table: each step in every way, other models in README's step in every second one.
+    """Return the table: each group of steps in every second way, of other models in README's step in every fourth.
 
-    The default suite runs each step with an odd batch, and the models in all ways in turn.
+    The default suite runs most programs with an odd batch, and README's in some other ways.
     """
-    table, turn = [], itertools.cycle(way for way in WAYS if "eager" not in way)  # which takes as long as all others
-    for i, (name, program) in enumerate(PROGRAMS.items()):
-        ways = [way for way in WAYS if program.has_optimizer or not WAYS[way].shard_state]
-        ways = ways if i % 4 == 0 else [way for way in ways if "eager" not in way]
-        own = "R3, odd"
-        if (program.step, program.share) == (Program.step, Program.share):
-            own = next(turn)
-            ways = [way for j, way in enumerate(ways) if way == own or not i or (i + j) % 2]
-        for way in ways:
-            marks = [] if way == own and not program.is_slow else [pytest.mark.slow]
-            table.append(pytest.param(name, way, marks=marks))
-    return table
+    default = ("R1", "R3, sharded, odd", "R2, function, odd", "R6 on 2, odd")
+    table = [cell(("Readme",), way, way not in default) for way in WAYS]
+    kinds = {}
+    for name, program in list(PROGRAMS.items())[1:]:
+        kinds.setdefault((program.is_slow, 4 if program.is_slow or program.has_readmes_step() else 2), []).append(name)
+    for (is_slow, every), names in kinds.items():
+        for i, group in enumerate(in_groups(names)):
+            ways = [way for j, way in enumerate(WAYS) if way == "R3, odd" or (i + j) % every == 0]
+            table += [cell(group, way, is_slow or way != "R3, odd") for way in ways if way != "R2, eager"]  # which takes long
+    return [*table, cell(("NormalizedAdvantages", "Clusters", "AggregatedAssignment"), "R2, eager", True)]
 
 
-@pytest.mark.parametrize(("name", "way"), cells())
-def test_the_numbers_are_those_of_one_device(name: str, way: str) -> None:
-    check(name, way)
+def cell(names: tuple[str, ...], way: str, is_slow: bool) -> Any:
+    group = names[0] if len(names) == 1 else f"{names[0]}...{names[-1]}"
+    return pytest.param(names, way, marks=[pytest.mark.slow] * is_slow, id=f"{group}-{way}")
+
+
+@pytest.mark.parametrize(("names", "way"), cells())
+def test_the_numbers_are_those_of_one_device(names: tuple[str, ...], way: str) -> None:
+    check(names, way)

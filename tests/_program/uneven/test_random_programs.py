@@ -227,7 +227,7 @@ SIZES = st.sampled_from([(2, 1), (0, 3), (3, 2, 2), (1, 0, 0), (0, 4, 1), (1, 1,
 
 
 @given(names=PROGRAMS, sizes=SIZES)
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=3, deadline=None, derandomize=True)
 def test_random_programs_compute_what_threads_compute_and_only_mirrored_values_are_assigned(names, sizes):
     check_random_program(names, sizes)
 
@@ -235,7 +235,7 @@ def test_random_programs_compute_what_threads_compute_and_only_mirrored_values_a
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @given(names=PROGRAMS, sizes=SIZES)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 def test_many_random_programs(names, sizes):
     """A collective of one line that is used twice may be refused, see docs/LOG.md; what runs is right."""
     try:
