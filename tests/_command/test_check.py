@@ -106,7 +106,7 @@ def test_a_missing_worker_is_named(capsys: pytest.CaptureFixture[str], monkeypat
 
 @pytest.mark.slow
 def test_a_cluster_under_the_launcher_is_ok() -> None:
-    command = ["launch", "-n", "2", "--cpu-devices", "2", "-m", "mirrored", "check"]
+    command = ["launch", "-n", "2", "--cpu-devices", "1", "-m", "mirrored", "check"]
     start = time.monotonic()
     result = subprocess.run([sys.executable, "-m", "mirrored", *command], capture_output=True, text=True, timeout=100)
     assert result.returncode == 0, result.stderr

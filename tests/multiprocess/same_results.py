@@ -274,6 +274,7 @@ def record_files(policy: str, batch: int, prefetch: int) -> None:
     assert numbers[:: W if policy == "off" else 1].tolist() == list(range(sum(sizes))), (policy, numbers)
 
 
+warnings.simplefilter("error")
 warnings.simplefilter("ignore", mr.RecompilationWarning)
 record_verbs()
 once = {name: found.pop(name).tobytes() for name in list(found)}
