@@ -21,8 +21,8 @@ FILES = {
     "overhead": ("2 variables", "200 variables", "60 us"),
     "compile_time": ("mirrored, R=8", "1.30", "traces of the user's function"),
     "memory": ("by hand", "mirrored"),
-    "libraries": ("NNX:", "Linen:", "mirrored, in a mr.Variable"),
-    "models": ("Keras fit: transformer",),
+    "libraries": ("Keras fit:",),
+    "models": ("NNX: convolutions", "NNX: transformer"),
     "input_overlap": ("step alone", "waits, 2 batches ahead", "in the loop"),
     "tfrecord_read": ("records of 100 KiB", "grain, no checksums", "parse_example"),
     "workers": ("W1: mirrored", "W1, no guard: mirrored", "start: by hand", "launcher: mirrored"),
@@ -47,8 +47,8 @@ def harness(monkeypatch: pytest.MonkeyPatch):
 OPTIONS = {
     "step_time": ["--workloads=W1", "--peers-python=bare/bin/python"],
     "loop": ["--replicas=8"],
-    "libraries": ["--only=NNX,Linen"],
-    "models": ["--only=Keras fit"],
+    "libraries": ["--only=Keras fit"],
+    "models": ["--only=NNX"],
     "virtual_replicas": ["--workloads=W1"],
 }
 #: What imports jax is there already; a benchmark sees itself as its own program.

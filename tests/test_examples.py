@@ -55,21 +55,21 @@ def test_from_the_questions_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "FactorOfReplicasWarning" in output and "example 3: copies [-0.5, -0.5]" in output
 
 
-def test_question_0_shapes_are_whole_and_a_misread_per_replica_names_the_remedy(strategy3: mr.Strategy) -> None:
-    seen = _load("from_the_questions").question_0_shapes(strategy3)
+def test_question_0_shapes_are_whole_and_a_misread_per_replica_names_the_remedy(strategy2: mr.Strategy) -> None:
+    seen = _load("from_the_questions").question_0_shapes(strategy2)
     assert seen["run on an array"] == seen["run on a distributed batch, per replica"] == (4, 8)
-    assert seen["gathered"] == (12, 8)
+    assert seen["gathered"] == (8, 8)
     assert all(verb in seen["misread"] for verb in ("strategy.reduce", "strategy.gather", "strategy.local_results"))
 
 
 def test_question_1_distributed_equals_one_device_and_as_written_warns_once_of_the_factor() -> None:
     train = _load("from_the_questions").question_1_training
-    one, eight = mr.OneDeviceStrategy("cpu:0"), mr.MirroredStrategy([f"cpu:{i}" for i in range(8)])
-    expected, many = (train(strategy, is_distributed=True, num_steps=5) for strategy in (one, eight))
+    one, two = mr.OneDeviceStrategy("cpu:0"), mr.MirroredStrategy(["cpu:0", "cpu:1"])
+    expected, many = (train(strategy, is_distributed=True, num_steps=5) for strategy in (one, two))
     np.testing.assert_allclose(many[0], expected[0], rtol=1e-5)
     np.testing.assert_allclose(many[1], expected[1], atol=1e-6)
     assert many[0][-1] < many[0][0]
-    for strategy, count in ((one, 1), (eight, 8)):
+    for strategy, count in ((one, 1), (two, 2)):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             losses, _ = train(strategy, is_distributed=False, num_steps=3)
@@ -99,13 +99,12 @@ def test_question_3_examples_1_and_2_are_refused_and_3_works(strategy2: mr.Strat
 
 
 @pytest.mark.slow
-def test_keras_digits_reaches_97_percent_by_fit_and_in_a_loop(tmp_path: Path) -> None:
+def test_keras_digits_reaches_97_percent_in_a_loop_and_runs_by_fit(tmp_path: Path) -> None:
     pytest.importorskip("keras")
-    for arguments in ([], ["--loop"]):
-        accuracy, number = re.match(
-            r"([\d.]+)% of the held-out images right, with (\d) rep", _run("keras_digits", *arguments, cwd=tmp_path)
-        ).groups()
-        assert float(accuracy) >= 97 and number == "4", arguments
+    for arguments, least in ((["--loop"], 97), (["--epochs", "1"], 0)):
+        output = _run("keras_digits", *arguments, cwd=tmp_path)
+        accuracy, number = re.match(r"([\d.]+)% of the held-out images right, with (\d) rep", output).groups()
+        assert float(accuracy) >= least and number == "4", arguments
 
 
 def _is_picture(path: Path) -> bool:
@@ -130,7 +129,7 @@ def test_fine_tuning_from_four_replicas_on_three_is_better_than_from_nothing(tmp
 
 @pytest.mark.slow
 def test_two_hosts_by_the_two_commands_that_it_names(tmp_path: Path) -> None:
-    """Two launchers, as on two hosts, and once more with one launcher and another number of replicas."""
+    """Two launchers, as on two hosts."""
     commands = re.findall(r"mirrored (launch --nnodes .*examples/two_hosts.py)  ", (EXAMPLES / "two_hosts.py").read_text())
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
@@ -150,21 +149,16 @@ def test_two_hosts_by_the_two_commands_that_it_names(tmp_path: Path) -> None:
     assert [host.returncode for host in hosts] == [0, 0], outputs
     assert "worker 0 of 2" in outputs[0] and "worker 1 of 2" in outputs[1]
     assert "steps 1 to 82 on 4 replicas of 2 workers" in outputs[0]
-    again = [*python, "launch", "-n", "2", "--cpu-devices", "1", str(EXAMPLES / "two_hosts.py"), "--epochs", "3", *rest]
-    output = subprocess.run(again, check=True, capture_output=True, text=True, timeout=100).stdout
-    assert "steps 83 to 123 on 2 replicas of 2 workers" in output, output
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_digits_reaches_97_percent_alone_and_on_two_workers_of_which_one_is_killed(tmp_path: Path) -> None:
-    """As `make demo` and `make demo-cluster` run it, with 8 of their 20 epochs."""
-    alone = _run("digits", "--epochs", "8", "--out", "alone", cwd=tmp_path).splitlines()[-1]
-    assert "all copies bit-equal" in alone and _is_picture(tmp_path / "alone" / "digits.png")
+def test_digits_reaches_97_percent_on_two_workers_of_which_one_is_killed(tmp_path: Path) -> None:
+    """As `make demo-cluster` runs it, with 8 of its 20 epochs; `.ci/run` makes the demo alone."""
     launch = ["-m", "mirrored", "launch", "-n", "2", "--cpu-devices", "2", "--max-restarts", "2", str(EXAMPLES / "digits.py")]
-    right = re.compile(r"trained 96 steps on 4 replicas in \d+ s: (\d+) of 359 held-out images right")
     command = [sys.executable, *launch, "--epochs", "8", "--checkpoints", "checkpoints", "--kill-one"]
-    ended = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=100)
-    assert int(right.search(alone)[1]) / 359 >= 0.97, alone
-    assert right.search(ended.stdout)[1] == right.search(alone)[1], ended.stdout + ended.stderr
+    ended = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=250)
+    right = r"trained 96 steps on 4 replicas in \d+ s: (\d+) of 359 held-out images right .*, all copies bit-equal"
+    assert int(re.search(right, ended.stdout)[1]) / 359 >= 0.97, ended.stdout + ended.stderr
     assert all(text in ended.stderr for text in ("failed first: SIGKILL", "done: 1 restart")), ended.stderr
+    assert _is_picture(tmp_path / "out" / "digits.png")

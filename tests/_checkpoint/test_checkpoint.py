@@ -27,7 +27,6 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from parameters import slow
 from processes import run_program
 
 import mirrored as mr
@@ -227,17 +226,17 @@ def test_mirrored_sync_on_read_and_plain_are_exchangeable(tmp_path: Path, per_re
     """And a sync-on-read variable keeps all bits on the same replicas, and on others its value, if it has one."""
 
     def make(kind: str) -> object:
-        if kind in ("jax", "numpy"):
-            return np.zeros(2, np.float32) if kind == "numpy" else jnp.zeros(2)
+        if kind == "numpy":
+            return np.zeros(2, np.float32)
         options = {} if kind == "mirrored" else {"synchronization": "on_read", "aggregation": kind}
         return mr.Variable(np.zeros(2, np.float32), **options)
 
-    kinds = ("mirrored", "jax", "numpy", "sum", "mean", "only_first_replica", "none")
+    kinds = ("mirrored", "numpy", "sum", "mean", "none")
     for source in kinds:
         with on(3).scope() as strategy:
             saved = {"x": make(source)}
             rows = per_replica(strategy, *np.array([[0.1, np.nan], [0.2, 7.0], [0.3, 7.0]], np.float32))
-            if source in kinds[3:]:
+            if source in kinds[2:]:
                 strategy.run(lambda x, v=saved["x"]: quiet(v.assign(x)), args=(rows,))
             elif source == "mirrored":
                 saved["x"].assign([3.0, 4.0])
@@ -245,7 +244,7 @@ def test_mirrored_sync_on_read_and_plain_are_exchangeable(tmp_path: Path, per_re
                 saved["x"] += np.array([5.0, 6.0], np.float32)
             expected = None if source == "none" else np.asarray(saved["x"])
             save(tmp_path / source, 1, v=saved)
-            if source in kinds[3:]:
+            if source in kinds[2:]:
                 before = np.asarray(saved["x"]._array).tobytes()
                 strategy.run(lambda v=saved["x"]: quiet(v.assign(v * 0)))
                 assert restore(tmp_path / source, v=saved) == 1
@@ -612,14 +611,12 @@ def trained(directory: Path, steps: int = 2) -> dict[str, object]:
     return named
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("count", [30, *slow(300)])
-def test_flipped_bits_are_found_and_the_step_before_is_used(tmp_path: Path, count: int, caplog) -> None:
-    named, rng = trained(tmp_path), random.Random(count)
+def test_flipped_bits_are_found_and_the_step_before_is_used(tmp_path: Path, caplog) -> None:
+    named, rng = trained(tmp_path), random.Random(30)
     newest = named["w"].numpy()
     originals = {path: path.read_bytes() for path in files_of(tmp_path / "2") if path.stat().st_size}
     paths, weights = list(originals), [len(data) for data in originals.values()]
-    for i in range(count):
+    for i in range(30):
         # Half of them anywhere in the bytes, half in any file, so that the small files get their share.
         path = rng.choices(paths, weights)[0] if i % 2 else rng.choice(paths)
         flip(path, rng.randrange(8 * len(originals[path])))
@@ -640,7 +637,7 @@ def test_flipped_bits_are_found_and_the_step_before_is_used(tmp_path: Path, coun
 def test_killed_saves_lose_nothing_that_was_committed() -> None:
     script = Path(__file__).parents[1] / "chaos_saves.py"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    done = subprocess.run([sys.executable, script, "20"], capture_output=True, text=True, env=environment, timeout=250)
+    done = subprocess.run([sys.executable, script, "10"], capture_output=True, text=True, env=environment, timeout=250)
     assert done.returncode == 0, done.stderr
 
 
@@ -1126,9 +1123,9 @@ strategy.gather = lambda x, axis: (value := gather(x, axis=axis), say(json.dumps
 """
 
 
-def run_epochs(directory: Path, kill_at: int, recipe: str = RECIPE) -> tuple[list[str], list[str]]:
+def run_epochs(directory: Path, kill_at: int) -> tuple[list[str], list[str]]:
     """Train for three epochs, or up to a step; return the rows of each step, and what came out."""
-    done = run_program(f"{KILLED}{recipe}\nprint('END', train_epochs(directory, 3)[1].hex())", directory, kill_at)
+    done = run_program(f"{KILLED}{RECIPE}\nprint('END', train_epochs(directory, 3)[1].hex())", directory, kill_at)
     assert done.returncode == (-9 if kill_at else 0), done.stderr
     lines = done.stdout.splitlines()
     return [line for line in lines if "END" not in line], [line for line in lines if "END" in line]
@@ -1137,15 +1134,5 @@ def run_epochs(directory: Path, kill_at: int, recipe: str = RECIPE) -> tuple[lis
 @pytest.mark.slow
 def test_the_epochs_of_the_docs_go_on_bit_for_bit_after_kills(tmp_path: Path) -> None:
     used, end = run_epochs(tmp_path / "whole", 0)
-    parts = [run_epochs(tmp_path / "parts", kill_at) for kill_at in (3, 4, 7, 9, 0)]
+    parts = [run_epochs(tmp_path / "parts", kill_at) for kill_at in (3, 4, 0)]
     assert [line for part, _ in parts for line in part] == used and len(set(used)) == 9 and parts[-1][1] == end
-
-
-@pytest.mark.slow
-def test_the_loop_that_the_docs_warn_of_does_not_go_on_so(tmp_path: Path) -> None:
-    naive = RECIPE.replace('"batches": iter(dataset)', "").replace('in state["batches"]', "in dataset")
-    naive = naive.replace('            state["batches"] = iter(dataset)\n', "")
-    assert "batches" not in naive
-    used, end = run_epochs(tmp_path / "whole", 0, naive)
-    first, _ = run_epochs(tmp_path / "parts", 4, naive)
-    assert first == used[:4] and run_epochs(tmp_path / "parts", 0, naive)[1] != end

@@ -12,7 +12,7 @@ from typing import Any
 import chaos_checks as checks
 import pytest
 from chaos_checks import Life
-from chaos_job import Event, Fault, Hit, job
+from chaos_job import Fault, Hit, job
 
 NUM_WORKERS, NUM_ROWS, NUM_EPOCHS = 2, 27, 3
 #: Five files of 2 to 10 records: worker 0 has 21 of them, worker 1 has 6. An epoch has 7 steps, and each is saved.
@@ -85,31 +85,3 @@ def test_what_was_redone_counts_once_and_wrong_records_are_found() -> None:
         change(lives)
         with pytest.raises(AssertionError, match=message):
             checks.check_lives(lives)
-
-
-def test_rows_that_are_not_used_once_are_found() -> None:
-    checks.check_rows({1: [1, 0], 2: [2], 3: [2, 1], 4: [0]}, num_rows=3, num_epochs=2)
-    for rows, message in (
-        ({1: [0, 1], 2: [2, 1], 3: [0, 1], 4: [2]}, "7 rows were used, not 6"),
-        ({1: [0, 1], 2: [1], 3: [2, 1], 4: [0]}, r"epoch 0 used the rows \[0, 1, 1\]"),
-        ({1: [0, 1], 2: [2], 4: [2, 1, 0]}, r"steps are missing: \[1, 2, 4\]"),
-    ):
-        with pytest.raises(AssertionError, match=message):
-            checks.check_rows(rows, num_rows=3, num_epochs=2)
-
-
-def test_a_lost_commit_and_a_repeated_step_are_found() -> None:
-    def events(restored: int) -> list[Event]:
-        said = [(0, "STEP", 4), (0, "COMMITTED", 4), (0, "STEP", 5), (1, "RESTORED", restored), (1, "STEP", restored + 1)]
-        return [Event(float(time), 0, attempt, name, number) for time, (attempt, name, number) in enumerate(said)]
-
-    def hit(number: signal.Signals) -> list[Hit]:
-        return [Hit(Fault("STEP", 4, (0,), 0.0, number), 0.5, 0)]
-
-    checks.check_commits(events(5))
-    checks.check_preemptions(events(5), hit(signal.SIGTERM))
-    with pytest.raises(AssertionError, match="step 4 was on disk, and 3 was restored"):
-        checks.check_commits(events(3))
-    with pytest.raises(AssertionError, match="step 5 was done when the worker was preempted, 3 was restored"):
-        checks.check_preemptions(events(3), hit(signal.SIGTERM))
-    assert checks.seconds_to_step(events(5), hit(signal.SIGKILL)) == [3.5]

@@ -1,4 +1,4 @@
-"""Verbs, variables and datasets of several workers give what they give on one worker with as many replicas."""
+"""Variables of several workers have what they have on one worker with as many replicas."""
 
 from pathlib import Path
 
@@ -34,6 +34,6 @@ def assert_same(several: list[dict[str, np.ndarray]], one: dict[str, np.ndarray]
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_three_workers_give_in_64_bits_what_one_gives_without_a_warning(tmp_path: Path) -> None:
-    [one] = found(tmp_path, 1, 3)
-    assert_same(found(tmp_path, 3, 1), one)
+def test_two_workers_give_in_64_bits_what_one_gives_without_a_warning(tmp_path: Path) -> None:
+    [one] = found(tmp_path, 1, 2)
+    assert_same(found(tmp_path, 2, 1), one)
