@@ -34,8 +34,9 @@ def test_one_worker_is_ok(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.endswith("\nok\n")
 
 
-def test_a_wrong_sum_is_found(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_sum_is_found(strategy2: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "_measure", lambda *_: ())
+    monkeypatch.setattr(check, "_meet", lambda _: (strategy2, Coordination()))
     make, calls = check._make_all_reduce, itertools.count()
 
     def make_wrong(*args: Any) -> Callable[[], Any]:
