@@ -17,7 +17,7 @@ OPTAX = "transforms/_accumulation_test.py schedules/_inject_test.py"
 
 @pytest.mark.parametrize(
     ("library", "files", "chosen", "at_least"),
-    [("keras", KERAS, OF_KERAS, 14), ("optax", OPTAX, "not mixed_precision", 30)],
+    [("keras", KERAS, OF_KERAS, 7), ("optax", OPTAX, "not mixed_precision", 30)],
     ids=["keras", "optax"],
 )
 def test_a_library_passes_its_own_tests(library: str, files: str, chosen: str, at_least: int) -> None:
