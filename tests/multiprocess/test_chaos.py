@@ -19,8 +19,7 @@ NUM_WORKERS, NUM_ROWS, NUM_EPOCHS = 2, 27, 3
 OPTIONS = ("--rows", NUM_ROWS, "--epochs", NUM_EPOCHS)
 #: One kind of moment each; those around saves and ends of epochs are where positions and steps could part.
 FAULTS = [
-    Fault("COMPILE", 0, (0, 1), 0.3),
-    Fault("SAVE", 2, (1,), 0.03),
+    Fault("SAVE", 2, (0, 1), 0.03),
     Fault("STEP", 5, (1,), 0.0, signal.SIGTERM),
     Fault("READ", 8, (0,), 0.002),
 ]
