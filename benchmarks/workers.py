@@ -37,6 +37,9 @@ LAUNCHERS = {
 }
 MARK = "RESULT "
 
+#: With the guard, without it, and with an input.
+WAYS = ((1, 0), (0, 0), (1, 1))
+
 
 def main() -> None:
     options = parse(__doc__, job="", rounds=ROUNDS, turn=TURN, guard=1, fresh=0)
@@ -46,7 +49,7 @@ def main() -> None:
     rounds, turn = (2, 0.0) if options.quick else (options.rounds, options.turn)
     for num_workers, devices in ((2, 1),) if options.quick else ((2, 1), (2, 2), (4, 1)):
         rows = []
-        for name, (guard, fresh) in itertools.product(["W1"] if options.quick else GOALS, ((1, 0), (0, 0), (1, 1))):
+        for name, (guard, fresh) in itertools.product(["W1"] if options.quick else GOALS, WAYS[: 2 if options.quick else None]):
             more = [f"--job={name}", f"--rounds={rounds}", f"--turn={turn}", f"--guard={guard}", f"--fresh={fresh}"]
             found = launched(num_workers, devices, *more)
             goal = INPUT_GOAL if fresh else GOALS[name] if guard else None

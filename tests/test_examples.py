@@ -7,14 +7,11 @@ import runpy
 import socket
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
-
-import mirrored as mr
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -28,7 +25,8 @@ def _load(name: str) -> ModuleType:
 
 def _run(name: str, *arguments: str, cwd: Path) -> str:
     command = [sys.executable, "-W", "error", str(EXAMPLES / f"{name}.py"), *arguments]
-    fast = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}  # convolutions of many steps take six times as long without
+    # Convolutions of many steps take six times as long without XLA's optimizations; Keras' short ones wait for the compiler.
+    fast = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1" if name == "keras_digits" else "0"}
     return subprocess.run(command, cwd=cwd, env=fast, check=True, capture_output=True, text=True, timeout=100).stdout
 
 
@@ -49,63 +47,38 @@ def test_quickstart_is_the_loop_of_the_readme_and_finds_the_weights() -> None:
     np.testing.assert_allclose(names["w"].numpy(), [1, 2, 3], atol=0.005)
 
 
-def test_from_the_questions_runs(capsys: pytest.CaptureFixture[str]) -> None:
+#: What the program says of each question, in this order.
+ANSWERS = [
+    "run on an array: (4, 8)", "run on a distributed batch, per replica: (4, 8)", "gathered: (8, 8)",
+    "strategy.reduce('mean', x)", "strategy.gather(x, axis=0)", "strategy.local_results(x)",
+    "as written, the first loss is 2.00 times too large", "FactorOfReplicasWarning: all 2 replicas",
+    "the update is 2 times that of one device", "strategy.distribute_dataset(dataset)",
+    "sum: [4.0, 6.0, 8.0, 10.0]", "sum over the batch: 28.0", "mean of the partial batch: 2.5",
+    "(4,), (2,). Name the axis along which they differ: strategy.reduce(..., axis=0)", "global batches: [6, 22]",
+    "example 1: copies [1.0, 1.0]; refused: ", "jnp.where", "All replicas run one program",
+    "example 2: copies [1.0, 1.0]; refused: variable 'mirrored_var'", "`data`", "example 3: copies [-0.5, -0.5]\n",
+]  # fmt: skip
+
+
+def test_from_the_questions_answers_each(capsys: pytest.CaptureFixture[str]) -> None:
     _load("from_the_questions").main()
     output = capsys.readouterr().out
-    assert "FactorOfReplicasWarning" in output and "example 3: copies [-0.5, -0.5]" in output
-
-
-def test_question_0_shapes_are_whole_and_a_misread_per_replica_names_the_remedy(strategy3: mr.Strategy) -> None:
-    seen = _load("from_the_questions").question_0_shapes(strategy3)
-    assert seen["run on an array"] == seen["run on a distributed batch, per replica"] == (4, 8)
-    assert seen["gathered"] == (12, 8)
-    assert all(verb in seen["misread"] for verb in ("strategy.reduce", "strategy.gather", "strategy.local_results"))
-
-
-def test_question_1_distributed_equals_one_device_and_as_written_warns_once_of_the_factor() -> None:
-    train = _load("from_the_questions").question_1_training
-    one, eight = mr.OneDeviceStrategy("cpu:0"), mr.MirroredStrategy([f"cpu:{i}" for i in range(8)])
-    expected, many = (train(strategy, is_distributed=True, num_steps=5) for strategy in (one, eight))
-    np.testing.assert_allclose(many[0], expected[0], rtol=1e-5)
-    np.testing.assert_allclose(many[1], expected[1], atol=1e-6)
-    assert many[0][-1] < many[0][0]
-    for strategy, count in ((one, 1), (eight, 8)):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            losses, _ = train(strategy, is_distributed=False, num_steps=3)
-        assert losses[0] == pytest.approx(count * expected[0][0], rel=1e-5)
-        factor = [str(w.message) for w in caught if w.category is mr.FactorOfReplicasWarning]
-        assert len(factor) == 1
-        expected_text = "distribute_dataset" if count > 1 else "nobody has said how the loss is divided"
-        assert expected_text in factor[0] and (count == 1 or f"{count} times" in factor[0])
-
-
-def test_question_2_numbers_come_out(strategy2: mr.Strategy) -> None:
-    module = _load("from_the_questions")
-    seen = module.question_2_reduce(strategy2)
-    assert seen["sum"] == [4, 6, 8, 10] and seen["sum over the batch"] == 28
-    assert seen["mean of the partial batch"] == 2.5
-    assert "(4,), (2,)" in seen["partial without an axis"] and "axis=0" in seen["partial without an axis"]
-    assert module.question_2_dataset(strategy2) == [6, 22]
-
-
-def test_question_3_examples_1_and_2_are_refused_and_3_works(strategy2: mr.Strategy) -> None:
-    module = _load("from_the_questions")
-    message, copies = module.question_3_initialize(strategy2)
-    assert "All replicas run one program" in message and "jnp.where" in message and copies == [1, 1]
-    message, copies = module.question_3_train(strategy2, is_aggregated=False)
-    assert "'mirrored_var'" in message and "`data`" in message and copies == [1, 1]
-    assert module.question_3_train(strategy2, is_aggregated=True) == ("", [-0.5, -0.5])
+    rest = output
+    for answer in ANSWERS:
+        assert answer in rest, answer
+        rest = rest.partition(answer)[2]
+    losses = re.search(r"last loss ([\d.]+), on one device ([\d.]+)\n  largest difference of the weights ([\d.e-]+)\n", output)
+    ours, alone, difference = map(float, losses.groups())
+    assert ours == pytest.approx(alone, rel=1e-5) and difference < 1e-6
 
 
 @pytest.mark.slow
-def test_keras_digits_reaches_97_percent_by_fit_and_in_a_loop(tmp_path: Path) -> None:
+def test_keras_digits_reaches_97_percent_in_a_loop_and_runs_by_fit(tmp_path: Path) -> None:
     pytest.importorskip("keras")
-    for arguments in ([], ["--loop"]):
-        accuracy, number = re.match(
-            r"([\d.]+)% of the held-out images right, with (\d) rep", _run("keras_digits", *arguments, cwd=tmp_path)
-        ).groups()
-        assert float(accuracy) >= 97 and number == "4", arguments
+    for arguments, least in ((["--loop"], 97), (["--epochs", "1"], 0)):
+        output = _run("keras_digits", *arguments, cwd=tmp_path)
+        accuracy, number = re.match(r"([\d.]+)% of the held-out images right, with (\d) rep", output).groups()
+        assert float(accuracy) >= least and number == "4", arguments
 
 
 def _is_picture(path: Path) -> bool:
@@ -130,7 +103,7 @@ def test_fine_tuning_from_four_replicas_on_three_is_better_than_from_nothing(tmp
 
 @pytest.mark.slow
 def test_two_hosts_by_the_two_commands_that_it_names(tmp_path: Path) -> None:
-    """Two launchers, as on two hosts, and once more with one launcher and another number of replicas."""
+    """Two launchers, as on two hosts."""
     commands = re.findall(r"mirrored (launch --nnodes .*examples/two_hosts.py)  ", (EXAMPLES / "two_hosts.py").read_text())
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
@@ -150,21 +123,16 @@ def test_two_hosts_by_the_two_commands_that_it_names(tmp_path: Path) -> None:
     assert [host.returncode for host in hosts] == [0, 0], outputs
     assert "worker 0 of 2" in outputs[0] and "worker 1 of 2" in outputs[1]
     assert "steps 1 to 82 on 4 replicas of 2 workers" in outputs[0]
-    again = [*python, "launch", "-n", "2", "--cpu-devices", "1", str(EXAMPLES / "two_hosts.py"), "--epochs", "3", *rest]
-    output = subprocess.run(again, check=True, capture_output=True, text=True, timeout=100).stdout
-    assert "steps 83 to 123 on 2 replicas of 2 workers" in output, output
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_digits_reaches_97_percent_alone_and_on_two_workers_of_which_one_is_killed(tmp_path: Path) -> None:
-    """As `make demo` and `make demo-cluster` run it, with 8 of their 20 epochs."""
-    alone = _run("digits", "--epochs", "8", "--out", "alone", cwd=tmp_path).splitlines()[-1]
-    assert "all copies bit-equal" in alone and _is_picture(tmp_path / "alone" / "digits.png")
+def test_digits_reaches_97_percent_on_two_workers_of_which_one_is_killed(tmp_path: Path) -> None:
+    """As `make demo-cluster` runs it, with 8 of its 20 epochs; `.ci/run` makes the demo alone."""
     launch = ["-m", "mirrored", "launch", "-n", "2", "--cpu-devices", "2", "--max-restarts", "2", str(EXAMPLES / "digits.py")]
-    right = re.compile(r"trained 96 steps on 4 replicas in \d+ s: (\d+) of 359 held-out images right")
     command = [sys.executable, *launch, "--epochs", "8", "--checkpoints", "checkpoints", "--kill-one"]
-    ended = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=100)
-    assert int(right.search(alone)[1]) / 359 >= 0.97, alone
-    assert right.search(ended.stdout)[1] == right.search(alone)[1], ended.stdout + ended.stderr
+    ended = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=250)
+    right = r"trained 96 steps on 4 replicas in \d+ s: (\d+) of 359 held-out images right .*, all copies bit-equal"
+    assert int(re.search(right, ended.stdout)[1]) / 359 >= 0.97, ended.stdout + ended.stderr
     assert all(text in ended.stderr for text in ("failed first: SIGKILL", "done: 1 restart")), ended.stderr
+    assert _is_picture(tmp_path / "out" / "digits.png")

@@ -91,30 +91,34 @@ def test_values_of_every_dtype_come_back_exactly(tmp_path: Path) -> None:
         np.testing.assert_array_equal(others[name], value, strict=True)
 
 
+def wrapped(value: int, shape: tuple[int, ...], impl: str = "threefry2x32") -> jax.Array:
+    return jax.random.wrap_key_data(np.full(shape, value, np.uint32), impl=impl)
+
+
 def test_special_floats_scalars_empty_arrays_and_keys_come_back(tmp_path: Path) -> None:
     special = np.array([np.nan, -np.nan, np.inf, -0.0, 1e-45, 3.4e38], np.float32)
     special.view(np.uint32)[0] = 0x7FC01234  # a NaN with a payload
 
     def make(k: int) -> dict[str, object]:
         return {
-            "special": special.copy() if k else np.zeros(6, np.float32), "empty": np.full((0, 3), k), "jax": k * jnp.arange(3),
+            "special": special.copy() if k else np.zeros(6, np.float32), "empty": np.full((0, 3), k), "jax": jnp.arange(3) * k,
             "scalar": np.float32(2.5 * k),
-            "key": jax.random.key(7 * k), "keys": jax.random.split(jax.random.key(k, impl="rbg"), 3), "int": k * 10**30,
+            "key": wrapped(7 * k, (2,)), "keys": wrapped(k, (3, 4), "rbg"), "int": k * 10**30,
             "float": k * float("-inf") if k else 0.0, "bool": bool(k), "complex": k * (1 - 2j), "none": None, "nothing": [],
         }  # fmt: skip
 
-    keys = mr.Variable(jax.random.split(jax.random.key(3), 2))
+    keys = mr.Variable(wrapped(3, (2, 2)))
     state, new = make(1), make(0)
     save(tmp_path, 0, state=state, keys=keys)
-    drawn = jax.random.normal(keys.value[1])
-    keys.assign(jax.random.split(jax.random.key(9), 2))
-    assert restore(tmp_path, state=new, keys=keys) == 0 and jax.random.normal(keys.value[1]) == drawn
+    keys.assign(wrapped(9, (2, 2)))
+    assert restore(tmp_path, state=new, keys=keys) == 0 and jax.random.key_data(keys.value).tolist() == [[3, 3], [3, 3]]
     assert new["special"].tobytes() == special.tobytes() and new["empty"].shape == (0, 3)
     assert type(new["scalar"]) is np.float32 and isinstance(new["jax"], jax.Array) and new["jax"].tolist() == [0, 1, 2]
     for name in ("scalar", "int", "float", "bool", "complex", "none", "nothing"):
         assert new[name] == state[name], name
     for name in ("key", "keys"):
-        assert jnp.array_equal(jax.random.key_data(new[name]), jax.random.key_data(state[name]))
+        assert new[name].dtype == state[name].dtype
+        np.testing.assert_array_equal(jax.random.key_data(new[name]), jax.random.key_data(state[name]))
     state = {"epoch": 3}  # without any array
     save(tmp_path / "other", 1, state=state)
     state["epoch"] = 0
@@ -224,17 +228,17 @@ def test_mirrored_sync_on_read_and_plain_are_exchangeable(tmp_path: Path, per_re
     """And a sync-on-read variable keeps all bits on the same replicas, and on others its value, if it has one."""
 
     def make(kind: str) -> object:
-        if kind in ("jax", "numpy"):
-            return np.zeros(2, np.float32) if kind == "numpy" else jnp.zeros(2)
+        if kind == "numpy":
+            return np.zeros(2, np.float32)
         options = {} if kind == "mirrored" else {"synchronization": "on_read", "aggregation": kind}
         return mr.Variable(np.zeros(2, np.float32), **options)
 
-    kinds = ("mirrored", "jax", "numpy", "sum", "mean", "only_first_replica", "none")
+    kinds = ("mirrored", "numpy", "sum", "mean", "none")
     for source in kinds:
         with on(3).scope() as strategy:
             saved = {"x": make(source)}
             rows = per_replica(strategy, *np.array([[0.1, np.nan], [0.2, 7.0], [0.3, 7.0]], np.float32))
-            if source in kinds[3:]:
+            if source in kinds[2:]:
                 strategy.run(lambda x, v=saved["x"]: quiet(v.assign(x)), args=(rows,))
             elif source == "mirrored":
                 saved["x"].assign([3.0, 4.0])
@@ -242,7 +246,7 @@ def test_mirrored_sync_on_read_and_plain_are_exchangeable(tmp_path: Path, per_re
                 saved["x"] += np.array([5.0, 6.0], np.float32)
             expected = None if source == "none" else np.asarray(saved["x"])
             save(tmp_path / source, 1, v=saved)
-            if source in kinds[3:]:
+            if source in kinds[2:]:
                 before = np.asarray(saved["x"]._array).tobytes()
                 strategy.run(lambda v=saved["x"]: quiet(v.assign(v * 0)))
                 assert restore(tmp_path / source, v=saved) == 1
@@ -585,7 +589,7 @@ def test_a_damaged_step_is_named_and_the_step_before_is_used(tmp_path: Path, cap
 def test_killed_saves_lose_nothing_that_was_committed() -> None:
     script = Path(__file__).parents[1] / "chaos_saves.py"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    done = subprocess.run([sys.executable, script, "20"], capture_output=True, text=True, env=environment, timeout=250)
+    done = subprocess.run([sys.executable, script, "10"], capture_output=True, text=True, env=environment, timeout=250)
     assert done.returncode == 0, done.stderr
 
 
@@ -889,22 +893,18 @@ def test_a_step_that_another_object_is_writing_is_neither_replaced_nor_passed_ov
         assert restore(tmp_path, w=w) == 4 and float(w) == 5.0 and seen == [None] * 2
 
 
-@pytest.mark.parametrize("name", ["w", "best"])
-def test_two_checkpoints_do_not_take_turns_in_one_directory(name: str, tmp_path: Path) -> None:
+def test_two_checkpoints_do_not_take_turns_in_one_directory(tmp_path: Path) -> None:
     w = mr.Variable(5.0)
-    with Checkpoint(tmp_path, w=w) as last, Checkpoint(tmp_path, **{name: mr.Variable(6.0)}) as best:
+    with Checkpoint(tmp_path, w=w) as last, Checkpoint(tmp_path, w=mr.Variable(6.0)) as best:
         best.save(7)
-        advice = (
-            rf"(?s)save\(20\), but another .* step 7 in .*directory, mr.Checkpoint\('{tmp_path}-2', \.\.\.\).*restore_latest\(\)"
-        )
+        advice = rf"(?s)save\(20\), but another .* step 7 in .*, mr.Checkpoint\('{tmp_path}-2', \.\.\.\).*restore_latest\(\)"
         for _ in range(2):
             with pytest.raises(ValueError, match=advice):
                 last.save(20)
         best.save(21)
         assert best.wait() == 21
-        if name == "w":  # its steps fit
-            assert last.restore_latest() == 21
-            last.save(22)
+        assert last.restore_latest() == 21, "its steps fit"
+        last.save(22)
 
 
 def test_workers_that_differ_are_told_how() -> None:
@@ -1035,9 +1035,9 @@ strategy.gather = lambda x, axis: (value := gather(x, axis=axis), say(json.dumps
 """
 
 
-def run_epochs(directory: Path, kill_at: int, recipe: str = RECIPE) -> tuple[list[str], list[str]]:
+def run_epochs(directory: Path, kill_at: int) -> tuple[list[str], list[str]]:
     """Train for three epochs, or up to a step; return the rows of each step, and what came out."""
-    done = run_program(f"{KILLED}{recipe}\nprint('END', train_epochs(directory, 3)[1].hex())", directory, kill_at)
+    done = run_program(f"{KILLED}{RECIPE}\nprint('END', train_epochs(directory, 3)[1].hex())", directory, kill_at)
     assert done.returncode == (-9 if kill_at else 0), done.stderr
     lines = done.stdout.splitlines()
     return [line for line in lines if "END" not in line], [line for line in lines if "END" in line]
@@ -1046,18 +1046,8 @@ def run_epochs(directory: Path, kill_at: int, recipe: str = RECIPE) -> tuple[lis
 @pytest.mark.slow
 def test_the_epochs_of_the_docs_go_on_bit_for_bit_after_kills(tmp_path: Path) -> None:
     used, end = run_epochs(tmp_path / "whole", 0)
-    parts = [run_epochs(tmp_path / "parts", kill_at) for kill_at in (3, 4, 7, 9, 0)]
+    parts = [run_epochs(tmp_path / "parts", kill_at) for kill_at in (3, 4, 0)]
     assert [line for part, _ in parts for line in part] == used and len(set(used)) == 9 and parts[-1][1] == end
-
-
-@pytest.mark.slow
-def test_the_loop_that_the_docs_warn_of_does_not_go_on_so(tmp_path: Path) -> None:
-    naive = RECIPE.replace('"batches": iter(dataset)', "").replace('in state["batches"]', "in dataset")
-    naive = naive.replace('            state["batches"] = iter(dataset)\n', "")
-    assert "batches" not in naive
-    used, end = run_epochs(tmp_path / "whole", 0, naive)
-    first, _ = run_epochs(tmp_path / "parts", 4, naive)
-    assert first == used[:4] and run_epochs(tmp_path / "parts", 0, naive)[1] != end
 
 
 def test_masks_are_refused_and_what_was_made_of_a_python_number_stays_so(tmp_path: Path) -> None:

@@ -34,8 +34,9 @@ def test_one_worker_is_ok(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.endswith("\nok\n")
 
 
-def test_a_wrong_sum_is_found(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_sum_is_found(strategy2: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "_measure", lambda *_: ())
+    monkeypatch.setattr(check, "_meet", lambda _: (strategy2, Coordination()))
     make, calls = check._make_all_reduce, itertools.count()
 
     def make_wrong(*args: Any) -> Callable[[], Any]:
@@ -106,7 +107,7 @@ def test_a_missing_worker_is_named(capsys: pytest.CaptureFixture[str], monkeypat
 
 @pytest.mark.slow
 def test_a_cluster_under_the_launcher_is_ok() -> None:
-    command = ["launch", "-n", "2", "--cpu-devices", "2", "-m", "mirrored", "check"]
+    command = ["launch", "-n", "2", "--cpu-devices", "1", "-m", "mirrored", "check"]
     start = time.monotonic()
     result = subprocess.run([sys.executable, "-m", "mirrored", *command], capture_output=True, text=True, timeout=100)
     assert result.returncode == 0, result.stderr

@@ -69,12 +69,11 @@ def test_a_reader_that_leaves_and_characters_that_the_output_lacks_are_no_error_
         assert b"TF_CONFIG = {\\xfc" in stream.buffer.getvalue()
 
 
-@pytest.mark.parametrize("command", ["--version", "what"])
-def test_streams_that_are_closed_or_read_by_nobody_are_no_error_of_ours(command: str) -> None:
-    run = f"{sys.executable} -m mirrored {command}"
-    code = f"{run} >&-; echo $?; {run} | true; {run} 2>&-; {run} >&- 2>&-"
+def test_streams_that_are_closed_or_read_by_nobody_are_no_error_of_ours() -> None:
+    run = f"{sys.executable} -m mirrored"
+    code = f"{run} --version >&-; echo $?; {run} --version | true; {run} what 2>&-; echo $?; {run} what >&- 2>&-"
     ended = subprocess.run(["bash", "-c", code], capture_output=True, text=True)
-    assert ended.stdout.startswith("0" if command != "what" else "2") and "Traceback" not in ended.stdout + ended.stderr
+    assert (ended.stdout, "Traceback" in ended.stderr) == ("0\n2\n", False), ended
 
 
 def test_without_a_cluster(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

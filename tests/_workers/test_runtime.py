@@ -10,7 +10,6 @@ from typing import Any
 from unittest.mock import MagicMock, call
 
 import jax
-import numpy as np
 import pytest
 from jax._src.lib import _jax
 
@@ -18,7 +17,6 @@ import mirrored as mr
 from mirrored._cluster import meeting as _meeting
 from mirrored._cluster.spec import Cluster, ClusterSpec
 from mirrored._jax import distributed
-from mirrored._replicas import collectives as _collectives
 from mirrored._workers import runtime as _runtime
 from mirrored._workers import verdict
 from mirrored._workers.coordination import Coordination
@@ -258,19 +256,6 @@ def test_nccl_without_a_gpu_is_an_error() -> None:
         mr.MultiWorkerMirroredStrategy(communication_options=mr.CommunicationOptions(implementation="nccl"))
     ring = mr.MultiWorkerMirroredStrategy(communication_options=mr.CommunicationOptions(implementation="ring"))
     assert float(ring.reduce("sum", 1.0)) == ring.num_replicas_in_sync
-
-
-def test_bytes_per_pack_changes_no_number_and_says_what_travels_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    group, seen = _collectives.groups_of, []
-    monkeypatch.setattr(_collectives, "groups_of", lambda arrays, size: seen.append((size, group(arrays, size))) or seen[-1][1])
-    arrays = [np.arange(5.0, dtype=np.float32), np.ones(6, np.float32), np.arange(4, dtype=np.int32), np.float32(2)]
-    for num_bytes, groups in {0: None, 1: [[0], [1], [2], [3]], 21: [[0, 1], [2], [3]], 10**9: [[0, 1, 3], [2]]}.items():
-        strategy = mr.MultiWorkerMirroredStrategy(communication_options=mr.CommunicationOptions(bytes_per_pack=num_bytes))
-        totals = strategy.run(lambda: mr.get_replica_context().all_reduce("sum", arrays))
-        for total, array in zip(totals, arrays, strict=True):
-            np.testing.assert_array_equal(total, array * strategy.num_replicas_in_sync)
-        assert groups is None or all(entry == (num_bytes, groups) for entry in seen), seen
-        seen.clear()
 
 
 def test_tensorflows_names_of_the_arguments_work_and_say_so() -> None:

@@ -105,7 +105,7 @@ def check_commits(events: Sequence[Event]) -> None:
 def check_preemptions(events: Sequence[Event], hits: Sequence[Hit]) -> None:
     """Check that after SIGTERM no step was repeated."""
     for hit in hits:
-        if hit.fault.number == signal.SIGTERM and hit.attempt is not None:
+        if hit.fault.number == signal.SIGTERM:
             done = max(event.number for event in events if event.name == "STEP" and event.attempt == hit.attempt)
             began = [event.number for event in events if event.name == "RESTORED" and event.attempt > hit.attempt]
             assert not began or began[0] == done, f"step {done} was done when the worker was preempted, {began[0]} was restored"
@@ -115,7 +115,7 @@ def seconds_to_step(events: Sequence[Event], hits: Sequence[Hit]) -> list[float]
     """Return for each SIGKILL the seconds until the next attempt's first step, where it came so far."""
     seconds = []
     for hit in hits:
-        if hit.fault.number == signal.SIGKILL and hit.attempt is not None:
+        if hit.fault.number == signal.SIGKILL:
             times = [event.time for event in events if event.name == "STEP" and event.attempt == hit.attempt + 1]
             seconds += [min(times) - hit.time] if times else []
     return seconds

@@ -34,9 +34,9 @@ class Fault:
     """What to do when.
 
     Attributes:
-        moment: the name of the event after which it happens, or SPAWN: as soon as the launcher has started a process.
+        moment: the name of the event after which it happens.
         step: of the event, at least.
-        victims: workers; for SPAWN the number of the launcher's child in order, 0 is its keeper.
+        victims: workers.
         delay: seconds after it.
         number: of the signal.
     """
@@ -50,11 +50,11 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True)
 class Hit:
-    """A fault that happened: when, and in which attempt (None where that is not known)."""
+    """A fault that happened: when, and in which attempt."""
 
     fault: Fault
     time: float
-    attempt: int | None
+    attempt: int
 
 
 class Job:
@@ -93,18 +93,16 @@ class Job:
                 return None
             if time.monotonic() > (self.events[-1].time if self.events else self._started) + DEADLINE_SECONDS:
                 raise TimeoutError("the job still runs")
-            time.sleep(0.001)
+            time.sleep(0.003)
 
     def strike(self, fault: Fault, last: Hit | None) -> Hit | None:
         """Wait for a fault's moment, in a later attempt than the last hit's, and let it happen; None when it does not come."""
-        if fault.moment == "SPAWN":
-            return self._strike_child(fault)
         event = self.wait_for(
             lambda event: (
                 event.name == fault.moment
                 and event.number >= fault.step
                 and event.worker == fault.victims[0]
-                and (last is None or (event.attempt > last.attempt if last.attempt is not None else event.time > last.time))
+                and (last is None or event.attempt > last.attempt)
             )
         )
         if event is None:
@@ -123,29 +121,6 @@ class Job:
         except ProcessLookupError:
             return False
         return True
-
-    def _strike_child(self, fault: Fault) -> Hit | None:
-        """Kill a child that the launcher is about to start, by its number in order."""
-        before = set(self._children())
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while not self.launcher.has_ended.is_set() and time.monotonic() < deadline:
-            new = [child for child in self._children() if child not in before]
-            if len(new) > fault.victims[0]:
-                time.sleep(fault.delay)
-                # Its number cannot be another's yet: only the launcher asks how it has ended, later than this.
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(new[fault.victims[0]], fault.number)
-                    return Hit(fault, time.monotonic(), None)
-                return None
-            time.sleep(0.0005)
-        return None
-
-    def _children(self) -> list[int]:
-        try:
-            pid = self.launcher.pid
-            return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-        except OSError:  # it has ended
-            return []
 
     def end(self) -> int:
         """Wait until the launcher has ended, and return its exit code; nothing of it is left."""
@@ -166,11 +141,11 @@ class Job:
 
 
 @contextlib.contextmanager
-def job(folder: Path, num_workers: int, num_replicas: int, *options: object) -> Iterator[Job]:
+def job(folder: Path, num_workers: int, *options: object) -> Iterator[Job]:
     """Run a job; when something is wrong with it, its last lines are in the error."""
     temporary = folder / "temporary"
     temporary.mkdir(exist_ok=True)
-    launch = ("launch", "-n", num_workers, "--cpu-devices", num_replicas, "--max-restarts", 20, "--grace", 10)
+    launch = ("launch", "-n", num_workers, "--cpu-devices", 1, "--max-restarts", 20, "--grace", 10)
     with workers(LAUNCHER, 1, *launch, PROGRAM, folder, *options, env={"TMPDIR": str(temporary)}) as (launcher,):
         running = Job(launcher, temporary)
         try:

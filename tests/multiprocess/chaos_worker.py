@@ -1,4 +1,4 @@
-"""The training that chaos.py kills: small, with a bit of everything whose state could get lost or be used twice.
+"""The training that test_chaos.py kills: small, with a bit of everything whose state could get lost or be used twice.
 
 It says what it is doing, on standard output, before it does it; and it records, in a file of each attempt, the state with
 which it began, the rows that each of its replicas has used in each step, and checksums of the state after it.
@@ -25,6 +25,7 @@ from collections.abc import Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
+import grain  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
@@ -61,8 +62,6 @@ def write_files(folder: Path, rows: dict[str, np.ndarray]) -> None:
 
 def batches_of_files(strategy: mr.Strategy, folder: Path, epoch: int) -> Iterator[dict[str, jax.Array]]:
     """Return the batches of an epoch; each worker reads files of its own."""
-    import grain  # only here, because it takes a second
-
     files = mr.data.tfrecord_dataset(str(folder / "*.tfrecord"))
     records = grain.experimental.WindowShuffleIterDataset(files, window_size=8, seed=epoch).batch(BATCH_SIZE, batch_fn=list)
     features = {
@@ -75,20 +74,13 @@ def batches_of_files(strategy: mr.Strategy, folder: Path, epoch: int) -> Iterato
 
 
 class Training:
-    """Two layers, dropout, Adam, statistics per replica, and the data: arrays, or files with an iterator for each epoch."""
+    """Two layers, dropout, Adam, statistics per replica, and the data: files with an iterator for each epoch."""
 
-    def __init__(self, strategy: mr.Strategy, num_rows: int, num_epochs: int, files: Path | None) -> None:
+    def __init__(self, strategy: mr.Strategy, num_epochs: int, files: Path) -> None:
         rng = np.random.default_rng(0)
-        rows = make_rows(rng, num_rows)
         self.strategy, self.files = strategy, files
-        self.batches: dict[str, Any] = {"epoch": 0}
-        if files is None:
-            data = strategy.make_numpy_dataset(rows).shuffle(seed=11).repeat(num_epochs).batch(BATCH_SIZE)
-            self.num_steps = len(data)
-            self.batches["now"] = iter(strategy.distribute_dataset(data))
-        else:
-            self.num_steps = num_epochs * sum(1 for _ in batches_of_files(strategy, files, 0))
-            self.batches["now"] = batches_of_files(strategy, files, 0)
+        self.num_steps = num_epochs * sum(1 for _ in batches_of_files(strategy, files, 0))
+        self.batches: dict[str, Any] = {"epoch": 0, "now": batches_of_files(strategy, files, 0)}
         self.hidden = mr.Variable(rng.standard_normal((NUM_FEATURES, 8)).astype(np.float32), name="hidden")
         self.out = mr.Variable(rng.standard_normal(8).astype(np.float32), name="out")
         self.key = mr.Variable(jax.random.key(5), name="key")
@@ -104,10 +96,9 @@ class Training:
 
     def go_on(self) -> None:
         """Let the restored position be one in the epoch that it is of: each has an order of its own."""
-        if self.files is not None:
-            position = self.batches["now"].get_state()
-            self.batches["now"] = batches_of_files(self.strategy, self.files, self.batches["epoch"])
-            self.batches["now"].set_state(position)
+        position = self.batches["now"].get_state()
+        self.batches["now"] = batches_of_files(self.strategy, self.files, self.batches["epoch"])
+        self.batches["now"].set_state(position)
 
     def close(self) -> None:
         self.batches["now"].close()
@@ -136,7 +127,6 @@ class Training:
         say("READ", step)
         batch = next(self.batches["now"], None)
         if batch is None:
-            assert self.files is not None, "the arrays give one iterator over all epochs"
             self.batches["epoch"] += 1
             self.batches["now"] = batches_of_files(self.strategy, self.files, self.batches["epoch"])
             batch = next(self.batches["now"])
@@ -172,25 +162,21 @@ def _checksum(arrays: dict[str, np.ndarray]) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--rows", type=int, default=23)
-    parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--save-every", type=int, default=5)
-    parser.add_argument("--wait-every", type=int, default=0, help="wait until a save is on disk, and say so")
-    parser.add_argument("--pause", type=float, default=0.02, help="seconds after each step")
-    parser.add_argument("--files", action="store_true", help="read the rows from files, each worker from its own")
+    parser.add_argument("--rows", type=int)
+    parser.add_argument("--epochs", type=int)
     options = parser.parse_args()
     records = os.open(options.folder / f"records-{ATTEMPT:03d}-{WORKER}", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
 
     def record(**what: Any) -> None:
         os.write(records, (json.dumps(what) + "\n").encode())
 
-    files = options.folder / "files" if options.files else None
-    if files and WORKER == 0:  # the others read them when all have met
+    files = options.folder / "files"
+    if WORKER == 0:  # the others read them when all have met
         write_files(files, make_rows(np.random.default_rng(0), options.rows))
     say("MEET")
     strategy = mr.MultiWorkerMirroredStrategy()
     with strategy.scope():
-        training = Training(strategy, options.rows, options.epochs, files)
+        training = Training(strategy, options.epochs, files)
         checkpoint = mr.Checkpoint(options.folder / "checkpoints", max_to_keep=2, **training.saved())
     say("RESTORE")
     first = checkpoint.restore_latest() or 0
@@ -202,11 +188,10 @@ def main() -> None:
             rows = training.take_step(step)
             record(step=step, rows=rows, **training.checksums())
             say("STEP", step)
-            time.sleep(options.pause)
-            if step % options.save_every == 0:
-                say("SAVE", step)
-                checkpoint.save(step)
-            if options.wait_every and step % options.wait_every == 0:
+            time.sleep(0.02)
+            say("SAVE", step)
+            checkpoint.save(step)
+            if step % 2 == 0:
                 say("COMMITTED", checkpoint.wait() or 0)
             preemption.after_step(step)
         say("END", training.num_steps)

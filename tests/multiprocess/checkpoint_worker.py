@@ -161,8 +161,8 @@ def _with_flipped_bit(array: jax.Array) -> jax.Array:
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, placed)
 
 
-def preempt(directory: Path, victims: str, at: str, last: str) -> None:
-    """Train to step `last`; the workers `victims` get SIGTERM in step `at` of the first start."""
+def preempt(directory: Path, victim: str, at: str, last: str) -> None:
+    """Train to step `last`; worker `victim` gets SIGTERM in step `at` of the first start."""
     with strategy.scope():
         w = mr.Variable(np.zeros((), np.float32), name="w")
         checkpoint = Checkpoint(directory, w=w)
@@ -172,7 +172,7 @@ def preempt(directory: Path, victims: str, at: str, last: str) -> None:
         while step < int(last):
             step += 1
             strategy.run(lambda: [w.assign_add(1.0), None][1])
-            if first == 0 and step == int(at) and str(worker) in victims.split(","):
+            if first == 0 and step == int(at) and str(worker) == victim:
                 print("SENT", time.time(), flush=True)
                 os.kill(os.getpid(), signal.SIGTERM)
             print("STEP", step, flush=True)
@@ -181,16 +181,16 @@ def preempt(directory: Path, victims: str, at: str, last: str) -> None:
 
 
 def end(directory: Path, is_interrupted: str) -> None:
-    """End with a save under way, which takes two seconds; Ctrl-C may come to worker 0 meanwhile."""
+    """End with a save under way, which takes a second; Ctrl-C may come to worker 0 meanwhile."""
     with strategy.scope():
         checkpoint = Checkpoint(directory, w=mr.Variable(np.zeros(100, np.float32), name="w"))
     write = files.StepFiles.write
 
     def written(*args: Any) -> Any:
-        time.sleep(1)
+        time.sleep(0.5)
         if is_interrupted == "yes":
             os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(1)
+        time.sleep(0.5)
         return write(*args)
 
     files.StepFiles.write = written

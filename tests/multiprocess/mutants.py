@@ -7,7 +7,8 @@ _SAVES = _HERE + "checkpoint_workers.py::test_"
 
 MUTANTS = [
     ("_workers/guard.py", "self._coordination.put(VERDICT, verdict.encode())", "pass", _ENDS.format("raise hostile")),
-    ("_workers/neighbours.py", "            return True", "            return False", _ENDS.format("killed")),
+    ("_workers/neighbours.py", "            return True", "            return False",
+     "tests/_workers/test_neighbours.py::test_a_process_is_dead_when_it_has_ended_and_no_other_is_taken_for_it"),
     ("_workers/same_program.py", "if any(own != seen[0][1] for _, own, *_ in seen):", "if False:",
      _HERE + "mistakes.py::test_workers_that_do_not_do_the_same_are_told_and_can_go_on_together"),
     ("_workers/same_program.py", "len(set(batches)) > 1", "len(set(batches)) > 2", _MISTAKE.format("batch of the chief")),
@@ -16,7 +17,7 @@ MUTANTS = [
      _HERE + "same_results.py::test_two_workers_give_in_64_bits_what_one_gives_without_a_warning"),
     ("_checkpoint/same_on_workers.py", "if kinds != every[0]:", "if False:", _SAVES + "what_fails_fails_on_all_workers"),
     ("_checkpoint/preemption.py", "self._checkpoint.save(step)", "pass",
-     _SAVES + "a_signal_to_some_workers_lets_all_leave_at_one_step[0,1]"),
+     _SAVES + "a_signal_to_one_worker_lets_all_leave_at_one_step"),
     ("launch.py", "if code == 0 or not budget.allows(attempt):", "if True:",
      "tests/_command/test_group.py::test_restarts_end_with_the_budget_and_use_fresh_ports_of_their_own_or_the_one_given"),
 ]  # fmt: skip

@@ -10,8 +10,6 @@ import mirrored as mr
 
 way = sys.argv[1]
 options = mr.CommunicationOptions(timeout_seconds=float(sys.argv[2]))
-if way == "jax first":
-    jax.devices()
 if way == "different devices":
     jax.config.update("jax_num_cpu_devices", 1 + int(os.environ["JAX_PROCESS_ID"]))
 if way == "own jax.distributed":

@@ -24,22 +24,18 @@ def found(ended: list[Ended]) -> list[dict[str, Any]]:
     return [json.loads(re.search(r"^FOUND(.*)$", worker.output, re.MULTILINE)[1]) for worker in ended]
 
 
-@pytest.mark.parametrize("sizes", [[(1, 3)], pytest.param([(2, 2), (3, 1)], marks=pytest.mark.slow)], ids=["one", "others"])
-def test_two_workers_save_and_others_go_on(tmp_path: Path, sizes: list[tuple[int, int]]) -> None:
-    progress = tmp_path / "progress"
-    saved = found(job(2, "save", tmp_path, devices=2, env={"MIRRORED_PROGRESS_FILE": str(progress)}))
+def test_two_workers_save_and_others_go_on(tmp_path: Path) -> None:
+    ended = job(2, "save", tmp_path / "saved", devices=2, env={"MIRRORED_PROGRESS_FILE": str(tmp_path / "progress")})
+    saved = found(ended)
+    assert not any(re.search("WARNING|CRITICAL", one.output) for one in ended), "as if there were no guard"
     for own in saved:
         assert own["again"] == own["values"] and own["steps"] == [3, 5] and own["rows"] == list(range(12))
         assert {**own["values"], "local": 0} == {**saved[0]["values"], "local": 0}
     assert [path.read_text() for path in tmp_path.glob("progress-????????")] == ["5"]
-    for num_workers, devices in sizes:
-        restored = found(job(num_workers, "restore", tmp_path, devices=devices))
-        for own in restored:
-            assert own["step"] == 5 and own["rows"] == list(range(16, 40))  # what was read after the save is read again
-            assert own["values"]["seen"] == 16 and own["values"]["mean"] == 13.5 and own["values"]["epoch"] == 4
-            assert own["values"]["key"] == saved[0]["values"]["key"] and own["values"]["w"] == restored[0]["values"]["w"]
-        local = [value for own in restored for value in own["values"]["local"]]
-        assert local == ([12.0, 13.0, 14.0, 15.0] if num_workers * devices == 4 else [13.5] * len(local))
+    [own] = found(job(1, "restore", tmp_path / "saved", devices=3))
+    assert own["step"] == 5 and own["rows"] == list(range(16, 40))  # what was read after the save is read again
+    assert own["values"]["seen"] == 16 and own["values"]["mean"] == 13.5 and own["values"]["epoch"] == 4
+    assert own["values"]["key"] == saved[0]["values"]["key"] and own["values"]["local"] == [13.5] * 3
 
 
 @pytest.mark.slow
@@ -84,25 +80,17 @@ def steps_of(ended: Ended) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("num_workers", "victims", "at", "last"),
-    [(3, "0,1", 1, 20000), (2, "1", 30, 30)],
-    ids=["0,1", "in the last step"],
-)
-def test_a_signal_to_some_workers_lets_all_leave_at_one_step(
-    num_workers: int, victims: str, at: int, last: int, tmp_path: Path
-) -> None:
-    ended = job(num_workers, "preempt", tmp_path, victims, at, last)
-    assert [worker.code for worker in ended] == [143] * num_workers, "\n".join(worker.output for worker in ended)
-    sent = min(float(seconds) for worker in ended for seconds in re.findall(r"^SENT (\S+)$", worker.output, re.MULTILINE))
-    assert max(worker.time for worker in ended) - sent < 10, "two seconds, with much room for a busy machine"
+def test_a_signal_to_one_worker_lets_all_leave_at_one_step(tmp_path: Path) -> None:
+    ended = job(2, "preempt", tmp_path, 1, 1, 20000)
+    assert [worker.code for worker in ended] == [143] * 2, "\n".join(worker.output for worker in ended)
+    [sent] = re.findall(r"^SENT (\S+)$", ended[1].output, re.MULTILINE)
+    assert max(worker.time for worker in ended) - float(sent) < 10, "two seconds, with much room for a busy machine"
     stopped = steps_of(ended[0])[-1]
-    assert at <= stopped <= last and all(steps_of(worker) == list(range(1, stopped + 1)) for worker in ended)
-    end = min(last, stopped + 5)
-    for worker in job(num_workers, "preempt", tmp_path, victims, at, end):
+    assert 1 <= stopped < 20000 and all(steps_of(worker) == list(range(1, stopped + 1)) for worker in ended)
+    for worker in job(2, "preempt", tmp_path, 1, 1, stopped + 5):
         assert worker.code == 0, worker.output
-        assert f"FIRST {stopped}\n" in worker.output and steps_of(worker) == list(range(stopped + 1, end + 1))
-        assert f"DONE {end} {float(end)}\n" in worker.output
+        assert f"FIRST {stopped}\n" in worker.output and steps_of(worker) == list(range(stopped + 1, stopped + 6))
+        assert f"DONE {stopped + 5} {stopped + 5.0}\n" in worker.output
 
 
 #: What says that a worker takes steps; the launcher writes a prefix before it.

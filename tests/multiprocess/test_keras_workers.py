@@ -12,25 +12,19 @@ pytest.importorskip("keras")
 PROGRAM = Path(__file__).parent / "keras_worker.py"
 
 
-def found(num_workers: int, folder: Path, *args: str, devices: int) -> list[dict[str, Any]]:
-    ended = run_workers(PROGRAM, num_workers, folder, *args, devices=devices, timeout=110)
-    for worker in ended:
-        assert worker.code == 0, worker.output
-    return [json.loads(re.search(r"^FOUND(.*)$", worker.output, re.MULTILINE)[1]) for worker in ended]
-
-
 @pytest.mark.slow
 def test_two_workers_train_keras_nets_as_one_device_does(tmp_path: Path) -> None:
-    [alone] = found(1, tmp_path / "alone", "alone", devices=1)
-    together = found(2, tmp_path / "together", devices=2)
-    refused = [own.pop("refused") for own in together]
-    assert together[0] == together[1] and alone.pop("replicas") == 1 and alone.pop("devices") == 1
-    own = together[0]
+    ended = run_workers(PROGRAM, 2, tmp_path, devices=2, timeout=110)
+    assert [worker.code for worker in ended] == [0, 0], [worker.output for worker in ended]
+    own, other = (json.loads(re.search(r"^FOUND(.*)$", worker.output, re.MULTILINE)[1]) for worker in ended)
+    alone = own.pop("alone")
+    assert own == other and alone.pop("replicas") == alone.pop("devices") == 1
     assert own.pop("replicas") == own.pop("devices") == 4
+    refused = own.pop("refused")
+    assert "worker 1 gave model.fit" in refused and "set_random_seed" in refused
     assert own.keys() == alone.keys()
     for name, value in own.items():
         assert flat(value) == pytest.approx(flat(alone[name]), rel=1e-4, abs=1e-5), name
-    assert all("worker 1 gave model.fit" in message and "set_random_seed" in message for message in refused)
 
 
 def flat(value: Any) -> list[float]:
