@@ -257,7 +257,7 @@ def _fields_of(leaf: Any, depth: int = 3) -> Iterator[tuple[str, Any]]:
 def warn_of_leaks(call: Call) -> None:
     """Warn of a traced array at the end of a list, dict or tuple that a step names, or in an attribute of what it names."""
     for name, value in {**call.sees().named, "self": getattr(call.function, "__self__", None)}.items():
-        own = {} if isinstance(value, types.ModuleType) or " " in name else getattr(value, "__dict__", {})
+        own = vars(value) if type(value).__dictoffset__ and " " not in name else {}
         parts = {name: value, **{f"{name}.{key}": part for key, part in own.items() if isinstance(part, jax.core.Tracer)}}
         for place in (place for place, part in parts.items() if _ends_with_traced(part)):
             user_code.warn(
