@@ -415,7 +415,7 @@ BUDGETS = {
     "_updates": 264,  # 250
     "_strategy": 1159,  # 1,100
     "_transforms": 619,  # 600
-    "data": 3455,  # 3,200
+    "data": 3456,  # 3,200
     "_workers": 2295,  # 1,700
     "_cluster": 1550,  # 1,080
     "_checkpoint": 2055,  # 1,800

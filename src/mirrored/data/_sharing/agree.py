@@ -96,7 +96,8 @@ def _common_step(every: Sequence[Any], like: PyTree, num_local: int) -> CommonSt
         if kind is not kinds[first] and kind != kinds[first]:  # equal messages are one object
             raise ValueError(
                 f"the workers yielded batches that do not fit together: worker {first} {_show(kinds[first])}, worker {index} "
-                f"{_show(kind)}. Structure, dtypes and shapes must be the same apart from the number of rows."
+                f"{_show(kind)}. Structure, dtypes and shapes must be the same apart from the number of rows. Batches that are "
+                "padded to their own longest row need mr.InputOptions(auto_shard_policy='data'): then all read the same ones."
             )
     sizes = tuple(size for told in every for size in (told[0] if told else (0,) * num_local))
     return CommonStep(sizes, _decode(kinds[first], like), len(every) - len(kinds))
