@@ -31,6 +31,7 @@ class Purpose(enum.Enum):
     SHARE = "this replica's share of a loss: the shares of all replicas add up to the whole"
     TANGENT = "the derivative of a share"
     COTANGENT = "the derivative of a loss by its share"
+    OWN_GRADIENT = "the gradient of this replica's loss by a variable"
     ROWS = "depends on how many rows a replica has"
 
 

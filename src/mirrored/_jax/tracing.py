@@ -30,7 +30,6 @@ class Axis(Protocol):
 _cache_token = jax.make_user_context(None)
 _WIDE = frozenset({"int64", "uint64", "float64", "complex128"})
 
-
 #: An opaque value that changes when a trace begins or ends.
 trace_state = functools.partial(jex_core.get_opaque_trace_state, convention="nnx")
 #: The trace that the program is in; when JAX traces nothing, it is `NO_TRACE`. A warm step asks, so it is no function of Python.
@@ -38,7 +37,6 @@ current_trace = functools.partial(getattr, core.trace_ctx, "trace")
 NO_TRACE = core.eval_trace
 #: Makes a block in which operations are executed, whatever is traced around it.
 untraced = core.eval_context
-
 
 #: Whether numbers have 64 bits, by default 32.
 is_wide = functools.partial(getattr, config.enable_x64, "value")

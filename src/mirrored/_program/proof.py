@@ -54,7 +54,7 @@ class State:
     said: Said = Said.NOTHING
     is_operand: bool = False  # whether the step itself passes it, unchanged, to a collective
     came_back: str = ""  # the line of the collective through which it came as a gradient
-    has_share: bool = False  # whether a share, or the gradient of one, is in it that was not combined
+    has_share: bool = False  # whether a share, or its gradient by a variable, is in it that was not combined
 
     @property
     def is_mirrored(self) -> bool:
@@ -112,13 +112,10 @@ class Collective:
 
 @dataclasses.dataclass
 class Findings:
-    """The results of the pass; marks, with their values' states, and collectives are in program order.
-
-    A mark of a share is there only where another one is divided in it.
-    """
+    """The results of the pass; marks, with their values' states, and collectives are in program order."""
 
     outputs: list[State] = dataclasses.field(default_factory=list)
-    marks: list[tuple[Mark, State]] = dataclasses.field(default_factory=list)
+    marks: list[tuple[Mark, State]] = dataclasses.field(default_factory=list)  # of shares those that divide another one
     collectives: list[Collective] = dataclasses.field(default_factory=list)
 
 
@@ -198,7 +195,7 @@ class _Pass(Analysis[State]):
             state = state.saying(_said(name, inputs))
         # Whether a loss is finite is no loss, nor is its place.
         if not all(jax.numpy.issubdtype(getattr(atom.aval, "dtype", np.float32), np.inexact) for atom in equation.outvars):
-            state = state.saying(min(state.said, Said.NOTHING))
+            state = dataclasses.replace(state, said=min(state.said, Said.NOTHING), has_share=False)
         if not state.is_mirrored:
             return state
         if name in PURE and all(map(jaxprs.is_plain, inside)):
@@ -222,10 +219,11 @@ class _Pass(Analysis[State]):
         if note.purpose is Purpose.SHARE and note.name == "divided" and state.has_share and self.findings is not None:
             self.findings.marks.append((dataclasses.replace(note, where=self.line(equation)), state))
         if note.purpose in (Purpose.SHARE, Purpose.TANGENT):
-            return dataclasses.replace(state, said=Said.SHARE, has_share=True)
+            return dataclasses.replace(state, said=Said.SHARE, has_share=state.has_share or note.purpose is Purpose.SHARE)
         if note.purpose is Purpose.COTANGENT and state.said is not Said.WHOLE:
-            said = Said.SHARE if state.is_mirrored else Said.NOTHING  # it varies where a loss is not linear in it
-            return dataclasses.replace(state, said=said, has_share=True)
+            return state.saying(Said.SHARE if state.is_mirrored else Said.NOTHING)  # it varies where a loss is not linear in it
+        if note.purpose is Purpose.OWN_GRADIENT:  # by a replica's own rows it is no share
+            return dataclasses.replace(state, has_share=state.has_share or state.said is Said.SHARE)
         if note.purpose is Purpose.ASSIGN and self.within is not None and state.is_mirrored:
             state = varying(self.within)  # only some replicas assign it
         if note.purpose is Purpose.ROWS:

@@ -111,8 +111,7 @@ def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any])
     # PerReplica arguments need not be placed: `_mesh_of` has chosen their devices.
     plain = [position for position, leaf in enumerate(leaves) if not leaf.is_per_replica]
     names = lambda: [argument_names(take_apart(fn, args, kwargs))[position] for position in plain]  # noqa: E731
-    plain_leaves = lambda: [leaves[position] for position in plain]  # noqa: E731
-    placed = place(program.mesh, [arrays[position] for position in plain], plain_leaves, names)
+    placed = place(program.mesh, [arrays[position] for position in plain], lambda: [leaves[p] for p in plain], names)
     for position, array in zip(plain, placed, strict=True):
         arrays[position] = array
     return program.run(arrays)

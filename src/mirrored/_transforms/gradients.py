@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from .._errors import ContextError, StrategyMismatchError
 from .._jax import user_code
+from .._jax.marks import Mark, Purpose, mark
 from .._libraries import lines_for
 from .._models import keras
 from .._models.keras_variables import has_strangers, own_variable
@@ -125,7 +126,7 @@ def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -
         for variable, value in zip(kept["written"], written, strict=True):
             store(variable, value)
         value = (loss, kept["plan"].rebuild(aux_arrays)) if has_aux else loss
-        return value, jax.tree.unflatten(treedef, gradients)
+        return value, jax.tree.unflatten(treedef, [mark(gradient, Mark(Purpose.OWN_GRADIENT, "", "")) for gradient in gradients])
 
     return wrapped
 
