@@ -32,7 +32,7 @@ OWNERS["mr.data.DistributedIterator"] = iter(OWNERS["mr.data.DistributedDataset"
 
 @pytest.mark.parametrize("owner", OWNERS)
 def test_a_name_that_makes_no_sense_here_says_what_to_write(owner: str) -> None:
-    for name, sentence in _tf_names._INSTEAD[owner].items():
+    for name, sentence in _tf_names.INSTEAD[owner].items():
         if name == "testing":  # which is there when somebody has imported it
             continue
         with pytest.raises(AttributeError) as caught:
@@ -44,7 +44,7 @@ def test_a_name_that_makes_no_sense_here_says_what_to_write(owner: str) -> None:
 
 
 def test_an_argument_of_tensorflows_says_what_to_write_and_the_others_work() -> None:
-    for name, sentence in _tf_names._INSTEAD["mr.InputOptions"].items():
+    for name, sentence in _tf_names.INSTEAD["mr.InputOptions"].items():
         with pytest.raises(TypeError, match=re.escape(f"mr.InputOptions has no argument {name!r}. {sentence}")):
             mr.InputOptions(**{name: True})
     with pytest.raises(TypeError, match="unexpected keyword argument 'batch'"):
@@ -61,7 +61,7 @@ def test_the_names_that_are_said_to_be_written_exist() -> None:
     }  # fmt: skip
     said = {
         (owner, name)
-        for sentences in _tf_names._INSTEAD.values()
+        for sentences in _tf_names.INSTEAD.values()
         for sentence in sentences.values()
         for owner, name in re.findall(r"\b(\w+)\.(\w+)", sentence)
         if owner in known

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 ClassT = TypeVar("ClassT", bound=type)
 
@@ -38,7 +38,7 @@ _OF_DATASETS = {
 }
 
 #: Owner -> missing name -> the sentence that says what to write.
-_INSTEAD = {
+INSTEAD = {
     "mirrored": {
         "RunOptions": "strategy.run takes no options: write strategy.run(step, args=(x,)).",
         "distribute": "mirrored takes the place of tf.distribute: write mr.MirroredStrategy().",
@@ -164,11 +164,6 @@ _INSTEAD = {
 }
 
 
-def is_told(owner: str, name: str) -> bool:
-    """Tell whether there is a sentence for a missing attribute."""
-    return name in _INSTEAD[owner]
-
-
 def explain_arguments(owner: str) -> Callable[[ClassT], ClassT]:
     """Let a class say what to write in place of an argument that it does not have."""
 
@@ -177,8 +172,8 @@ def explain_arguments(owner: str) -> Callable[[ClassT], ClassT]:
 
         @functools.wraps(init)
         def checked(self: Any, *args: Any, **given: Any) -> None:
-            for name in given.keys() & _INSTEAD[owner].keys():
-                raise TypeError(f"{owner} has no argument {name!r}. {_INSTEAD[owner][name]}")
+            for name in given.keys() & INSTEAD[owner].keys():
+                raise TypeError(f"{owner} has no argument {name!r}. {INSTEAD[owner][name]}")
             init(self, *args, **given)
 
         kind.__init__ = checked
@@ -190,22 +185,26 @@ def explain_arguments(owner: str) -> Callable[[ClassT], ClassT]:
 def hints(owner: str) -> Callable[[ClassT], ClassT]:
     """Let a class say what to write in place of an attribute that it lacks; type checkers still find such a name."""
 
-    def hint(self: Any, name: str) -> Any:
-        if owner != "mr.Strategy" or name not in ALIASES:
-            raise missing(owner, name)
-        warnings.warn(f"strategy.{name} is called strategy.{ALIASES[name]} here.", DeprecationWarning, stacklevel=2)
-        return getattr(self, ALIASES[name])
+    def hint(self: object, name: str) -> NoReturn:
+        raise missing(owner, name)
 
     def add(kind: ClassT) -> ClassT:
         kind.__getattr__ = hint  # pyrefly: ignore[missing-attribute]
+        for old in ALIASES if owner == "mr.Strategy" else ():
+            setattr(kind, old, functools.partialmethod(_call_renamed, old))
         return kind
 
     return add
 
 
+def _call_renamed(strategy: Any, old: str, *args: Any, **kwargs: Any) -> Any:
+    warnings.warn(f"strategy.{old} is called strategy.{ALIASES[old]} here.", DeprecationWarning, stacklevel=2)
+    return getattr(strategy, ALIASES[old])(*args, **kwargs)
+
+
 def missing(owner: str, name: str) -> AttributeError:
     """Return the error for an attribute that an owner such as `mr.Strategy` lacks, with the line to write if there is one."""
-    instead = _INSTEAD[owner]
+    instead = INSTEAD[owner]
     prefix = "experimental_"
     sentence = instead.get(name) or (instead.get(prefix) if name.startswith(prefix) else None)
     return AttributeError(f"{owner} has no attribute {name!r}" + (f". {sentence}" if sentence else ""))

@@ -292,7 +292,7 @@ class Optimizer:
         return jax.tree.unflatten(self._treedef, leaves)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if _tf_names.is_told("mr.Optimizer", name):  # else a learning rate would be set that nobody reads
+        if name in _tf_names.INSTEAD["mr.Optimizer"]:  # else a learning rate would be set that nobody reads
             raise _tf_names.missing("mr.Optimizer", name)
         super().__setattr__(name, value)
 

@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import pickle
 import re
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -236,6 +237,19 @@ def test_a_scope_may_be_entered_again_and_inside_itself(strategy2):
         assert not mr.has_strategy()
     with other:
         assert mr.get_strategy().num_replicas_in_sync == 1
+    inside, found = threading.Barrier(3, timeout=60), []
+
+    @scope
+    def entered_by_a_thread():
+        inside.wait()
+        found.append(mr.get_strategy())
+
+    threads = [threading.Thread(target=entered_by_a_thread) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [strategy2] * 3
 
 
 def test_a_function_of_values_may_use_its_memory_again(strategy2):

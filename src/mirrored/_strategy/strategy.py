@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import logging
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, Self, overload
 
 import jax
@@ -50,17 +51,21 @@ _logger = logging.getLogger("mirrored")
 class _Scope(contextlib.AbstractContextManager["Strategy"], contextlib.ContextDecorator):
     """The scope of a strategy, which may be entered again, also inside itself."""
 
+    _open: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("mirrored_scopes", default=())  # innermost last
+
     def __init__(self, enter: Callable[[], contextlib.AbstractContextManager[Strategy]]) -> None:
-        self._enter, self._exits = enter, list[Callable[..., bool | None]]()
+        self._enter = enter
 
     def __enter__(self) -> Strategy:
         block = self._enter()
         strategy = block.__enter__()
-        self._exits.append(block.__exit__)
+        self._open.set((*self._open.get(), block))
         return strategy
 
-    def __exit__(self, *error: object) -> bool | None:
-        return self._exits.pop()(*error)
+    def __exit__(self, *error: Any) -> bool | None:
+        *outer, block = self._open.get()
+        self._open.set(tuple(outer))
+        return block.__exit__(*error)
 
 
 @_tf_names.hints("mr.Strategy")
@@ -79,9 +84,7 @@ class Strategy:
     def __init__(self, mesh: ReplicaMesh, *, bytes_per_pack: int = 0, ops: ReductionToOneDevice | None = None) -> None:
         """Take the devices; users call a subclass."""
         if not isinstance(mesh, ReplicaMesh):
-            raise TypeError(
-                "mr.Strategy is not made directly; write mr.MirroredStrategy(devices) or mr.OneDeviceStrategy(device)."
-            )
+            raise TypeError("mr.Strategy is not made directly; write mr.MirroredStrategy(devices), mr.OneDeviceStrategy(device).")
         self._mesh = mesh
         self._steps = Steps(mesh, bytes_per_pack, ops)
         self._ops = ops
@@ -515,11 +518,6 @@ class Strategy:
         equal_copies.check(self._mesh, [variable for variable in live_variables(self._mesh) if not spec_of(variable).is_on_read])
 
 
-def datasets_of(strategy: Strategy) -> list[DistributedDataset]:
-    """Return the datasets of a strategy that still exist."""
-    return list(strategy._datasets)
-
-
 def programs_of(strategy: Strategy) -> list[tuple[StepProgram, str]]:
     """Return a strategy's compiled steps, each with the reason when its function was compiled before."""
     return strategy._steps.programs.causes()
@@ -530,6 +528,8 @@ def joint_strategy() -> Strategy | None:
     return next((strategy for strategy in list(_process.strategies) if strategy.num_workers > 1), None)
 
 
+#: The datasets of a strategy that still exist.
+datasets_of: Callable[[Strategy], Iterable[DistributedDataset]] = operator.attrgetter("_datasets")
 #: How a strategy's steps have spent their time.
 spent_in: Callable[[Strategy], Spent] = operator.attrgetter("_steps.spent")
 #: The replicas of a strategy.

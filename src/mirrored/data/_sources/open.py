@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import collections
 import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -141,7 +142,8 @@ def is_sequence(dataset: object) -> bool:
     """Tell whether a dataset gives its batches by their number, up to its length: it has no `__iter__` of its own."""
     # Python would ask until an IndexError: slices of arrays, as in `x[n * i : n * (i + 1)]`, never raise one.
     own = getattr(type(dataset), "__iter__", None)
-    is_by_number = is_hugging_face(dataset) or own in (None, list.__iter__, tuple.__iter__, Sequence.__iter__)
+    by_number = (list, tuple, collections.deque, Sequence)
+    is_by_number = is_hugging_face(dataset) or own in (None, *(kind.__iter__ for kind in by_number))
     return is_by_number and hasattr(type(dataset), "__len__") and hasattr(type(dataset), "__getitem__")
 
 
