@@ -62,7 +62,7 @@ class _Scope(contextlib.AbstractContextManager["Strategy"], contextlib.ContextDe
         self._open.set((*self._open.get(), block))
         return strategy
 
-    def __exit__(self, *error: Any) -> bool | None:
+    def __exit__(self, *error: object) -> bool | None:
         *outer, block = self._open.get()
         self._open.set(tuple(outer))
         return block.__exit__(*error)
