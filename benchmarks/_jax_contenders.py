@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from _harness import Contender
-from _workloads import HEADS, LAYERS, LEARNING_RATE, WIDTH, Workload
+from _workloads import HEADS, LEARNING_RATE, WIDTH, Workload
 from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -51,7 +51,7 @@ def _normalized(x: jax.Array, scale: jax.Array) -> jax.Array:
 def _transformer(params: Params, x: jax.Array, y: jax.Array) -> jax.Array:
     h = params["embedding"][x] + params["position"]
     mask = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
-    for i in range(LAYERS):
+    for i in range(sum(name.startswith("query") for name in params)):
         a = _normalized(h, params[f"scale{i}a"])
         heads = [(a @ params[f"{name}{i}"]).reshape(*x.shape, HEADS, -1) for name in ("query", "key", "value")]
         scores = jnp.einsum("bqhd,bkhd->bhqk", heads[0], heads[1]) / np.sqrt(WIDTH / HEADS)

@@ -67,10 +67,10 @@ def _conv() -> Arrays:
 TOKENS, LENGTH, WIDTH, HEADS, LAYERS, INNER = 2048, 64, 256, 8, 2, 1024
 
 
-def _transformer() -> Arrays:
+def transformer(num_layers: int = LAYERS) -> Arrays:
     rng = np.random.default_rng(0)
     arrays = {"embedding": _dense(rng, TOKENS, WIDTH), "position": _dense(rng, LENGTH, WIDTH), "w": _dense(rng, WIDTH, TOKENS)}
-    for i in range(LAYERS):
+    for i in range(num_layers):
         arrays |= {f"scale{i}{k}": np.ones(WIDTH, np.float32) for k in "ab"}
         arrays |= {f"{name}{i}": _dense(rng, WIDTH, WIDTH) for name in ("query", "key", "value", "out")}
         arrays |= {f"up{i}": _dense(rng, WIDTH, INNER), f"down{i}": _dense(rng, INNER, WIDTH)}
@@ -83,6 +83,6 @@ WORKLOADS = {
         Workload("W1", "linear model of seed 001, batch 64", 64, (784,), _linear),
         Workload("W2", "MLP 784-1024-1024-10, batch 256", 256, (784,), mlp),
         Workload("W3", "three convolutions on 32 x 32 images, batch 64", 64, (32, 32, 3), _conv),
-        Workload("W4", "transformer of 2 layers on 64 tokens, batch 16", 16, (LENGTH,), _transformer, TOKENS),
+        Workload("W4", "transformer of 2 layers on 64 tokens, batch 16", 16, (LENGTH,), transformer, TOKENS),
     )
 }

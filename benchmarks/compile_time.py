@@ -3,10 +3,14 @@
 The first call of a training step of a 40-layer MLP with Adam, with JAX's caches cleared before it, in turns for each
 number of replicas. What counts is the processor time of all threads, XLA's included, so other programs do not matter
 much. By hand there is one psum of the gradient tree; XLA compiles that faster than packed gradients.
+
+A second table is about a batch that the replicas do not divide: the same program holds a branch for each number of rows.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,12 +20,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from _harness import Row, Times, parse, print_table, show_seconds
+from _jax_contenders import mirrored_step
+from _workloads import TOKENS, WORKLOADS, transformer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import mirrored as mr
 
 #: Eight replicas may take this much longer than two; one has no collectives, and takes less, by hand too.
 GOAL = 1.3
+#: The same for an uneven batch, to an even one; of a transformer, on the most replicas.
+UNEVEN_GOAL, UNEVEN_LAYERS = 1.5, 12
 #: How often the user's function is traced for one program.
 MAX_TRACES = 1
 #: Examples for each replica, whatever R is: XLA compiles a product with one row in another way than one with eight.
@@ -32,7 +40,7 @@ Params = tuple[list[Any], list[Any]]
 
 
 def main() -> None:
-    options = parse(__doc__, layers=40, rounds=7, replicas="1,2,8,16")
+    options = parse(__doc__, layers=40, rounds=7, replicas="1,2,8,16", uneven_layers=UNEVEN_LAYERS)
     sizes = [int(number) for number in options.replicas.split(",")]
     num_layers, num_rounds = (2, 1) if options.quick else (options.layers, options.rounds)
     mr.MirroredStrategy([f"cpu:{i}" for i in range(max(sizes))])  # starts the backend with so many devices
@@ -53,6 +61,13 @@ def main() -> None:
         rows.append(Row(f"mirrored, ratio to by hand, R={r}", "", times.ratios(f"mirrored, R={r}", f"by hand, R={r}")))
     rows.append(Row("traces of the user's function", f"{max(num_traces):.0f}", num_traces, MAX_TRACES, "traces"))
     print_table(f"first step of a {num_layers}-layer MLP, {num_rounds} rounds; processor time, ratio to R=2", rows)
+    num_layers, num_replicas = 1 if options.quick else options.uneven_layers, min(max(sizes), 8)
+    times = in_turns(with_transformer(num_layers, num_replicas), num_rounds)
+    rows = [
+        Row("even", show_seconds(times.median("even"))),
+        Row("uneven", show_seconds(times.median("uneven")), times.ratios("uneven", "even"), UNEVEN_GOAL),
+    ]
+    print_table(f"first step of a {num_layers}-layer transformer, R={num_replicas}, {num_rounds} rounds; processor time", rows)
 
 
 def goal_of(name: str) -> float | None:
@@ -100,6 +115,23 @@ def with_mirrored(num_layers: int, num_replicas: int, num_traces: list[float]) -
     start = time.process_time()
     jax.block_until_ready(strategy.run(step, args=(x,)))
     return time.process_time() - start
+
+
+def with_transformer(num_layers: int, num_replicas: int) -> dict[str, Callable[[], float]]:
+    """Return functions that give the processor time of a first step, with an even and with an uneven batch."""
+    strategy = mr.MirroredStrategy(jax.devices()[:num_replicas])
+    workload = dataclasses.replace(WORKLOADS["W4"], parameters=functools.partial(transformer, num_layers))
+
+    def first_step(num_rows: int) -> float:
+        step = mirrored_step(strategy, workload)
+        text = np.random.default_rng(0).integers(0, TOKENS, (num_rows, workload.image[0] + 1), np.int32)
+        [batch] = strategy.distribute_dataset([(text[:, :-1], text[:, 1:])])
+        start = time.process_time()
+        jax.block_until_ready(jax.tree.leaves(strategy.run(step, args=batch)))
+        return time.process_time() - start
+
+    even = 2 * num_replicas
+    return {"even": lambda: first_step(even), "uneven": lambda: first_step(even - 1)}
 
 
 def by_hand(num_layers: int, num_replicas: int) -> float:
