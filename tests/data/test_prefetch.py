@@ -191,7 +191,7 @@ def test_any_exception_reaches_the_loop(strategy2: mr.MirroredStrategy) -> None:
 
 
 def test_ctrl_c_while_waiting_for_a_batch_loses_none(strategy2: mr.MirroredStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
-    with iter(strategy2.distribute_dataset([X, X + 4])) as iterator:
+    with iter(strategy2.distribute_dataset(Reiterable(lambda: iter([X, X + 4])))) as iterator:
         next(iterator)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(iterator, "_next", interrupted)
