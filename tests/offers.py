@@ -54,8 +54,8 @@ OFFERS = {
         in_flight.is_paced in_flight.joined in_flight.new_witness in_flight.require_threads in_flight.started
         mesh.ReplicaMesh mesh.cluster_mesh mesh.default_mesh mesh.make_mesh mesh.resolve_devices mesh.with_replicas
         named.seen parts.all_gather_parts parts.join_parts parts.num_real parts.own_part parts.part_size
-        parts.reduce_scatter parts.split_parts per_replica.PerReplica per_replica.carried_sums
-        per_replica.is_per_replica per_replica.is_share per_replica.last_sizes per_replica.of_last_batch
+        parts.reduce_scatter parts.split_parts per_replica.Origin per_replica.PerReplica per_replica.carried_sums
+        per_replica.is_per_replica per_replica.is_share per_replica.of_last_batch per_replica.origin_of
         per_replica.require_whole per_replica.stack_of per_replica.stack_shapes per_replica.uneven_shapes
         placement.check_later placement.checksum placement.mirror placement.mirror_constants
         placement.own_copy placement.refuse_argument placement.stack spent.Spent spent.forget_pause spent.waited

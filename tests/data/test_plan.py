@@ -300,6 +300,25 @@ def test_one_line_of_the_log_says_how_a_dataset_is_shared_out(strategy2, caplog)
         len(distributed)
 
 
+def test_a_step_with_batches_of_two_datasets_of_which_auto_shares_one_by_file_warns(strategy2) -> None:
+    """On two workers other rows would meet: who has pairs zips before, and who has none says so."""
+
+    def batch_of(dataset: Any, policy: str) -> Any:
+        plan = make_plan(dataset, policy, InputWorker(0, 2), 2)
+        return next(iter(DistributedDataset(strategy2._mesh, mr.InputOptions(prefetch=0), InputWorker(), plan).repeat()))
+
+    files, rows = Files([[1.0, 2.0, 3.0, 4.0]] * 2).batch(2), [np.zeros(2)]
+    with pytest.warns(UserWarning, match=r"batches of two distributed datasets.*zip the pipelines.*auto_shard_policy='file'"):
+        strategy2.run(lambda x, y: x * y, args=(batch_of(files, "auto"), batch_of(rows, "auto")))
+    one = batch_of(files, "auto")
+    for batches in (
+        (batch_of(files, "file"), batch_of(rows, "auto")),
+        (batch_of(rows, "auto"), batch_of(rows, "data")),
+        (one, one),
+    ):
+        strategy2.run(lambda x, y: x - y, args=batches)
+
+
 def told_steps(dataset: Any, kind: str, **options: Any) -> tuple[list[Any], list[Any]]:
     """The steps of one of two workers that read the same, and the messages that it sent."""
     told: list[Any] = []

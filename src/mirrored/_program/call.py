@@ -15,7 +15,7 @@ from .._errors import StrategyMismatchError
 from .._jax import tracing
 from .._models import equinox
 from .._replicas.arrays import check_range, is_numeric, refuse_mask
-from .._replicas.per_replica import PerReplica, last_sizes, require_whole, stack_of, uneven_shapes
+from .._replicas.per_replica import PerReplica, origin_of, require_whole, stack_of, uneven_shapes
 from .._typing import PyTree, Shape, UserFunction
 from .._variables.variable import Variable
 from .guards import match
@@ -122,7 +122,7 @@ def key_of(
         if isinstance(leaf, PerReplica):
             array = stack_of(leaf)
             shapes = uneven_shapes(leaf)
-            is_batch = is_uneven and shapes is None and last_sizes(leaf) is not None
+            is_batch = is_uneven and shapes is None and origin_of(leaf) is not None
             kinds.append(_array_leaf((array.shape[1:], array.dtype, False, True, shapes, is_batch)))
         elif isinstance(leaf, jax.Array):
             array = leaf

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
@@ -20,6 +20,14 @@ _WAYS_OUT = """it has one value for each replica. Write one of
     strategy.reduce('mean', x)      # or 'sum': one array; axis=0 also over its rows
     strategy.gather(x, axis=0)      # all rows
     strategy.local_results(x)       # a tuple of values"""
+
+
+class Origin(NamedTuple):
+    """The dataset of a batch."""
+
+    dataset: object  # equal to that of batches of the same dataset only
+    is_auto_by_file: bool  # whether AUTO chose to share it out by file
+    last_sizes: tuple[int, ...] = ()  # each replica's rows of its last batch, when these are known to differ
 
 
 class PerReplica:
@@ -47,22 +55,21 @@ class PerReplica:
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedValues
     """
 
-    __slots__ = ("__weakref__", "_array", "_carried", "_is_share", "_last_sizes", "_shapes")
+    __slots__ = ("__weakref__", "_array", "_carried", "_is_share", "_origin", "_shapes")
 
     def __init__(
         self,
         array: Any,
         shapes: tuple[Shape, ...] | None = None,
         carried: tuple[jax.Array, jax.Array, Any] | None = None,
-        last_sizes: tuple[int, ...] | None = None,
+        origin: Origin | None = None,
         is_share: bool | None = None,
     ) -> None:
         """Wrap a stacked array; users get PerReplica values from a strategy instead."""
         self._array = array  # `[R, ...]`, sharded over the replicas along its first axis
         self._shapes = shapes  # each replica's true shape when they differ, else None
         self._carried = carried  # SUM and MEAN over the replicas, and their mesh, where the program that made the values has them
-        # Of a dataset's batch, each replica's rows of its last batch, when these are known to differ, else (); else None.
-        self._last_sizes = last_sizes
+        self._origin = origin  # of a dataset's batch
         self._is_share = is_share  # whether a step has made it of a share of a loss; None of what no step has made
 
     @property
@@ -191,7 +198,7 @@ def is_per_replica(value: object) -> bool:
 # What other wings read of a value; `__init__` says what each is.
 stack_of: Callable[[PerReplica], Any] = operator.attrgetter("_array")
 carried_sums: Callable[[PerReplica], tuple[Any, Any, Any] | None] = operator.attrgetter("_carried")
-last_sizes: Callable[[PerReplica], tuple[int, ...] | None] = operator.attrgetter("_last_sizes")
+origin_of: Callable[[PerReplica], Origin | None] = operator.attrgetter("_origin")
 uneven_shapes: Callable[[PerReplica], tuple[Shape, ...] | None] = operator.attrgetter("_shapes")
 
 
@@ -228,15 +235,29 @@ def of_last_batch(arguments: PyTree) -> PyTree | None:
     None unless each argument with rows comes from a dataset of which an uneven last batch is known.
     """
     values = [v for v in jax.tree.leaves(arguments, is_leaf=is_per_replica) if isinstance(v, PerReplica) and v.ndim]
-    is_known = lambda v: last_sizes(v) and not uneven_shapes(v) and not isinstance(stack_of(v), jax.core.Tracer)  # noqa: E731
+    _warn_of_pairs([origin for v in values if (origin := origin_of(v)) is not None])
+    is_known = lambda v: _last_sizes(v) and not uneven_shapes(v) and not isinstance(stack_of(v), jax.core.Tracer)  # noqa: E731
     if not values or not all(map(is_known, values)):
         return None
     is_leaf = lambda leaf: hasattr(leaf, "__jax_array__")  # noqa: E731  # of ours: a variable stays one
     return jax.tree.map(lambda v: _last(v) if is_per_replica(v) and v.ndim else v, arguments, is_leaf=is_leaf)
 
 
+def _warn_of_pairs(origins: Sequence[Origin]) -> None:
+    if len({origin.dataset for origin in origins}) > 1 and any(origin.is_auto_by_file for origin in origins):
+        user_code.warn(
+            "a step takes batches of two distributed datasets, of which AutoShardPolicy.AUTO shares one by file: on several "
+            "workers other rows meet than on one. If rows belong in pairs, zip the pipelines and distribute them as one dataset. "
+            "If not, say so: mr.InputOptions(auto_shard_policy='file')."
+        )
+
+
+def _last_sizes(value: PerReplica) -> tuple[int, ...]:
+    return () if value._origin is None else value._origin.last_sizes
+
+
 def _last(value: PerReplica) -> PerReplica:
-    array, sizes = value._array, value._last_sizes or ()
+    array, sizes = value._array, _last_sizes(value)
     stands_for = jax.ShapeDtypeStruct((len(sizes), max(sizes), *array.shape[2:]), array.dtype, sharding=array.sharding)
     return PerReplica(stands_for, tuple((size, *array.shape[2:]) for size in sizes))
 

@@ -17,7 +17,7 @@ from .._errors import ContextError
 from .._jax import user_code
 from .._replicas import frames, placement
 from .._replicas.mesh import ReplicaMesh
-from .._replicas.per_replica import PerReplica
+from .._replicas.per_replica import Origin, PerReplica
 from .._replicas.spent import waited
 from .._typing import PyTree
 from .._workers.coordination import Channel
@@ -259,19 +259,20 @@ def num_workers_of(iterator: DistributedIterator) -> int:
 def _batches(steps: Steps, mesh: ReplicaMesh, layout: LocalReplicas, elements: Elements) -> Batches:
     """Yield the rows of each step as PerReplica values, with the rest of the step."""
     last = elements.last_batch(layout)
-    last_sizes = () if last is None else tuple(split_sizes(last.num_rows, layout.num_replicas))
+    origin = Origin(elements.plan.token, elements.plan.is_auto_by_file)
+    before_last = origin if last is None else origin._replace(last_sizes=tuple(split_sizes(last.num_rows, layout.num_replicas)))
     for step in steps:
         elements.note(step.stacked)
         is_before = last is not None and sum(step.sizes) == last.rows_before
-        yield to_devices(step, mesh, layout, last_sizes if is_before else ()), dataclasses.replace(step, stacked=None)
+        yield _to_devices(step, mesh, layout, before_last if is_before else origin), dataclasses.replace(step, stacked=None)
 
 
-def to_devices(step: Step, mesh: ReplicaMesh, layout: LocalReplicas, last_sizes: tuple[int, ...] = ()) -> PyTree:
-    """Put each replica's rows on its device; `last_sizes` are its rows of the last batch, see `PerReplica`."""
+def _to_devices(step: Step, mesh: ReplicaMesh, layout: LocalReplicas, origin: Origin) -> PyTree:
+    """Put each replica's rows on its device."""
     leaves, treedef = jax.tree.flatten(step.stacked)
     is_alone = layout.worker.count == 1  # then one call for all of them
     arrays = jax.device_put(leaves, mesh.stacked) if is_alone else [placement.stack(mesh, leaf) for leaf in leaves]
     is_even = len(set(step.sizes)) == 1
     shapes = [None if is_even else tuple((size, *array.shape[2:]) for size in step.sizes) for array in arrays]
-    values = [PerReplica(array, true, None, last_sizes) for array, true in zip(arrays, shapes, strict=True)]
+    values = [PerReplica(array, true, None, origin) for array, true in zip(arrays, shapes, strict=True)]
     return jax.tree.unflatten(treedef, values)

@@ -22,11 +22,16 @@ class Plan:
     kind: str  # the policy that was chosen, or "FUNCTION" for one dataset by worker
     how: str  # the same in words, with the reason of a choice that was made here
     sizes: tuple[int, ...] = ()  # of per-replica batches that a position counts, when they depend on the number of replicas
+    token: object = dataclasses.field(default_factory=object, repr=False, compare=False)  # stands for the dataset in its batches
 
     @property
     def is_same_for_all(self) -> bool:
         """Whether all workers read the same batches, so that a position holds for any number of workers."""
         return self.kind == "DATA"
+
+    @property
+    def is_auto_by_file(self) -> bool:
+        return self.kind == "FILE" and self.how.startswith("AUTO")
 
     def steps(self, source: Source, layout: LocalReplicas, extra: dict[str, int]) -> Steps:
         """Return the steps of this worker from the position of an open source on."""
