@@ -45,8 +45,8 @@ _SEEN_SECONDS, _STALE_SECONDS = 5.0, 3600.0
 #: too many open files, do not prove damage.
 _NO_FILE = {errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO}
 
-#: Unfinished steps of this process, in which several checkpoints may share a directory: none sweeps another's away.
-_being_written: set[str] = set()
+#: Names this process, with its number, in its unfinished steps: none of its checkpoints in a directory sweeps another's away.
+_TOKEN = secrets.token_hex(4)
 
 
 class DamagedStep(Exception):
@@ -154,7 +154,7 @@ class StepFiles:
             with contextlib.suppress(OSError):  # another program may remove it first
                 if entry.name.startswith(_MARK) and _is_old(entry):
                     os.unlink(entry.path)
-                elif _is_leftover(entry) and entry.path not in _being_written:
+                elif _is_leftover(entry) and f"-{os.getpid()}-{_TOKEN}" not in entry.name:
                     is_dead = self._right is not None or _is_old(entry)  # without the lock another program may be writing
                     if is_dead:
                         shutil.rmtree(entry.path, ignore_errors=True)
@@ -166,8 +166,7 @@ class StepFiles:
         """
         self.root.mkdir(parents=True, exist_ok=True)
         self._sweep()
-        new = self.root / f"{_SAVING}{step}-{os.getpid()}-{secrets.token_hex(4)}"
-        _being_written.add(str(new))
+        new = self.root / f"{_SAVING}{step}-{os.getpid()}-{_TOKEN}{secrets.token_hex(2)}"
         try:
             new.mkdir()
             with _synced(new / _ARRAYS) as file:
@@ -197,8 +196,6 @@ class StepFiles:
         except BaseException:
             shutil.rmtree(new, ignore_errors=True)
             raise
-        finally:
-            _being_written.discard(str(new))
         return num_bytes
 
     def remove(self, step: int) -> None:

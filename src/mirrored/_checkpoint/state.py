@@ -21,7 +21,6 @@ from .._variables.access import lent, store
 from .._variables.sharded import ShardedVariable
 from .._variables.variable import Variable, spec_of
 from .leaves import (
-    ITERATIONS,
     NUMBERS,
     Leaves,
     children_of,
@@ -134,8 +133,6 @@ def find_differences(leaves: Leaves, saved: Snapshot) -> list[str]:
     """Return, for each leaf that does not fit its saved counterpart, the reason."""
     problems = []
     for path in sorted({*leaves, *saved.leaves}):
-        if path.endswith(ITERATIONS) and not (path in leaves and path in saved.leaves):
-            continue
         if path not in saved.leaves:
             problems.append(f"{path} ({kind_of(leaves[path])}) is not in the checkpoint")
         elif path not in leaves:
@@ -176,11 +173,8 @@ def _saved_contents(saved: Snapshot, entry: Mapping[str, Any]) -> tuple[str, tup
     shape = array.shape if "value" in entry else array.shape[1:]
     if "key" not in entry:
         return array.dtype.name, shape
-    return f"keys of {entry['key']} ", shape[: len(shape) - _key_ndim(entry["key"])]
-
-
-def _key_ndim(impl: str) -> int:
-    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl))).ndim
+    impl, data = entry["key"], jax.ShapeDtypeStruct(shape, array.dtype)
+    return f"keys of {impl} ", jax.eval_shape(functools.partial(jax.random.wrap_key_data, impl=impl), data).shape
 
 
 def _saved_kind(saved: Snapshot, path: str) -> str:
@@ -237,10 +231,8 @@ def restore_values(named: Mapping[str, PyTree], leaves: Leaves, saved: Snapshot)
     """Write variables and numpy arrays in place; put other restored values into the dicts and lists that held the old ones."""
     new: Leaves = {}
     for path, leaf in leaves.items():
-        entry = saved.leaves.get(path)
-        if entry is None:  # an optimizer's count, which older checkpoints do not have
-            leaf.assign(0)
-        elif isinstance(leaf, Variable):
+        entry = saved.leaves[path]
+        if isinstance(leaf, Variable):
             _restore_variable(leaf, saved, entry)
         elif entry["kind"] == "number":
             new[path] = NUMBERS[entry["type"]](entry["value"])
