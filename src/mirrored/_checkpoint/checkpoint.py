@@ -202,9 +202,7 @@ class Checkpoint:
 
     def _learn_from_chief(self, where: str) -> None:
         """Take over worker 0's record of the saves; too many failures end the training on all workers."""
-        latest, failures = self._of_chief([self._writer.latest, self._writer.failures], where)
-        if not self._strategy.is_chief:
-            self._writer.learn(latest, list(failures))
+        self._writer.learn(*self._of_chief([self._writer.latest, self._writer.failures], where))
         self._writer.require_success()
 
     def close(self) -> None:
