@@ -28,7 +28,6 @@ from processes import run_program
 
 import mirrored as mr
 from mirrored._checkpoint import files as _files
-from mirrored._checkpoint import record as _record
 from mirrored._checkpoint import same_on_workers
 from mirrored._checkpoint import state as _state
 from mirrored._checkpoint.checkpoint import Checkpoint
@@ -648,7 +647,7 @@ def test_what_could_not_be_read_is_no_damage(tmp_path: Path, monkeypatch, caplog
         [
             (os, "open", "record.json", OSError(errno.EMFILE, "too many"), "2/record.json"),
             (os, "open", "arrays.npz", OSError(errno.EACCES, "denied"), "2/arrays.npz"),
-            (_record, "decode", "", OSError(errno.EIO, "input/output"), "/2"),
+            (_files, "_decode", "", OSError(errno.EIO, "input/output"), "/2"),
             (zipfile.ZipFile, "testzip", "", OSError(errno.ESTALE, "stale"), "2/arrays.npz"),
             (np, "load", "", MemoryError("no memory"), "/2"),
         ]
@@ -678,7 +677,7 @@ def test_a_step_that_another_process_removes_says_so(tmp_path: Path, monkeypatch
         shutil.rmtree(tmp_path / "2")
         raise FileNotFoundError("no such file")
 
-    monkeypatch.setattr(_record, "decode", removed)
+    monkeypatch.setattr(_files, "_decode", removed)
     with pytest.raises(CheckpointError, match=r"step 2 was removed while it was read, by another process .*max_to_keep"):
         restore(tmp_path, **named)
 
