@@ -419,7 +419,7 @@ BUDGETS = {
     "_cluster": 1550,  # 1,080
     "_checkpoint": 2022,  # 1,800
     "_report": 992,  # 800
-    "_testing": 781,  # 750
+    "_testing": 771,  # 750
     "losses optimizer": 645,  # 600
     "_command launch": 1399,  # 1,000
     "__init__ __main__ _public testing": 120,
