@@ -87,7 +87,7 @@ OFFERS = {
         cache.Programs cache.listeners call.ArrayLeaf call.Call call.argument_names call.array_leaves call.check_replicas
         call.key_of
         call.take_apart eager.eager eager.is_eager lift.Lifted lift.plan_result lift.trace mistakes.explain
-        program.Program program.StepProgram program.annotate program.collectives_of program.describe_program
+        program.Program program.annotate program.collectives_of program.describe_program
         program.name_of_collective program.place program.program_compiled refusals.check_outside steps.Steps
     """,
     "_transforms": """
@@ -98,10 +98,10 @@ OFFERS = {
         shared_out.check_variables shared_out.combined shared_out.state_variable shared_out.store shared_out.update
     """,
     "_strategy": """
-        adding_up.ops_of current.DefaultStrategy current.get_replica_context current.get_strategy current.has_strategy
+        current.DefaultStrategy current.get_replica_context current.get_strategy current.has_strategy
         strategies.MirroredStrategy strategies.MultiWorkerMirroredStrategy strategies.OneDeviceStrategy
-        strategy.Strategy strategy.coordination_of strategy.datasets_of strategy.joint_strategy
-        strategy.mesh_of_strategy strategy.programs_of strategy.spent_in strategy.variables_of values.ValueContext
+        strategy.Strategy strategy.coordination_of strategy.joint_strategy strategy.parts_of strategy.variables_of
+        values.ValueContext
     """,
     "_checkpoint": """
         checkpoint.Checkpoint export.export preemption.PreemptionHandler

@@ -115,10 +115,7 @@ class Optimizer:
 
     @property
     def iterations(self) -> Variable:
-        """How many updates were made, by `apply_gradients` or `minimize`: an int32 variable, saved in checkpoints.
-
-        A checkpoint from before it existed leaves it at 0.
-        """
+        """How many updates were made, by `apply_gradients` or `minimize`: an int32 variable, saved in checkpoints."""
         return self._iterations
 
     def minimize(self, loss: Callable[[], Any], var_list: PyTree = None, **options: Any) -> jax.Array:

@@ -28,7 +28,6 @@ from processes import run_program
 
 import mirrored as mr
 from mirrored._checkpoint import files as _files
-from mirrored._checkpoint import record as _record
 from mirrored._checkpoint import same_on_workers
 from mirrored._checkpoint import state as _state
 from mirrored._checkpoint.checkpoint import Checkpoint
@@ -155,7 +154,7 @@ def test_restored_values_take_their_place_in_nests(tmp_path: Path) -> None:
     assert not (tmp_path.parent / "b").exists() and {p.name for p in tmp_path.iterdir()} == {"4"}
 
 
-def test_an_optimizers_count_comes_back_and_files_from_before_it_are_restored(tmp_path: Path, strategy3: mr.Strategy) -> None:
+def test_an_optimizer_comes_back_with_its_count_on_other_replicas(tmp_path: Path, strategy3: mr.Strategy) -> None:
     def make(strategy: mr.Strategy) -> tuple[mr.Variable, mr.Optimizer]:
         with strategy.scope():
             w = mr.Variable(1.0, name="w")
@@ -164,17 +163,15 @@ def test_an_optimizers_count_comes_back_and_files_from_before_it_are_restored(tm
     w, optimizer = make(strategy3)
     for _ in range(4):
         optimizer.apply_gradients([1.0])
-    save(tmp_path / "new", 4, w=w, optimizer=optimizer)
-    save(tmp_path / "old", 4, w=w, optimizer=optimizer.state)  # as all were, with these paths
-    for directory, count in (("new", 4), ("old", 0)):
-        again, other = make(on(2))
-        other.apply_gradients([5.0])
-        assert restore(tmp_path / directory, w=again, optimizer=other) == 4
-        assert (float(again), int(other.iterations)) == (float(w), count), directory
-        other.apply_gradients([1.0])
-        assert int(other.iterations) == count + 1
+    save(tmp_path, 4, w=w, optimizer=optimizer)
+    again, other = make(on(2))
+    other.apply_gradients([5.0])
+    assert restore(tmp_path, w=again, optimizer=other) == 4
+    assert (float(again), int(other.iterations)) == (float(w), 4)
+    np.testing.assert_array_equal(*(jax.tree.leaves(each.state)[0] for each in (other, optimizer)))
     state_only = make(strategy3)[1].state
-    restore(tmp_path / "new", w=w, optimizer=state_only)
+    with Checkpoint(tmp_path, w=w, optimizer=state_only) as checkpoint:
+        assert checkpoint.restore_latest(partial=True) == 4
     np.testing.assert_array_equal(*(jax.tree.leaves(tree)[0] for tree in (state_only, optimizer.state)))
 
 
@@ -650,7 +647,7 @@ def test_what_could_not_be_read_is_no_damage(tmp_path: Path, monkeypatch, caplog
         [
             (os, "open", "record.json", OSError(errno.EMFILE, "too many"), "2/record.json"),
             (os, "open", "arrays.npz", OSError(errno.EACCES, "denied"), "2/arrays.npz"),
-            (_record, "decode", "", OSError(errno.EIO, "input/output"), "/2"),
+            (_files, "_decode", "", OSError(errno.EIO, "input/output"), "/2"),
             (zipfile.ZipFile, "testzip", "", OSError(errno.ESTALE, "stale"), "2/arrays.npz"),
             (np, "load", "", MemoryError("no memory"), "/2"),
         ]
@@ -673,23 +670,14 @@ def test_what_could_not_be_read_is_no_damage(tmp_path: Path, monkeypatch, caplog
     assert restore(directory, **named) == 1
 
 
-def test_a_step_that_another_process_removes_is_none_or_says_so(tmp_path: Path, monkeypatch) -> None:
+def test_a_step_that_another_process_removes_says_so(tmp_path: Path, monkeypatch) -> None:
     named = trained(tmp_path)
-    listdir = os.listdir
-
-    def listed(path: str = ".") -> list[str]:
-        if os.path.basename(path) == "1":
-            shutil.rmtree(path)
-        return listdir(path)
 
     def removed(*_: object) -> None:
         shutil.rmtree(tmp_path / "2")
         raise FileNotFoundError("no such file")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "listdir", listed)
-        assert _files.StepFiles(tmp_path).look() == ([2], [])
-    monkeypatch.setattr(_record, "decode", removed)
+    monkeypatch.setattr(_files, "_decode", removed)
     with pytest.raises(CheckpointError, match=r"step 2 was removed while it was read, by another process .*max_to_keep"):
         restore(tmp_path, **named)
 

@@ -12,7 +12,6 @@ from mirrored import _process
 from mirrored._program import steps
 from mirrored._replicas import in_flight
 from mirrored._replicas.spent import Spent, waited
-from mirrored._strategy.strategy import spent_in
 from mirrored.data import _iterator
 
 
@@ -35,7 +34,7 @@ def double(x):
 
 def test_the_parts_of_a_loop_add_up_and_a_step_that_is_compiled_begins_it_anew(strategy2, monkeypatch):
     monkeypatch.setattr(_process, "in_flight", collections.deque())  # nothing of other tests is waited for
-    clock, x, spent = Clock(monkeypatch, steps), np.ones(3, np.float32), spent_in(strategy2)
+    clock, x, spent = Clock(monkeypatch, steps), np.ones(3, np.float32), strategy2._steps.spent
     strategy2.run(double, args=(x,))
     assert (spent.num_steps, spent.last) == (0, None)
     for _ in range(3):
@@ -53,7 +52,7 @@ def test_the_parts_of_a_loop_add_up_and_a_step_that_is_compiled_begins_it_anew(s
 
 
 def test_waiting_for_programs_in_flight_is_no_python(strategy2, monkeypatch):
-    clock, x, spent = Clock(monkeypatch, steps, in_flight), np.ones(3, np.float32), spent_in(strategy2)
+    clock, x, spent = Clock(monkeypatch, steps, in_flight), np.ones(3, np.float32), strategy2._steps.spent
     step = lambda x: mr.get_replica_context().all_reduce("sum", x)  # noqa: E731
     for _ in range(2 * in_flight.MAX_IN_FLIGHT):
         strategy2.run(step, args=(x,))
@@ -72,7 +71,7 @@ def test_waiting_for_a_batch_is_input(strategy2, monkeypatch):
 
 
 def test_nothing_is_said_of_a_few_steps_and_a_line_of_many(strategy2, tmp_path):
-    x, spent = np.ones(3, np.float32), spent_in(strategy2)
+    x, spent = np.ones(3, np.float32), strategy2._steps.spent
     for _ in range(12):
         strategy2.run(double, args=(x,))
     assert spent.shares() == {} and "time of" not in strategy2.explain()

@@ -19,7 +19,6 @@ from mirrored._report import traced
 from mirrored._report.facts import facts_of, load, save
 from mirrored._report.page import page
 from mirrored._report.traced import Stretch, kind_of, of_device, seconds_of
-from mirrored._strategy.strategy import mesh_of_strategy
 
 Event = tuple[str, int, int, dict[str, object]]
 
@@ -215,11 +214,11 @@ def test_the_last_profile_is_one_that_ended_well_of_the_steps_alone(
         alone.run(total, args=(np.ones(2),))
     assert alone._steps.spent.last is None
     assert "100% computation, 0% communication" in alone.explain(), "one replica does not communicate"
-    last = last_profiles[mesh_of_strategy(alone)]
+    last = last_profiles[alone._mesh]
     with pytest.raises(KeyError), mr.profile(tmp_path / "p"):
         alone.run(total, args=(np.ones(2),))
         raise KeyError
-    assert last_profiles[mesh_of_strategy(alone)] is last, "a block that fails leaves the last profile"
+    assert last_profiles[alone._mesh] is last, "a block that fails leaves the last profile"
 
 
 def test_cpus_have_the_number_of_the_job_and_gpus_that_of_the_process() -> None:
@@ -311,7 +310,7 @@ def test_a_real_trace_tells_heavy_computation_from_heavy_communication(tmp_path:
             for _ in range(5):
                 strategy.run(step, args=(x,))
         assert path.exists()
-        found = last_profiles[mesh_of_strategy(strategy)]
+        found = last_profiles[strategy._mesh]
         assert (found.reason, found.num_steps, found.num_devices) == ("", 5, 4) and set(found.kinds()) == {"all-reduce"}
         return found.shares()["communication"]
 

@@ -1,5 +1,6 @@
 """The report: what it says of a run, that it is one whole file, and that it disturbs nothing."""
 
+import dataclasses
 import os
 import re
 import warnings
@@ -114,12 +115,15 @@ def test_a_warning_is_remembered_although_it_is_raised_and_old_ones_go(monkeypat
 
 
 def test_nothing_happened_yet_and_many_devices() -> None:
-    text = page(facts_of(mr.MirroredStrategy(["cpu:7", "cpu:5", "cpu:6"])))  # functions of other tests ran elsewhere
+    facts = facts_of(mr.MirroredStrategy(["cpu:7", "cpu:5", "cpu:6"]))  # functions of other tests ran elsewhere
+    text = page(facts)
     for name, sentence in {
         "Data": "No dataset", "Programs": "No program", "Communication": "No program communicates",
         "Memory": "no variables",
     }.items():  # fmt: skip
         assert sentence in section(text, name)
+    of_gpus = dataclasses.replace(facts, replicas=tuple(replica._replace(in_use=10, limit=100) for replica in facts.replicas))
+    assert "10 B of 100 B" in section(page(of_gpus), "Memory"), "which arrays without variables may take"
     replicas = [Replica(number, f"gpu:{number}", "H200", number // 8, 10, 100) for number in range(MAX_DEVICES + 8)]
     drawn = topology(replicas)
     assert "and 8 more replicas" in drawn and drawn.count(">worker ") == MAX_DEVICES // 8 and "of 40<" in drawn

@@ -24,7 +24,6 @@ from .._workers.progress import progress
 from .._workers.same_program import require_same_history
 from . import files, same_on_workers, state
 from . import leaves as values
-from . import record as records
 from .files import DamagedStep, StepFiles
 from .leaves import Leaves
 from .state import Snapshot
@@ -151,7 +150,7 @@ class Checkpoint:
         error = None
         try:
             leaves = self._leaves()
-            report["digest"] = records.digest(values.kinds_of(leaves))
+            report["digest"] = files.digest(values.kinds_of(leaves))
             positions = state.positions_of(leaves)
             coordination_of(self._strategy).tell_chief(_POSITIONS, positions)
             if self._strategy.is_chief:
@@ -202,9 +201,7 @@ class Checkpoint:
 
     def _learn_from_chief(self, where: str) -> None:
         """Take over worker 0's record of the saves; too many failures end the training on all workers."""
-        latest, failures = self._of_chief([self._writer.latest, self._writer.failures], where)
-        if not self._strategy.is_chief:
-            self._writer.learn(latest, list(failures))
+        self._writer.learn(*self._of_chief([self._writer.latest, self._writer.failures], where))
         self._writer.require_success()
 
     def close(self) -> None:
@@ -313,7 +310,7 @@ class Checkpoint:
         try:
             record, arrays = self._files.read(step)
             saved = Snapshot(record["leaves"], arrays)
-            report["id"] = [record["time"], records.digest(record)]
+            report["id"] = [record["time"], files.digest(record)]
         except DamagedStep as damage:
             report["problems"] = list(damage.args)
         except Exception as error:  # such as a disk that does not answer on one worker

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 import os
 import re
@@ -16,6 +17,7 @@ import shutil
 import stat
 import time
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -24,7 +26,6 @@ import numpy as np
 
 from .._errors import CheckpointError
 from .._text import version_of
-from . import record as records
 from .sole_writer import LOCK, SoleWriter, sole_writer
 
 _logger = logging.getLogger("mirrored")
@@ -45,8 +46,8 @@ _SEEN_SECONDS, _STALE_SECONDS = 5.0, 3600.0
 #: too many open files, do not prove damage.
 _NO_FILE = {errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO}
 
-#: Unfinished steps of this process, in which several checkpoints may share a directory: none sweeps another's away.
-_being_written: set[str] = set()
+#: Names this process, with its number, in its unfinished steps: none of its checkpoints in a directory sweeps another's away.
+_TOKEN = secrets.token_hex(4)
 
 
 class DamagedStep(Exception):
@@ -154,7 +155,7 @@ class StepFiles:
             with contextlib.suppress(OSError):  # another program may remove it first
                 if entry.name.startswith(_MARK) and _is_old(entry):
                     os.unlink(entry.path)
-                elif _is_leftover(entry) and entry.path not in _being_written:
+                elif _is_leftover(entry) and f"-{os.getpid()}-{_TOKEN}" not in entry.name:
                     is_dead = self._right is not None or _is_old(entry)  # without the lock another program may be writing
                     if is_dead:
                         shutil.rmtree(entry.path, ignore_errors=True)
@@ -166,8 +167,7 @@ class StepFiles:
         """
         self.root.mkdir(parents=True, exist_ok=True)
         self._sweep()
-        new = self.root / f"{_SAVING}{step}-{os.getpid()}-{secrets.token_hex(4)}"
-        _being_written.add(str(new))
+        new = self.root / f"{_SAVING}{step}-{os.getpid()}-{_TOKEN}{secrets.token_hex(2)}"
         try:
             new.mkdir()
             with _synced(new / _ARRAYS) as file:
@@ -187,7 +187,7 @@ class StepFiles:
                 },
             }
             with _synced(new / RECORD) as file:
-                file.write(records.encode(whole))
+                file.write(_encode(whole))
             num_bytes = (new / _ARRAYS).stat().st_size
             _sync(new)
             if step in self.look()[0]:
@@ -197,8 +197,6 @@ class StepFiles:
         except BaseException:
             shutil.rmtree(new, ignore_errors=True)
             raise
-        finally:
-            _being_written.discard(str(new))
         return num_bytes
 
     def remove(self, step: int) -> None:
@@ -289,7 +287,7 @@ def _read_record(directory: Path, step: int) -> dict[str, Any]:
     try:
         if len(data) > MAX_RECORD_BYTES:
             raise ValueError(f"it has more than {MAX_RECORD_BYTES} bytes")
-        record = records.decode(data)
+        record = _decode(data)
     except ValueError as error:
         raise DamagedStep(f"file {RECORD} cannot be used: {_one_line(error)}") from error
     if record.get("step") != step:
@@ -300,6 +298,29 @@ def _read_record(directory: Path, step: int) -> dict[str, Any]:
             f"written by {record.get('versions')}: install that version."
         )
     return record
+
+
+def _encode(record: Mapping[str, Any]) -> bytes:
+    """Write a record as JSON, with its own checksum."""
+    return json.dumps({"crc32": digest(record), "record": record}, indent=1, sort_keys=True).encode()
+
+
+def _decode(data: bytes) -> dict[str, Any]:
+    """Read a record, or raise ValueError when it is not what `_encode` wrote."""
+    try:
+        outer = json.loads(data)
+        record, recorded = outer["record"], outer["crc32"]
+        computed = digest(record)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"it is not a record: {type(error).__name__}: {error}") from error
+    if computed != recorded or not isinstance(record, dict):
+        raise ValueError(f"its checksum is {computed}, was {recorded!r} when it was written")
+    return record
+
+
+def digest(record: object) -> str:
+    """Return the CRC-32 of a record, independent of its order and spaces."""
+    return f"{zlib.crc32(json.dumps(record, sort_keys=True, separators=(',', ':')).encode()):08x}"
 
 
 def _find_damage(file: IO[bytes], record: Mapping[str, Any]) -> list[str]:

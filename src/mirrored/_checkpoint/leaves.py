@@ -31,9 +31,6 @@ Leaves: TypeAlias = dict[str, Any]
 #: Leaves with a dtype and a shape.
 ArrayLeaf: TypeAlias = Variable | jax.Array | np.ndarray
 
-#: Ends the path of an optimizer's count of updates, which older checkpoints do not have: they are restored without it.
-ITERATIONS = ":iterations"
-
 NUMBERS = {"bool": "True".__eq__, "int": int, "float": float, "complex": complex}
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}", re.ASCII)
 
@@ -60,7 +57,7 @@ def _walk(path: str, tree: PyTree, is_replaceable: bool, lines: str) -> Iterator
     if isinstance(tree, VariableTree):
         tree = tree.variables
     if isinstance(tree, Optimizer):
-        yield path + ITERATIONS, tree.iterations
+        yield f"{path}:iterations", tree.iterations
         tree = tree.state
     tree = keras_state.state_of(tree)
     if is_nnx_object(tree):

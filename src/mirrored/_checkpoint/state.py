@@ -21,7 +21,6 @@ from .._variables.access import lent, store
 from .._variables.sharded import ShardedVariable
 from .._variables.variable import Variable, spec_of
 from .leaves import (
-    ITERATIONS,
     NUMBERS,
     Leaves,
     children_of,
@@ -66,33 +65,28 @@ def take_snapshot(leaves: Leaves, positions: Sequence[Mapping[str, Any]], is_kep
 
     All workers call this, because reading sync-on-read variables is a collective operation.
     """
-    variables = variables_of(leaves)
-    with lent(variables) as arrays:  # all of one moment, between two steps of other threads
-        return _snapshot(leaves, dict(zip(variables, arrays, strict=True)), positions, is_kept)
-
-
-def _snapshot(
-    leaves: Leaves, stored: Mapping[Variable, jax.Array], positions: Sequence[Mapping[str, Any]], is_kept: bool
-) -> Snapshot | None:
     on_devices: dict[str, jax.Array] = {}
     entries: dict[str, dict[str, Any]] = {}
     host: dict[str, np.ndarray] = {}
-    for path, leaf in leaves.items():
-        if has_position(leaf):
-            entries[path] = {"kind": "position", "by_worker": [worker[path] for worker in positions]}
-        elif isinstance(leaf, Variable | jax.Array):
-            entries[path] = _array_entry(leaf, stored, on_devices)
-        elif hasattr(leaf, "dtype"):
-            entries[path] = {"kind": "array", "value": f"h{len(host)}"}
-            host[f"h{len(host)}"] = np.array(leaf, dtype=leaf.dtype.newbyteorder("="))
-        else:
-            entries[path] = {"kind": "number", "type": type(leaf).__name__, "value": repr(leaf)}
-    if not is_kept:
-        return None
-    own = {key: array.addressable_data(0) if array.is_fully_replicated else array for key, array in on_devices.items()}
-    for array in own.values():
-        array.copy_to_host_async()
-    host |= {key: np.array(array) for key, array in own.items()}
+    variables = variables_of(leaves)
+    with lent(variables) as stored:  # all of one moment, between two steps of other threads
+        held = dict(zip(variables, stored, strict=True))
+        for path, leaf in leaves.items():
+            if has_position(leaf):
+                entries[path] = {"kind": "position", "by_worker": [worker[path] for worker in positions]}
+            elif isinstance(leaf, Variable | jax.Array):
+                entries[path] = _array_entry(leaf, held, on_devices)
+            elif hasattr(leaf, "dtype"):
+                entries[path] = {"kind": "array", "value": f"h{len(host)}"}
+                host[f"h{len(host)}"] = np.array(leaf, dtype=leaf.dtype.newbyteorder("="))
+            else:
+                entries[path] = {"kind": "number", "type": type(leaf).__name__, "value": repr(leaf)}
+        if not is_kept:
+            return None
+        own = {key: array.addressable_data(0) if array.is_fully_replicated else array for key, array in on_devices.items()}
+        for array in own.values():
+            array.copy_to_host_async()
+        host |= {key: np.array(array) for key, array in own.items()}
     for path, leaf in leaves.items():
         if isinstance(leaf, ShardedVariable):
             host[entries[path]["value"]] = join_parts(host[entries[path]["value"]], leaf.shape)
@@ -114,17 +108,13 @@ def _array_entry(leaf: Variable | jax.Array, held: Mapping[Variable, jax.Array],
     mesh = spec_of(leaf).mesh
     is_mirrored = leaf.synchronization is VariableSynchronization.ON_WRITE
     has_whole_copies = mesh.is_alone or (is_mirrored and not isinstance(leaf, ShardedVariable))
-    copies = stored if has_whole_copies else cross_replica.compiled(_same, mesh.mirrored)(stored)
+    copies = stored if has_whole_copies else cross_replica.compiled(jnp.asarray, mesh.mirrored)(stored)
     if is_mirrored:  # a sharded variable's parts are joined on the host
         return entry | {"kind": "mirrored", "value": add(copies)}
     entry |= {"kind": "on_read", "aggregation": leaf.aggregation.name, "copies": add(copies)}
     if leaf.aggregation is not VariableAggregation.NONE:
         entry["value"] = add(cross_replica.compiled(cross_replica.aggregate_stack, mesh.mirrored, leaf.aggregation)(stored))
     return entry
-
-
-def _same(stack: jax.Array) -> jax.Array:
-    return stack
 
 
 # -- restoring
@@ -134,8 +124,6 @@ def find_differences(leaves: Leaves, saved: Snapshot) -> list[str]:
     """Return, for each leaf that does not fit its saved counterpart, the reason."""
     problems = []
     for path in sorted({*leaves, *saved.leaves}):
-        if path.endswith(ITERATIONS) and not (path in leaves and path in saved.leaves):
-            continue
         if path not in saved.leaves:
             problems.append(f"{path} ({kind_of(leaves[path])}) is not in the checkpoint")
         elif path not in leaves:
@@ -176,11 +164,8 @@ def _saved_contents(saved: Snapshot, entry: Mapping[str, Any]) -> tuple[str, tup
     shape = array.shape if "value" in entry else array.shape[1:]
     if "key" not in entry:
         return array.dtype.name, shape
-    return f"keys of {entry['key']} ", shape[: len(shape) - _key_ndim(entry["key"])]
-
-
-def _key_ndim(impl: str) -> int:
-    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl))).ndim
+    impl, data = entry["key"], jax.ShapeDtypeStruct(shape, array.dtype)
+    return f"keys of {impl} ", jax.eval_shape(functools.partial(jax.random.wrap_key_data, impl=impl), data).shape
 
 
 def _saved_kind(saved: Snapshot, path: str) -> str:
@@ -237,10 +222,8 @@ def restore_values(named: Mapping[str, PyTree], leaves: Leaves, saved: Snapshot)
     """Write variables and numpy arrays in place; put other restored values into the dicts and lists that held the old ones."""
     new: Leaves = {}
     for path, leaf in leaves.items():
-        entry = saved.leaves.get(path)
-        if entry is None:  # an optimizer's count, which older checkpoints do not have
-            leaf.assign(0)
-        elif isinstance(leaf, Variable):
+        entry = saved.leaves[path]
+        if isinstance(leaf, Variable):
             _restore_variable(leaf, saved, entry)
         elif entry["kind"] == "number":
             new[path] = NUMBERS[entry["type"]](entry["value"])

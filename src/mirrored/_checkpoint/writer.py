@@ -111,7 +111,7 @@ class Writer:
         self.latest = max(self._good_steps(), default=None)
 
     def learn(self, latest: int | None, failures: list[str]) -> None:
-        """Take over the chief's record, on another worker."""
+        """Take over the chief's record, which tells the chief nothing new."""
         if latest is not None and latest != self.latest:
             self._note_progress(latest)
         self.latest, self.failures = latest, failures

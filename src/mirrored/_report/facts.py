@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import _process
-from .._program.program import collectives_of, name_of_collective
+from .._program.program import Program, collectives_of, name_of_collective
 from .._replicas.device_time import DeviceTime, last_profile
-from .._strategy.adding_up import ops_of
-from .._strategy.strategy import Strategy, coordination_of, datasets_of, mesh_of_strategy, programs_of, spent_in, variables_of
+from .._strategy.strategy import Strategy, coordination_of, parts_of, variables_of
 from .._text import describe, version_of
 from .._transforms.function import function_programs
 from .._variables.equal_copies import CopiesCompared, last_comparisons
@@ -117,7 +116,8 @@ class Facts:
 
 def facts_of(strategy: Strategy) -> Facts:
     """Collect the facts of a strategy, without communication."""
-    mesh, spent = mesh_of_strategy(strategy), spent_in(strategy)
+    mesh, steps, datasets, ops = parts_of(strategy)
+    spent = steps.spent
     return Facts(
         title=type(strategy).__name__,
         worker=coordination_of(strategy).worker,
@@ -125,9 +125,9 @@ def facts_of(strategy: Strategy) -> Facts:
         taken=time.time(),
         replicas=tuple(_replica(number, device) for number, device in enumerate(strategy.devices)),
         num_workers=strategy.num_workers,
-        adds_up_by="" if (ops := ops_of(strategy)) is None else str(ops),
-        datasets=tuple(map(_split, datasets_of(strategy))),
-        programs=_programs(strategy),
+        adds_up_by="" if ops is None else str(ops),
+        datasets=tuple(map(_split, datasets)),
+        programs=_programs([*steps.programs.causes(), *function_programs(mesh)]),
         variables=tuple(
             StateEntry(spec.name, spec.shape, str(spec.dtype), math.prod(spec.shape) * spec.dtype.itemsize, spec.is_on_read)
             for spec in map(spec_of, variables_of(strategy))
@@ -153,9 +153,9 @@ def _split(dataset: DistributedDataset) -> Split:
     return Split(name, how, batch_rows(dataset))
 
 
-def _programs(strategy: Strategy) -> tuple[Compiled, ...]:
+def _programs(compiled: Sequence[tuple[Program, str]]) -> tuple[Compiled, ...]:
     found = []
-    for program, cause in [*programs_of(strategy), *function_programs(mesh_of_strategy(strategy))]:
+    for program, cause in compiled:
         exchanges: dict[tuple[str, str], list[int]] = {}
         for collective in collectives_of(program):
             exchanges.setdefault((name_of_collective(collective), collective.where), []).append(collective.num_bytes)

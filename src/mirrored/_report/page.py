@@ -189,7 +189,7 @@ def _memory(facts: Facts) -> Html:
     else:
         rows = [(f"replica {r.number}, {r.device}", total, None) for r in facts.replicas[: pictures.MAX_DEVICES]]
         note = "These devices do not say how much memory is in use. The variables take, on each:"
-    if not facts.variables:
+    if not (own or facts.variables):
         return _quiet("There are no variables.")
     largest = sorted(facts.variables, key=lambda state: -state.num_bytes)[:_MAX_VARIABLES]
     kinds = {True: "sync-on-read", False: "mirrored"}

@@ -16,17 +16,25 @@ from .._cluster import resolvers
 from .._cluster.resolvers import ClusterResolver
 from .._errors import ClusterConfigError
 from .._jax import user_code
-from .._options import CommunicationImplementation, CommunicationName, CommunicationOptions, CrossDeviceOps
+from .._options import (
+    CommunicationImplementation,
+    CommunicationName,
+    CommunicationOptions,
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
+)
 from .._replicas import placement
-from .._replicas.mesh import cluster_mesh, make_mesh, resolve_devices, with_replicas
+from .._replicas.mesh import ReplicaMesh, cluster_mesh, make_mesh, resolve_devices, with_replicas
 from .._workers import runtime
 from .._workers.runtime import Runtime
-from .adding_up import parse_ops, select_accumulation
 from .strategy import Strategy
 
 _logger = logging.getLogger("mirrored")
 
 T = TypeVar("T")
+_KINDS = (NcclAllReduce, HierarchicalCopyAllReduce, ReductionToOneDevice)
 
 
 class MirroredStrategy(Strategy):
@@ -68,10 +76,10 @@ class MirroredStrategy(Strategy):
         num_replicas: int | None = None,
         schedule: Literal["together", "one_by_one"] = "together",
     ) -> None:
-        ops = parse_ops(cross_device_ops)
+        ops = _parse_ops(cross_device_ops)
         look_for_others("MirroredStrategy")
         mesh = with_replicas(make_mesh(resolve_devices(devices)), num_replicas, schedule)
-        super().__init__(mesh, ops=select_accumulation(ops, mesh))
+        super().__init__(mesh, ops=_select_accumulation(ops, mesh))
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -121,7 +129,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication_options = _by_either_name("communication", chosen, "communication_options", communication_options, right)
         options = CommunicationOptions() if communication_options is None else communication_options
         _refuse_options(cluster, options)
-        ops = parse_ops(cross_device_ops)
+        ops = _parse_ops(cross_device_ops)
         with runtime.exit_codes():
             joined = self._join(cluster, options)
             if joined is None:
@@ -134,7 +142,7 @@ class MultiWorkerMirroredStrategy(Strategy):
                 "implementation is NCCL, which connects GPUs, but JAX has found none; it uses the CPU. Leave the option out, or "
                 "install JAX for CUDA: pip install 'jax[cuda13]'."
             )
-        super().__init__(mesh, bytes_per_pack=options.bytes_per_pack, ops=select_accumulation(ops, mesh))
+        super().__init__(mesh, bytes_per_pack=options.bytes_per_pack, ops=_select_accumulation(ops, mesh))
         if joined is not None:
             self._coordination = joined.coordination
             # The first collective on a set of devices waits for 30 s only: so all workers run one now, together.
@@ -174,6 +182,32 @@ def _refuse_options(cluster: object, options: object) -> None:
         raise TypeError(f"communication_options is {options!r}; expected mr.CommunicationOptions. Write {right.format(options)}.")
     if not isinstance(options, CommunicationOptions):
         raise TypeError(f"communication_options is {options!r}; expected mr.CommunicationOptions(...).")
+
+
+def _parse_ops(given: object) -> CrossDeviceOps | None:
+    """Return the user's `cross_device_ops`, None for "auto"; refuse anything else, such as a class that is not called."""
+    if given is None or isinstance(given, _KINDS):
+        return given
+    if isinstance(given, str) and given == "auto":
+        return None
+    if isinstance(given, type) and given in _KINDS:
+        name = given.__name__
+        raise TypeError(f"cross_device_ops is the class mr.{name}; expected an object. Write cross_device_ops=mr.{name}().")
+    error = ValueError if isinstance(given, str) else TypeError
+    raise error(
+        f"cross_device_ops is {given!r}; expected None or 'auto', with which XLA chooses the collective for the devices, or "
+        "mr.NcclAllReduce(), mr.HierarchicalCopyAllReduce() or mr.ReductionToOneDevice()."
+    )
+
+
+def _select_accumulation(ops: CrossDeviceOps | None, mesh: ReplicaMesh) -> ReductionToOneDevice | None:
+    """Return the options if they have a function in place of sums, else None: XLA chooses. Refuse what the devices cannot do."""
+    if isinstance(ops, NcclAllReduce) and mesh.devices[0].platform == "cpu":
+        raise ValueError(
+            f"cross_device_ops is {ops}, which connects GPUs, but the devices are {mesh}. Leave the argument out: XLA "
+            "chooses the collective for the devices."
+        )
+    return ops if isinstance(ops, ReductionToOneDevice) and ops.accumulation_fn is not None else None
 
 
 def look_for_others(name: str) -> None:

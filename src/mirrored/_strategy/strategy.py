@@ -21,13 +21,12 @@ from .._errors import ContextError, StrategyMismatchError
 from .._jax import user_code
 from .._models import keras, keras_fit, nnx
 from .._options import AutoShardPolicy, InputOptions, ReduceOp, ReduceOpName, ReductionToOneDevice
-from .._program.program import StepProgram, describe_program
+from .._program.program import describe_program
 from .._program.steps import Steps
 from .._replicas import collectives, context, device_time, frames, in_flight
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica
-from .._replicas.spent import Spent
 from .._text import shown
 from .._typing import ArrayLike, PyTree, UserFunction
 from .._variables import equal_copies
@@ -178,7 +177,7 @@ class Strategy:
         ...all-reduce of 1.0 KiB...
         """
         lines = [f"{type(self).__name__}: {self._mesh}" + (f", adds up by {self._ops}" if self._ops is not None else "")]
-        for program, cause in programs_of(self):
+        for program, cause in self._steps.programs.causes():
             lines += [f"program {describe_program(program)}", *[f"  compiled again, because {cause}"] * bool(cause)]
         lines += [f"dataset {dataset.describe()}" for dataset in self._datasets]
         lines += self._steps.spent.in_words()
@@ -518,24 +517,17 @@ class Strategy:
         equal_copies.check(self._mesh, [variable for variable in live_variables(self._mesh) if not spec_of(variable).is_on_read])
 
 
-def programs_of(strategy: Strategy) -> list[tuple[StepProgram, str]]:
-    """Return a strategy's compiled steps, each with the reason when its function was compiled before."""
-    return strategy._steps.programs.causes()
-
-
 def joint_strategy() -> Strategy | None:
     """Return one of this process's strategies of several workers, which all have the same workers; None when there is none."""
     return next((strategy for strategy in list(_process.strategies) if strategy.num_workers > 1), None)
 
 
-#: The datasets of a strategy that still exist.
-datasets_of: Callable[[Strategy], Iterable[DistributedDataset]] = operator.attrgetter("_datasets")
-#: How a strategy's steps have spent their time.
-spent_in: Callable[[Strategy], Spent] = operator.attrgetter("_steps.spent")
-#: The replicas of a strategy.
-mesh_of_strategy: Callable[[Strategy], ReplicaMesh] = operator.attrgetter("_mesh")
+#: What a strategy is made of, for reports: its replicas, its steps, its datasets that still exist, and the function of the user
+#: that takes the place of sums, if any.
+parts_of: Callable[[Strategy], tuple[ReplicaMesh, Steps, Iterable[DistributedDataset], ReductionToOneDevice | None]]
+parts_of = operator.attrgetter("_mesh", "_steps", "_datasets", "_ops")
 #: The variables that live on a strategy's devices, in the order of their creation.
-variables_of: Callable[[Strategy], list[Variable]] = lambda strategy: live_variables(mesh_of_strategy(strategy))  # noqa: E731
+variables_of: Callable[[Strategy], list[Variable]] = lambda strategy: live_variables(parts_of(strategy)[0])  # noqa: E731
 #: How a strategy's workers reach each other.
 coordination_of: Callable[[Strategy], Coordination] = operator.attrgetter("_coordination")
 

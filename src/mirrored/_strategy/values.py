@@ -47,7 +47,7 @@ def distribute(mesh: ReplicaMesh, coordination: Coordination, trees: Iterable[Py
     for tree in trees:
         leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda leaf: hasattr(leaf, "__jax_array__"))
         arrays.append(list(map(_array, leaves)))
-        kinds = [[list(a.shape), str(_held_dtype(a))] for a in arrays[-1]]
+        kinds = [[list(a.shape), str(a.dtype)] for a in arrays[-1]]
         own.append({"structure": str(treedef), "leaves": kinds})
     with progress.phase(_VERB, waits=not mesh.is_alone):
         every = [replica for worker in ([own] if mesh.is_alone else coordination.exchange(_VERB, own)) for replica in worker]
@@ -63,17 +63,11 @@ def distribute(mesh: ReplicaMesh, coordination: Coordination, trees: Iterable[Py
 
 
 def _array(leaf: ArrayLike) -> np.ndarray | jax.Array:
-    """Turn a leaf into an array; of numpy's into a copy, because the function may use its memory for the next replica."""
+    """Turn a leaf into an array, one of numpy's into a copy: the function may use its memory for the next replica."""
     if not isinstance(leaf, np.ndarray):
         return as_array(leaf, _VERB)
     check_leaf(leaf, _VERB)
-    return leaf.copy()
-
-
-def _held_dtype(array: np.ndarray | jax.Array) -> Any:
-    """Return the dtype that an array has on a device."""
-    dtype = array.dtype
-    return jax.dtypes.canonicalize_dtype(dtype.newbyteorder("=")) if isinstance(array, np.ndarray) else dtype
+    return leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype.newbyteorder("=")))
 
 
 def _per_replica(mesh: ReplicaMesh, arrays: Sequence[Any], kinds: Sequence[tuple[list[int], str]]) -> PerReplica:
@@ -97,7 +91,7 @@ def _per_replica(mesh: ReplicaMesh, arrays: Sequence[Any], kinds: Sequence[tuple
 
 def _stack(mesh: ReplicaMesh, arrays: Sequence[Any], padded: Shape) -> jax.Array:
     """Put each replica's array on its device, padded with zeros to one shape."""
-    rows = empty_rows(len(arrays), padded, _held_dtype(arrays[0]))
+    rows = empty_rows(len(arrays), padded, arrays[0].dtype)
     for place, array in enumerate(arrays):
         if array.shape != padded:
             rows[place] = 0

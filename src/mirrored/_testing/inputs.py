@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import json
 import threading
@@ -53,7 +54,8 @@ class InputOfWorkers:
             AssertionError: when rows are missing, come too often, or were never in `batches`; shows some, and who has them.
         """
         check_dataset(batches, "assert_each_row_once")
-        left = collections.Counter(row for batch in _all_of(batches) for row in _rows(batch))
+        with contextlib.closing(open_source(adapted(batches))) as source:
+            left = collections.Counter(row for batch in source for row in _rows(to_numpy(batch)))
         extra: list[str] = []
         for number, step in enumerate(self.steps):
             for replica, rows in enumerate(step):
@@ -149,14 +151,12 @@ def input_of_workers(
 
 def _read(plan: Plan, layout: LocalReplicas, max_steps: int | None) -> list[list[PyTree]]:
     """Return the rows of one worker's replicas in each step, without padding."""
-    source, found = open_source(plan.dataset), []
-    try:
+    found: list[list[PyTree]] = []
+    with contextlib.closing(open_source(plan.dataset)) as source:
         for step in plan.steps(source, layout, {}):
             found.append([_without_padding(step.stacked, *place) for place in enumerate(layout.mine(step.sizes))])
             if len(found) == max_steps:
                 break
-    finally:
-        source.close()
     return found
 
 
@@ -203,14 +203,6 @@ def _run_together(read: Callable[[InputWorker], Any], workers: Sequence[InputWor
     if errors:  # the cause, rather than the interruption of the others
         raise min(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError))
     return [future.result() for future in futures]
-
-
-def _all_of(batches: Iterable[PyTree]) -> Iterable[PyTree]:
-    source = open_source(adapted(batches))
-    try:
-        yield from (to_numpy(batch) for batch in source)
-    finally:
-        source.close()
 
 
 def _rows(batch: PyTree) -> list[tuple[Any, ...]]:

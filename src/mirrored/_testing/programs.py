@@ -30,8 +30,7 @@ class ProgramCount:
         self.names: list[str] = []
         self.reasons: list[str] = []
         self.others: list[str] = []
-        self._reasons: dict[int, str] = {}  # id of a program made in the block -> reason; a new program of an old id replaces it
-        self._compiled: set[int] = set()
+        self._reasons: dict[int, str] = {}  # id of a program -> reason of its next compilation; a new program may have an old id
 
     @property
     def count(self) -> int:
@@ -50,15 +49,14 @@ class ProgramCount:
 
     def _note_made(self, program: Any, reason: str) -> None:
         self._reasons[id(program)] = reason
-        self._compiled.discard(id(program))
 
     def _note_compiled(self, name: str) -> None:
         program = program_compiled(name)
         if program is None:
             self.others.append(name)
             return
-        self.reasons.append(_AGAIN if id(program) in self._compiled else self._reasons.get(id(program), ""))
-        self._compiled.add(id(program))
+        self.reasons.append(self._reasons.get(id(program), ""))
+        self._reasons[id(program)] = _AGAIN
         self.names.append(program.name)
 
 
