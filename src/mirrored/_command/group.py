@@ -34,7 +34,7 @@ LEFTOVER_SECONDS = 1.0
 #: gloo's line for each connected worker, which no level of logging turns off; only the log files keep it.
 _NOISE = b"[Gloo] Rank "
 _IS_STOPPED = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
-_READ_BYTES, _LAST_READS = 1 << 16, 16
+_READ_BYTES = 1 << 20  # as many as a pipe has at most
 #: The most bytes of a progress file, and the most progress files: there is one for each folder of checkpoints.
 _PROGRESS_BYTES, _MAX_WRITERS = 32, 100
 
@@ -134,17 +134,16 @@ class Group:
         while self._plan and self._plan[0][0] <= now:
             self._plan.pop(0)[1]()
 
-    def _relay(self, worker: Worker, stream: Stream) -> bool:
-        """Pass on new output of a worker; tell whether there was some."""
+    def _relay(self, worker: Worker, stream: Stream) -> None:
+        """Pass on new output of a worker."""
         data = stream.pipe.read(_READ_BYTES)
         if data is None:  # the pipe does not block, and is empty
-            return False
+            return
         if data and worker.log and (problem := worker.log.write(data)):
             self.outlets[1].write(f"mirrored launch: {problem}\n".encode())
         self._pass_on(worker, stream, stream.cutter.feed(data) if data else stream.cutter.finish())
         if not data:
             stream.pipe.close()
-        return bool(data)
 
     def _pass_on(self, worker: Worker, stream: Stream, lines: Sequence[bytes]) -> None:
         for line in lines:
@@ -203,14 +202,12 @@ class Group:
 
     def _end(self, worker: Worker) -> None:
         """Kill the rest of a worker's process group, and pass on the rest of its output."""
-        if not worker.ended or _is_alive(worker.process.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(worker.process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(worker.process.pid, signal.SIGKILL)
         worker.process.wait()
         for stream in worker.streams:
-            for _ in range(_LAST_READS):  # not for ever: a process outside of the group may go on writing
-                if stream.pipe.closed or not self._relay(worker, stream):
-                    break
+            if not stream.pipe.closed:
+                self._relay(worker, stream)  # once: a process outside of the group may go on writing
             self._pass_on(worker, stream, stream.cutter.finish())
             stream.pipe.close()
         if worker.log:
