@@ -189,11 +189,17 @@ class Gathering:
             peer.buffer += data
 
     def _judge(self, peer: _Peer, hello: Hello) -> None:
-        """Take a worker, which may have come before; tell one that differs, and all others."""
+        """Take a worker, which may have come before. One that differs is an error of all, or of the later one of two jobs."""
         before = self.present.get(hello.index)
         difference = self._difference(peer, hello, before)
         if hello.digest != self.hello.digest and (hello.is_late or self.hello.is_late):
-            self._refuse_job(peer, hello, str(difference))
+            port = split_address(self.cluster.coordinator_address or "")[1]
+            if hello.is_late:
+                peer.answer(ClusterStartError(f"port {port} is taken: another cluster starts there ({difference})"))
+            else:
+                text = f"{difference}. Or port {port} belongs to another job, which has started again: give each its own"
+                self.failure = self.failure or ClusterStartError(text)
+            self._drop(peer)
             return
         peer.hello = hello
         self.present[hello.index] = peer
@@ -201,16 +207,6 @@ class Gathering:
         if before and not self.failure:
             self._drop(before)
         peer.answer(self.failure or WAITING)
-
-    def _refuse_job(self, peer: _Peer, hello: Hello, difference: str) -> None:
-        """Send away a worker of another job that was given the same port; or leave the port to the job that had it before."""
-        port = split_address(self.cluster.coordinator_address or "")[1]
-        if hello.is_late:
-            peer.answer(ClusterStartError(f"port {port} is taken: another cluster starts there ({difference})"))
-        else:
-            text = f"{difference}. Or port {port} belongs to another job, which has started again: give each its own"
-            self.failure = self.failure or ClusterStartError(text)
-        self._drop(peer)
 
     def _difference(self, peer: _Peer, hello: Hello, before: _Peer | None) -> Exception | None:
         """Return the error of a worker that differs from worker 0, or whose index another one has."""

@@ -12,7 +12,7 @@ from .. import _env
 from .._text import describe
 from . import environments
 from .environments import DEFAULT_PORT, SOURCES, decimal, has
-from .spec import Cluster, ClusterSpec, check_count, refuse, said_by
+from .spec import MAX_WORKERS, Cluster, ClusterSpec, refuse, said_by
 
 
 class ClusterResolver(abc.ABC):
@@ -172,17 +172,20 @@ class KubernetesClusterResolver(ClusterResolver):
         with said_by("KubernetesClusterResolver"):
             if not has(environment, _env.JOB_COMPLETION_INDEX):
                 refuse("the pod has neither TF_CONFIG nor JAX_NUM_PROCESSES nor JOB_COMPLETION_INDEX; start it as a job")
-            if self._num_workers is None or self._subdomain is None:
+            count = self._num_workers
+            if count is None or self._subdomain is None:
                 refuse(
                     "the pods of an indexed Job do not know how many they are and behind which service: "
                     'write KubernetesClusterResolver(num_workers=2, subdomain="my-service")'
                 )
-            index = decimal(environment, _env.JOB_COMPLETION_INDEX, check_count("num_workers", self._num_workers))
+            if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_WORKERS:
+                refuse(f"num_workers is {describe(count)}; expected a whole number from 1 to {MAX_WORKERS}")
+            index = decimal(environment, _env.JOB_COMPLETION_INDEX, count)
             name = _env.HOSTNAME.get(environment) or ""
             job, _, number = name.rpartition("-")
             if number != str(index):
                 refuse(f"HOSTNAME is {describe(name)}; the pod {index} of an indexed Job is called JOB-{index}")
-            addresses = [f"{job}-{i}.{self._subdomain}:{self._port}" for i in range(self._num_workers)]
+            addresses = [f"{job}-{i}.{self._subdomain}:{self._port}" for i in range(count)]
             return Cluster(ClusterSpec.of({"worker": addresses}), "worker", index, "an indexed Job")
 
 

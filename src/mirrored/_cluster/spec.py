@@ -258,13 +258,6 @@ def _check_distinct(spec: ClusterSpec) -> None:
                     refuse(f"{other} and {where} are both {describe(address)}; every task has an address of its own")
 
 
-def check_count(name: str, count: object) -> int:
-    """Return a number of workers as it is, or refuse it."""
-    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_WORKERS:
-        refuse(f"{name} is {describe(count)}; expected a whole number from 1 to {MAX_WORKERS}")
-    return count
-
-
 def refuse(text: str) -> NoReturn:
     """Raise the one error for a description that is wrong."""
     raise ClusterConfigError(text)
