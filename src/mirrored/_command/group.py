@@ -139,7 +139,7 @@ class Group:
         data = stream.pipe.read(_READ_BYTES)
         if data is None:  # the pipe does not block, and is empty
             return
-        if data and worker.log and (problem := worker.log.write(data)):
+        if data and worker.log and (problem := worker.log.append(data)):
             self.outlets[1].write(f"mirrored launch: {problem}\n".encode())
         self._pass_on(worker, stream, stream.cutter.feed(data) if data else stream.cutter.finish())
         if not data:
