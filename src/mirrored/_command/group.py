@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -79,7 +79,8 @@ class Group:
     standby: Standby
     _workers: list[Worker] = dataclasses.field(default_factory=list)  # those that are not gone
     _endings: list[Ending] = dataclasses.field(default_factory=list)  # of those that are
-    _plan: list[tuple[float, Callable[[], None]]] = dataclasses.field(default_factory=list)  # what to do, with its time
+    # Times, with signals to send; None starts what waits for the next attempt.
+    _plan: list[tuple[float, int | None]] = dataclasses.field(default_factory=list)
     _num_signals: int = 0  # of the launcher's, so many have been obeyed
     _is_ending: bool = False  # since a signal came, or a worker failed
 
@@ -90,7 +91,7 @@ class Group:
             assert process.stdin is not None
             self._keeper_pipe = process.stdin.fileno()
             self._start = time.monotonic()
-            self._plan = [(self._start + DELAY_SECONDS, lambda: self.standby.prepare(self.environments))]
+            self._plan = [(self._start + DELAY_SECONDS, None)]
             try:
                 for index, environment in enumerate(self.environments, self.first_index):
                     self._spawn(index, {**environment, _env.MIRRORED_PROGRESS_FILE.name: str(progress)})
@@ -106,7 +107,7 @@ class Group:
     def _spawn(self, index: int, environment: Mapping[str, str]) -> None:
         log = LogFile(self.logs / f"worker-{index}.log") if self.logs else None
         command = [*_isolated("enrol"), str(self._keeper_pipe), sys.executable, "-u", *self.command]
-        process = self.standby.take(index - self.first_index, environment, self._keeper_pipe) or start(
+        process = self.standby.take(environment, self._keeper_pipe) or start(
             command, environment, subprocess.DEVNULL, pass_fds=(self._keeper_pipe,)
         )
         streams = []
@@ -132,7 +133,8 @@ class Group:
             self._look_after(worker, now)
         self._obey_signals(now)
         while self._plan and self._plan[0][0] <= now:
-            self._plan.pop(0)[1]()
+            number = self._plan.pop(0)[1]
+            self._send(number) if number else self.standby.prepare(self.environments)
 
     def _relay(self, worker: Worker, stream: Stream) -> None:
         """Pass on new output of a worker."""
@@ -172,10 +174,7 @@ class Group:
                 farewell = max(FAREWELL_SECONDS, self.grace) if code == PREEMPTED else FAREWELL_SECONDS
                 if all(other.was_stopped for other in others):
                     farewell = 0.0  # none of them can leave
-                self._plan = [
-                    (now + farewell, lambda: self._send(signal.SIGTERM)),
-                    (now + farewell + self.grace, lambda: self._send(signal.SIGKILL)),
-                ]
+                self._plan = [(now + farewell, signal.SIGTERM), (now + farewell + self.grace, signal.SIGKILL)]
         if worker.ended:
             is_over = all(stream.pipe.closed for stream in worker.streams) and not _is_alive(worker.process.pid)
             if is_over or now > worker.ended + LEFTOVER_SECONDS:
@@ -183,12 +182,12 @@ class Group:
 
     def _obey_signals(self, now: float) -> None:
         for number in self.signals.received[self._num_signals :]:
-            self._num_signals += 1
             self._is_ending = True
-            if self._num_signals == 1:
+            if not self._num_signals:
                 # A terminal that hangs up asks workers to save and leave; SIGHUP itself would kill Python without a message.
                 self._send(signal.SIGTERM if number == signal.SIGHUP else number)
-            self._plan = [(now + self.grace * (self._num_signals == 1), lambda: self._send(signal.SIGKILL))]
+            self._plan = [(now if self._num_signals else now + self.grace, signal.SIGKILL)]
+            self._num_signals += 1
 
     def _send(self, number: int) -> None:
         for worker in self._workers:
