@@ -61,9 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments else ""
-    if None in (sys.stdout, sys.stderr):  # closed, as by `mirrored env >&-`
-        _open_standard_streams()
-        sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
+    _open_standard_streams()  # closed ones, as by `mirrored env >&-`
+    sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
     if command == "launch":
         return _launch(arguments[1:])
     if command in ("check", "env", "report"):  # they need jax
@@ -100,7 +99,6 @@ def _until_nobody_reads(work: Callable[[Sequence[str]], int], argv: Sequence[str
 
 def _launch(argv: Sequence[str]) -> int:
     options = _parse(argv)
-    _open_standard_streams()
     out = Outlet(1)
     outlets = out, out if os.path.sameopenfile(1, 2) else Outlet(2)
     with Signals() as signals:

@@ -80,6 +80,7 @@ def _no_socket_and_no_thread_is_left(monkeypatch: Patch) -> Iterator[None]:
         return sum(link.startswith("socket:") for link in links)
 
     before, threads = sockets(), threading.active_count()
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     monkeypatch.setattr(_gathering, "LINGER_SECONDS", 0.3)
     yield
     assert sockets() <= before
@@ -158,18 +159,22 @@ def test_workers_may_start_in_any_order_leave_and_come_again(start: Start) -> No
     assert met(early, chief, start(worker(workers, 1)), start(worker(workers, 3)))
 
 
-def test_a_worker_that_left_unseen_may_come_again() -> None:
-    """Its end and the hello of its next start may be there at once, and are then read in any order."""
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_worker_that_left_unseen_may_come_again(order: int, monkeypatch: Patch) -> None:
+    """Its end and the hello of its next start may be there at once, and in any order."""
     clusters = [worker(["127.0.0.1:1", "127.0.0.1:2"], index) for index in (0, 1)]
     clock, pairs = _gathering.Clock(5), [socket.socketpair() for _ in range(3)]
     gathering = _gathering.Gathering(clusters[0], _hello.introduce(clusters[0], VERSIONS, "chief", "0"), pairs[0][0], clock)
+    select = gathering.selector.select
+    monkeypatch.setattr(gathering.selector, "select", lambda timeout: sorted(select(timeout), key=lambda e: order * e[0].fd))
     try:
         for i, (ours, theirs) in enumerate(pairs):
             peer = _gathering._Peer(ours, f"127.0.0.1:{i}", clock.deadline)
             ours.setblocking(False)
             gathering.peers[peer] = None
             gathering.selector.register(ours, 1, peer)
-            gathering._judge(peer, _hello.introduce(clusters[1], VERSIONS, "worker", f"start {i}"))
+            theirs.sendall(_hello.introduce(clusters[1], VERSIONS, "worker", f"start {i}").encode())
+            gathering._turn(clock.deadline)
             assert (gathering.failure is None) == (i < 2), "the third start, while the second is there"
             if i == 0:
                 theirs.close()
@@ -317,8 +322,10 @@ def test_only_in_kubernetes_a_name_may_appear_late(late: bool, start: Start, mon
         return asked(host, port, **more)
 
     monkeypatch.setattr(socket, "getaddrinfo", slowly)
+    if late:
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
     workers = [f"pod-0.pods:{port_of(addresses(1)[0])}", *addresses(1)]
-    results = outcomes([start(worker(workers, i, names_come_late=late)) for i in range(2)])
+    results = outcomes([start(worker(workers, i)) for i in range(2)])
     assert all(isinstance(result, Meeting if late else ClusterConfigError) for result in results), results
 
 

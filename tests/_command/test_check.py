@@ -36,7 +36,8 @@ def test_one_worker_is_ok(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_wrong_sum_is_found(strategy2: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "_measure", lambda *_: ())
-    monkeypatch.setattr(check, "_meet", lambda _: (strategy2, Coordination()))
+    monkeypatch.setattr(check, "MultiWorkerMirroredStrategy", lambda **_: strategy2)
+    monkeypatch.setattr(check, "coordination_of", lambda _: Coordination())
     make, calls = check._make_all_reduce, itertools.count()
 
     def make_wrong(*args: Any) -> Callable[[], Any]:
@@ -70,7 +71,8 @@ class Foreign(Coordination):
 def test_what_other_workers_say_is_shown_escaped(
     strategy2: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check, "_meet", lambda _: (strategy2, Foreign()))
+    monkeypatch.setattr(check, "MultiWorkerMirroredStrategy", lambda **_: strategy2)
+    monkeypatch.setattr(check, "coordination_of", lambda _: Foreign())
     for name, result in (("_compare", []), ("_measure", []), ("_find_slow", [])):
         monkeypatch.setattr(check, name, lambda *_, result=result: result)
     assert check.main([]) == 1

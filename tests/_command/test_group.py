@@ -613,7 +613,7 @@ def test_a_full_disk_does_not_end_the_training(launcher: Launcher, tmp_path: Pat
     patch = """
 from mirrored._command import output
 class Full(output.LogFile):
-    def __init__(self, path): self.path, self._file = path, open("/dev/full", "wb", buffering=0)
+    def __init__(self, path): output.io.FileIO.__init__(self, "/dev/full", "w")
 group.LogFile = Full
 """
     code, out, err = launcher.run("say(1); say(2)", "--log-dir", tmp_path / "logs", patch=patch)

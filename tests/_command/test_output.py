@@ -162,10 +162,10 @@ def test_an_outlet_that_cannot_take_anything_now_keeps_it() -> None:
 
 def test_log_files_are_new_and_private_and_their_folders_count_on_and_follow_no_links(tmp_path: Path) -> None:
     log = LogFile(tmp_path / "log")
-    assert log.write(b"\x1b\xff\r\n") is None
+    assert log.append(b"\x1b\xff\r\n") is None
     log.close()
     log.close()
-    assert log.write(b"late") is None
+    assert log.append(b"late") is None
     assert (tmp_path / "log").read_bytes() == b"\x1b\xff\r\n" and (tmp_path / "log").stat().st_mode & 0o777 == 0o600
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     for name in ("log", "link"):

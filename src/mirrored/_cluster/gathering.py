@@ -50,8 +50,7 @@ class Clock:
     def __init__(self, seconds: float) -> None:
         self.started = time.monotonic()
         self.deadline, self.next_report = self.started + seconds, self.started + PROGRESS_SECONDS
-        # Whether a job ran at the address: an earlier run of this one, or another that has the same port.
-        self.has_met_a_run = False
+        self._pause = 0.02
 
     @property
     def left(self) -> float:
@@ -66,6 +65,12 @@ class Clock:
         if time.monotonic() >= self.next_report:
             _logger.warning("%s after %s", what, self.waited)
             self.next_report = self.started + 2 * (time.monotonic() - self.started)
+
+    def wait(self, what: str) -> None:
+        """Report a wait, and sleep for a moment, for longer each time."""
+        self.report(what)
+        time.sleep(max(0.0, min(self._pause, self.left)))
+        self._pause = min(2 * self._pause, 0.5)
 
 
 @dataclasses.dataclass(eq=False)
@@ -85,14 +90,6 @@ class _Peer:
         except OSError:
             return False
 
-    def is_gone(self) -> bool:
-        try:
-            return not self.sock.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-
 
 class Gathering:
     """Worker 0's side of the meeting, which collects a hello from every other worker and tells all of them the outcome.
@@ -105,7 +102,6 @@ class Gathering:
         self.selector = selectors.DefaultSelector()
         self.peers: dict[_Peer, None] = {}  # in the order in which they came
         self.present: dict[int, _Peer] = {}
-        self.told: set[int] = set()
         self.failure: Exception | None = None  # for all workers
 
     def run(self) -> None:
@@ -119,47 +115,42 @@ class Gathering:
                 else:
                     self.clock.report(self._waiting())
                     self._turn(min(self.clock.deadline, self.clock.next_report))
-            if failure := self.failure:
-                self._tell_all()  # meanwhile a worker that comes late may find another
-                raise failure
-            self._release()
+            self._tell_all(self.failure)
         finally:
             for peer in list(self.peers):
                 self._drop(peer)
             self.selector.close()
 
-    def _release(self) -> None:
-        """Close the port first, so that nobody takes us for jax; let the workers hang up, so that no port stays in use."""
-        self.selector.unregister(self.listener)
-        self.listener.close()
-        for index, peer in self.present.items():
-            if not peer.answer(GO):
-                raise ClusterStartError(f"{self._name(index)} left while all were told to start")
-        until = time.monotonic() + PATIENCE_SECONDS
-        while any(peer.hello for peer in self.peers) and time.monotonic() < until:
+    def _tell_all(self, failure: Exception | None) -> None:
+        """Tell all workers to start, or the failure, also to those that come within a moment; wait until they have hung up."""
+        if not failure:  # close the port first, so that nobody takes us for jax
+            self.selector.unregister(self.listener)
+            self.listener.close()
+        for peer in self.peers:
+            if peer.hello and not peer.answer(failure or GO) and not failure:
+                raise ClusterStartError(f"{self._name(peer.hello.index)} left while all were told to start")
+        until = time.monotonic() + (LINGER_SECONDS if failure else PATIENCE_SECONDS)
+        some_are_late = bool(self._missing())
+        while time.monotonic() < until and (some_are_late or any(peer.hello for peer in self.peers)):
             self._turn(until)
-
-    def _tell_all(self) -> None:
-        """Tell the failure to all workers, also to those that come within a moment."""
-        for peer in list(self.peers):
-            if peer.hello:
-                self._tell(peer, peer.hello)
-        until = time.monotonic() + LINGER_SECONDS
-        while time.monotonic() < until and (len(self.told) < self.cluster.num_workers - 1 or any(p.hello for p in self.peers)):
-            self._turn(until)
-
-    def _tell(self, peer: _Peer, hello: Hello) -> None:
-        peer.answer(self.failure or WAITING)
-        self.told |= {hello.index} - {0}
+        if failure:
+            raise failure
 
     def _turn(self, until: float) -> None:
-        strangers = [peer for peer in self.peers if not peer.hello]
-        until = min([until, *(peer.until for peer in strangers)])
+        """Wait for something to happen, and handle it; ends before hellos, because a worker may leave and come again."""
+        until = min([until, *(peer.until for peer in self.peers if not peer.hello)])
         for key, _ in self.selector.select(max(0.0, until - time.monotonic())):
             self._read(key.data) if key.data else self._accept()
+        strangers = [peer for peer in self.peers if not peer.hello]
         for peer in strangers:
-            if not peer.hello and time.monotonic() >= peer.until:
-                self._drop(peer, "said nothing")
+            line, end, _ = bytes(peer.buffer).partition(b"\n")
+            if end or len(line) > MAX_LINE:
+                if hello := parse_hello(line):
+                    self._judge(peer, hello)
+                else:
+                    self._drop(peer, f"said {describe(line[:40].decode('latin1'))}")
+            elif time.monotonic() >= peer.until or peer in strangers[:-MAX_STRANGERS]:
+                self._drop(peer, "said nothing in time, or while many others came")
 
     def _accept(self) -> None:
         try:
@@ -175,9 +166,6 @@ class Gathering:
         peer = _Peer(sock, join_address(*address[:2]), time.monotonic() + PATIENCE_SECONDS)
         self.peers[peer] = None
         self.selector.register(sock, selectors.EVENT_READ, peer)
-        strangers = [peer for peer in self.peers if not peer.hello]
-        if len(strangers) > MAX_STRANGERS:
-            self._drop(strangers[0], "made room for others")
 
     def _no_more(self, error: OSError) -> Exception:
         text = f"worker 0 cannot take more than {len(self.peers)} of {self.cluster.num_workers - 1} connections: {error.strerror}"
@@ -189,8 +177,6 @@ class Gathering:
         )
 
     def _read(self, peer: _Peer) -> None:
-        if peer not in self.peers:
-            return
         try:
             data = peer.sock.recv(MAX_LINE)
         except BlockingIOError:
@@ -201,45 +187,34 @@ class Gathering:
             self._drop(peer, "left")
         elif not peer.hello:
             peer.buffer += data
-            if b"\n" in peer.buffer or len(peer.buffer) > MAX_LINE:
-                if hello := parse_hello(bytes(peer.buffer).partition(b"\n")[0]):
-                    self._judge(peer, hello)
-                else:
-                    self._drop(peer, f"said {describe(peer.buffer[:40].decode('latin1'))}")
 
     def _judge(self, peer: _Peer, hello: Hello) -> None:
-        difference = self._difference(peer, hello)
-        if hello.digest != self.hello.digest and (hello.index == 0 or hello.is_late or self.clock.has_met_a_run):
-            self._refuse_job(peer, hello, str(difference or ""))
+        """Take a worker, which may have come before. One that differs is an error of all, or of the later one of two jobs."""
+        before = self.present.get(hello.index)
+        difference = self._difference(peer, hello, before)
+        if hello.digest != self.hello.digest and (hello.is_late or self.hello.is_late):
+            port = split_address(self.cluster.coordinator_address or "")[1]
+            if hello.is_late:
+                peer.answer(ClusterStartError(f"port {port} is taken: another cluster starts there ({difference})"))
+            else:
+                text = f"{difference}. Or port {port} belongs to another job, which has started again: give each its own"
+                self.failure = self.failure or ClusterStartError(text)
+            self._drop(peer)
             return
         peer.hello = hello
-        self.failure = self.failure or difference
-        if self.failure:
-            self._tell(peer, hello)
-            return
-        if before := self.present.get(hello.index):
-            self._drop(before)
         self.present[hello.index] = peer
-        peer.answer(WAITING)
+        self.failure = self.failure or difference
+        if before and not self.failure:
+            self._drop(before)
+        peer.answer(self.failure or WAITING)
 
-    def _refuse_job(self, peer: _Peer, hello: Hello, difference: str) -> None:
-        """Send away a worker of another job that was given the same port; or leave the port to the job that had it before."""
-        port = split_address(self.cluster.coordinator_address or "")[1]
-        if hello.index and self.clock.has_met_a_run and not hello.is_late:
-            text = f"{difference}. Or port {port} belongs to another job, which has started again: give each its own"
-            self.failure = self.failure or ClusterStartError(text)
-        else:
-            peer.answer(ClusterStartError(f"port {port} is taken: another cluster starts there ({difference})"))
-        self._drop(peer)
-
-    def _difference(self, peer: _Peer, hello: Hello) -> Exception | None:
+    def _difference(self, peer: _Peer, hello: Hello, before: _Peer | None) -> Exception | None:
         """Return the error of a worker that differs from worker 0, or whose index another one has."""
         they = f"worker {hello.index} ({peer.address}, {describe(hello.process)})"
         me = f"the chief ({self.cluster.coordinator_address}, {describe(self.hello.process)})"
         if difference := first_difference(they, hello, me, self.hello):
             return ClusterConfigError(difference)
-        before = self.present.get(hello.index)
-        if hello.index == 0 or (before and before.hello and before.hello.token != hello.token and not before.is_gone()):
+        if hello.index == 0 or (before and before.hello and before.hello.token != hello.token):
             other = f"another ({before.address}, {describe(before.hello.process)})" if before and before.hello else me
             text = f"two processes say that they are worker {hello.index}: {they} and {other}; give each its own index"
             return ClusterConfigError(text)
@@ -247,7 +222,7 @@ class Gathering:
 
     def _drop(self, peer: _Peer, why: str = "") -> None:
         """Close a connection; a stranger's so that the port is free at once."""
-        self.peers.pop(peer, None)
+        del self.peers[peer]
         if peer.hello is None:
             _logger.debug("hung up on %s, which %s", peer.address, why)
             reset_on_close(peer.sock)

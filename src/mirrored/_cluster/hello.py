@@ -22,12 +22,14 @@ MAX_LINE = 8192
 MAX_TEXT = 3000
 _MAX_PROCESS, _MAX_WORD = 200, 300
 _MAX_VERSIONS = 16
-#: What worker 0 answers: that it waits for others, that all are there, or the error that all raise.
-WAITING, GO = "waiting", "go"
+#: What worker 0 answers: that it waits for others, that all are there, or the error that all raise. And what jax's service says.
+WAITING, GO, RUNNING = "waiting", "go", "running"
+#: The settings of HTTP/2, which gRPC and so jax's service sends first, from the fourth byte on.
+_GRPC = b"\x04\x00\x00\x00\x00\x00"
 _ERRORS = {"config": ClusterConfigError, "start": ClusterStartError}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Hello:
     """The line of JSON in which a worker introduces itself to worker 0."""
 
@@ -38,7 +40,7 @@ class Hello:
     versions: Mapping[str, str]
     process: str  # its host and process number, for a person
     token: str  # tells a process that connects again from another one with the same index
-    is_late: bool = False  # whether it has met a running job at the address: then two clusters that differ may be two jobs
+    is_late: bool = False  # whether it has met a job at the address: then two clusters that differ may be two jobs
 
     def encode(self) -> bytes:
         """Return the line that `parse_hello` takes."""
@@ -83,7 +85,9 @@ def encode_answer(answer: str | Exception) -> bytes:
 
 
 def parse_answer(line: bytes) -> str | Exception | None:
-    """Read an answer of worker 0: WAITING, GO, or the error to raise; None for everything else."""
+    """Read an answer of worker 0: WAITING, GO, or the error to raise; RUNNING of jax's service; None for everything else."""
+    if line[3:].startswith(_GRPC):
+        return RUNNING
     message = _decode(line)
     if message and message in ({"state": WAITING}, {"state": GO}):
         return message["state"]
@@ -99,11 +103,6 @@ def may_be_ours(line: bytes) -> bool:
     """Tell whether a line that is not yet complete begins like ours."""
     start = encode({})[:-2]
     return line[: len(start)] == start[: len(line)]
-
-
-def is_grpc(data: bytes) -> bool:
-    """Tell whether data begins with the settings of HTTP/2, which gRPC and so jax's service sends first."""
-    return data[3:9] == b"\x04\x00\x00\x00\x00\x00"
 
 
 def first_difference(they: str, theirs: Hello, me: str, mine: Hello) -> str:

@@ -20,10 +20,11 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from .. import _env
 from .._errors import ClusterConfigError, ClusterStartError
 from .._text import describe
 from .gathering import LINGER_SECONDS, PATIENCE_SECONDS, Clock, Gathering, keep_alive, reset_on_close
-from .hello import GO, MAX_LINE, Hello, introduce, is_grpc, may_be_ours, parse_answer
+from .hello import GO, MAX_LINE, RUNNING, Hello, introduce, may_be_ours, parse_answer
 from .spec import Cluster, is_loopback, join_address, split_address
 
 #: The limit where a host sets none; some programs go through all numbers up to it.
@@ -78,43 +79,44 @@ def _join(cluster: Cluster, hello: Hello, clock: Clock, own: str | None) -> str:
     """Be a worker: say hello to worker 0 until it answers; return this worker's own host."""
     chief = cluster.coordinator_address or ""
     addresses = _resolve(*split_address(chief), cluster, clock)
-    pause, why = 0.02, ""
+    why = ""
     while True:
         for family, address in addresses:
-            with socket.socket(family, socket.SOCK_STREAM) as sock:
-                try:
-                    _connect(sock, address, clock)
-                    sock.sendall(dataclasses.replace(hello, is_late=clock.has_met_a_run).encode())
-                    why = _await_start(sock, chief, clock)
+            try:
+                with _ask(family, address, hello, clock) as sock:
+                    why = _await_start(sock, chief, hello, clock)
                     if not why:
                         host = sock.getsockname()[0]
                         return host if own is None or is_loopback(own) else own
-                except OSError as error:
-                    why = error.strerror or str(error)
+            except OSError as error:
+                why = error.strerror or str(error)
         if clock.left <= 0:
             raise ClusterStartError(
                 f"worker {cluster.worker_index} waited {clock.waited} for the chief ({chief}): {why}. Is worker 0 started, with "
                 f"the same cluster as here ({cluster.found_in}), and can this host reach it there (the right address and port, "
                 "no firewall)? If it only needs longer: mr.CommunicationOptions(timeout_seconds=...)"
             )
-        clock.report(f"worker {cluster.worker_index} is waiting for the chief ({chief}): {why};")
-        time.sleep(max(0.0, min(pause, clock.left)))
-        pause = min(2 * pause, 0.5)
-        if cluster.names_come_late:
+        clock.wait(f"worker {cluster.worker_index} is waiting for the chief ({chief}): {why};")
+        if _names_come_late():
             addresses = _resolve(*split_address(chief), cluster, clock)
 
 
-def _connect(sock: socket.socket, address: Any, clock: Clock) -> None:
-    sock.settimeout(max(0.01, min(PATIENCE_SECONDS, clock.left)))
-    sock.connect(address)
-    keep_alive(sock)
-    if sock.getsockname() == sock.getpeername():
-        # On one host, the kernel may choose the chief's port for our end too, and then connects us to ourselves.
-        reset_on_close(sock)
-        raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+@contextlib.contextmanager
+def _ask(family: socket.AddressFamily, address: Any, hello: Hello, clock: Clock) -> Iterator[socket.socket]:
+    """Connect, and say hello."""
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.settimeout(max(0.01, min(PATIENCE_SECONDS, clock.left)))
+        sock.connect(address)
+        keep_alive(sock)
+        if sock.getsockname() == sock.getpeername():
+            # On one host, the kernel may choose the chief's port for our end too, and then connects us to ourselves.
+            reset_on_close(sock)
+            raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+        sock.sendall(hello.encode())
+        yield sock
 
 
-def _await_start(sock: socket.socket, chief: str, clock: Clock) -> str:
+def _await_start(sock: socket.socket, chief: str, hello: Hello, clock: Clock) -> str:
     """Wait for worker 0's answer: return "" for go, the reason to try again, or raise its error.
 
     A run that ends is waited for, because the launchers of several hosts do not start anew at the same moment.
@@ -123,8 +125,8 @@ def _await_start(sock: socket.socket, chief: str, clock: Clock) -> str:
     for answer in _answers(sock, clock):
         if answer is None:
             clock.report(f"waiting for the chief ({chief}): {state};")
-        elif isinstance(answer, bytes) and is_grpc(answer):
-            clock.has_met_a_run = True
+        elif answer == RUNNING:
+            hello.is_late = True
             return "a job runs there, an earlier run of this one or another that has the same port"
         elif isinstance(answer, bytes):
             raise ClusterStartError(
@@ -156,7 +158,7 @@ def _answers(sock: socket.socket, clock: Clock) -> Iterator[str | Exception | by
         for line in lines:
             yield parse_answer(line) or line
         if len(buffer) > MAX_LINE or not may_be_ours(buffer):
-            yield buffer
+            yield parse_answer(buffer) or buffer
 
 
 def _listen(sock: socket.socket, address: Any, chief: str, hello: Hello, clock: Clock) -> None:
@@ -183,7 +185,7 @@ def _bind(sock: socket.socket, address: Any, hello: Hello, clock: Clock) -> None
     A socket that does not listen is left from an ended run, and jax may bind beside it; or it is about to listen. A job that runs
     there may be an earlier run of this one, which ends: this worker waits for its end.
     """
-    pause, first_report = 0.05, clock.started + LINGER_SECONDS  # a slip is seen early
+    first_report = clock.started + LINGER_SECONDS  # a slip is seen early
     while True:
         for share in (0, 1):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, share)
@@ -192,29 +194,24 @@ def _bind(sock: socket.socket, address: Any, hello: Hello, clock: Clock) -> None
             except OSError as error:
                 if error.errno != errno.EADDRINUSE or clock.left <= 0:
                     raise
-            if _is_listened_to(address, dataclasses.replace(hello, is_late=clock.has_met_a_run)):
-                clock.has_met_a_run = True
+            if _is_listened_to(sock.family, address, dataclasses.replace(hello, is_late=True)):
+                hello.is_late = True
                 break
         clock.next_report, first_report = min(clock.next_report, first_report), math.inf
-        clock.report(f"worker 0 is waiting for port {address[1]} on {address[0]}, which another run or program has;")
-        time.sleep(max(0.0, min(pause, clock.left)))
-        pause = min(2 * pause, 0.5)
+        clock.wait(f"worker 0 is waiting for port {address[1]} on {address[0]}, which another run or program has;")
 
 
-def _is_listened_to(address: Any, hello: Hello) -> bool:
+def _is_listened_to(family: socket.AddressFamily, address: Any, hello: Hello) -> bool:
     """Tell whether a process listens at an address; raise the error of a cluster that starts there, OSError if it is not jax."""
     clock = Clock(0.2)  # for the connection; the answer has LINGER_SECONDS more
-    family = socket.AF_INET6 if len(address) == 4 else socket.AF_INET
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as sock:
-            _connect(sock, address, clock)
-            sock.sendall(hello.encode())
+        with _ask(family, address, hello, clock) as sock:
             answer = next(_answers(sock, clock), None)
     except ConnectionRefusedError:
         return False
     except OSError:
         return True
-    if isinstance(answer, bytes) and not is_grpc(answer):
+    if isinstance(answer, bytes):
         raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
     if isinstance(answer, Exception):
         raise answer
@@ -245,12 +242,16 @@ def _resolve(host: str, port: int, cluster: Cluster, clock: Clock) -> list[_Addr
         found = _look_up(host, port, min(PATIENCE_SECONDS, max(0.1, clock.left)) - 0.1)
         if isinstance(found, list):
             return found
-        if not cluster.names_come_late or clock.left <= 0:
+        if not _names_come_late() or clock.left <= 0:
             break
-        clock.report(f"waiting for the name {host} to appear in the DNS")
-        time.sleep(min(0.5, max(0.0, clock.left)))
+        clock.wait(f"waiting for the name {host} to appear in the DNS")
     text = f"the host name {describe(host)} in {cluster.found_in} has no address: {found.strerror or found}"
     raise ClusterConfigError(text) if found.errno == socket.EAI_NONAME else ClusterStartError(text)
+
+
+def _names_come_late() -> bool:
+    """Tell whether this is a pod, whose name may appear in the DNS only once it runs."""
+    return _env.KUBERNETES_SERVICE_HOST.get() is not None
 
 
 def _look_up(host: str, port: int, seconds: float) -> list[_Address] | OSError:

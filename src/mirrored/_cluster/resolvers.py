@@ -6,14 +6,13 @@ No jax, and nothing here connects to anything: docs/design/clusters.md.
 from __future__ import annotations
 
 import abc
-import dataclasses
 from collections.abc import Mapping, Sequence
 
 from .. import _env
 from .._text import describe
 from . import environments
 from .environments import DEFAULT_PORT, SOURCES, decimal, has
-from .spec import Cluster, ClusterSpec, check_count, refuse, said_by
+from .spec import MAX_WORKERS, Cluster, ClusterSpec, refuse, said_by
 
 
 class ClusterResolver(abc.ABC):
@@ -97,7 +96,7 @@ class TFConfigClusterResolver(ClusterResolver):
     def cluster(self) -> Cluster:
         """Return the cluster of TF_CONFIG."""
         environment = _environment(self._environment)
-        return _late(environment, environments.from_tf_config(environment)) if has(environment, _env.TF_CONFIG) else Cluster()
+        return environments.from_tf_config(environment) if has(environment, _env.TF_CONFIG) else Cluster()
 
 
 class SlurmClusterResolver(ClusterResolver):
@@ -125,8 +124,7 @@ class SlurmClusterResolver(ClusterResolver):
 
     def cluster(self) -> Cluster:
         """Return the cluster of Slurm's variables."""
-        environment = _environment(self._environment)
-        return _late(environment, environments.slurm_step(environment, self._port_base))
+        return environments.slurm_step(_environment(self._environment), self._port_base)
 
 
 class KubernetesClusterResolver(ClusterResolver):
@@ -167,25 +165,28 @@ class KubernetesClusterResolver(ClusterResolver):
         environment = _environment(self._environment)
         for _, is_there, read in SOURCES[:4]:
             if is_there(environment):
-                return dataclasses.replace(read(environment), names_come_late=True)
+                return read(environment)
         return self._indexed_job(environment)
 
     def _indexed_job(self, environment: Mapping[str, str]) -> Cluster:
         with said_by("KubernetesClusterResolver"):
             if not has(environment, _env.JOB_COMPLETION_INDEX):
                 refuse("the pod has neither TF_CONFIG nor JAX_NUM_PROCESSES nor JOB_COMPLETION_INDEX; start it as a job")
-            if self._num_workers is None or self._subdomain is None:
+            count = self._num_workers
+            if count is None or self._subdomain is None:
                 refuse(
                     "the pods of an indexed Job do not know how many they are and behind which service: "
                     'write KubernetesClusterResolver(num_workers=2, subdomain="my-service")'
                 )
-            index = decimal(environment, _env.JOB_COMPLETION_INDEX, check_count("num_workers", self._num_workers))
+            if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_WORKERS:
+                refuse(f"num_workers is {describe(count)}; expected a whole number from 1 to {MAX_WORKERS}")
+            index = decimal(environment, _env.JOB_COMPLETION_INDEX, count)
             name = _env.HOSTNAME.get(environment) or ""
             job, _, number = name.rpartition("-")
             if number != str(index):
                 refuse(f"HOSTNAME is {describe(name)}; the pod {index} of an indexed Job is called JOB-{index}")
-            addresses = [f"{job}-{i}.{self._subdomain}:{self._port}" for i in range(self._num_workers)]
-            return Cluster(ClusterSpec.of({"worker": addresses}), "worker", index, "an indexed Job", names_come_late=True)
+            addresses = [f"{job}-{i}.{self._subdomain}:{self._port}" for i in range(count)]
+            return Cluster(ClusterSpec.of({"worker": addresses}), "worker", index, "an indexed Job")
 
 
 def discover(explicit: object = None, environment: Mapping[str, str] | None = None) -> tuple[Cluster, str]:
@@ -212,14 +213,10 @@ def discover(explicit: object = None, environment: Mapping[str, str] | None = No
     there = [(name, read) for name, is_there, read in SOURCES if is_there(environment)]
     if not there:
         return Cluster(found_in="nothing"), "one worker: no variable describes a cluster" + environments.near_miss(environment)
-    cluster = _late(environment, there[0][1](environment))
+    cluster = there[0][1](environment)
     ignored = f"; not used: {', '.join(name for name, _ in there[1:])}" if there[1:] else ""
     return cluster, f"{cluster}, from {cluster.found_in}{ignored}"
 
 
 def _environment(given: Mapping[str, str] | None) -> Mapping[str, str]:
     return _env.current() if given is None else given
-
-
-def _late(environment: Mapping[str, str], cluster: Cluster) -> Cluster:
-    return dataclasses.replace(cluster, names_come_late=has(environment, _env.KUBERNETES_SERVICE_HOST))

@@ -85,7 +85,6 @@ class Cluster:
         task_type: "chief", "worker", or "evaluator", which stands beside the cluster of the workers.
         task_id: which of the tasks of this type.
         found_in: who said so, for messages.
-        names_come_late: whether host names may take a while to appear in the DNS, as in Kubernetes.
 
     Raises:
         ClusterConfigError: when the task is not one of the cluster's.
@@ -95,7 +94,6 @@ class Cluster:
     task_type: str = "worker"
     task_id: int = 0
     found_in: str = "the arguments"
-    names_come_late: bool = False
 
     def __post_init__(self) -> None:
         if self.task_type not in ("chief", "worker", "evaluator"):
@@ -258,13 +256,6 @@ def _check_distinct(spec: ClusterSpec) -> None:
                 other = seen.setdefault((host.lower(), port), where := f"cluster.{role}[{i}]")
                 if other != where:
                     refuse(f"{other} and {where} are both {describe(address)}; every task has an address of its own")
-
-
-def check_count(name: str, count: object) -> int:
-    """Return a number of workers as it is, or refuse it."""
-    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_WORKERS:
-        refuse(f"{name} is {describe(count)}; expected a whole number from 1 to {MAX_WORKERS}")
-    return count
 
 
 def refuse(text: str) -> NoReturn:

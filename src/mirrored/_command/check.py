@@ -51,11 +51,13 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     start = time.monotonic()
     try:
-        strategy, coordination = _meet(options.timeout)
+        limits = CommunicationOptions(timeout_seconds=options.timeout)
+        strategy = MultiWorkerMirroredStrategy(communication_options=limits)
     except (ClusterConfigError, ClusterStartError, DeviceError, ValueError) as error:
         sys.stderr.write(f"mirrored check: {error}\n")
         return 1
     seconds = time.monotonic() - start
+    coordination = coordination_of(strategy)
     problems: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RecompilationWarning)  # each size needs its own program
@@ -78,12 +80,6 @@ def _check(strategy: Strategy, coordination: Coordination, seconds: float, probl
     yield from _find_slow(coordination)
     yield from (f"WRONG: {problem}" for problem in problems)
     yield "not ok" if problems else "ok"
-
-
-def _meet(timeout: float) -> tuple[Strategy, Coordination]:
-    """Start the cluster."""
-    strategy = MultiWorkerMirroredStrategy(communication_options=CommunicationOptions(timeout_seconds=timeout))
-    return strategy, coordination_of(strategy)
 
 
 def _who() -> str:

@@ -34,7 +34,7 @@ LEFTOVER_SECONDS = 1.0
 #: gloo's line for each connected worker, which no level of logging turns off; only the log files keep it.
 _NOISE = b"[Gloo] Rank "
 _IS_STOPPED = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
-_READ_BYTES, _LAST_READS = 1 << 16, 16
+_READ_BYTES = 1 << 20  # as many as a pipe has at most
 #: The most bytes of a progress file, and the most progress files: there is one for each folder of checkpoints.
 _PROGRESS_BYTES, _MAX_WRITERS = 32, 100
 
@@ -61,9 +61,7 @@ class Worker:
     tail: Tail = dataclasses.field(default_factory=Tail)
     was_asked: bool = False
     was_stopped: bool = False
-    is_gone: bool = False
     ended: float = 0.0  # as of time.monotonic()
-    ended_at: float = 0.0  # as of time.time()
 
 
 @dataclasses.dataclass
@@ -79,10 +77,12 @@ class Group:
     outlets: tuple[Outlet, Outlet]  # for output and errors; one twice where both go to the same place
     signals: Signals
     standby: Standby
-    _workers: list[Worker] = dataclasses.field(default_factory=list)
-    _plan: list[tuple[float, int]] = dataclasses.field(default_factory=list)  # signals to send, with their times
+    _workers: list[Worker] = dataclasses.field(default_factory=list)  # those that are not gone
+    _endings: list[Ending] = dataclasses.field(default_factory=list)  # of those that are
+    # Times, with signals to send; None starts what waits for the next attempt.
+    _plan: list[tuple[float, int | None]] = dataclasses.field(default_factory=list)
     _num_signals: int = 0  # of the launcher's, so many have been obeyed
-    _prepares_at: float = math.inf  # when to start the standby processes of the next attempt
+    _is_ending: bool = False  # since a signal came, or a worker failed
 
     def run(self) -> Attempt:
         """Start the workers, and return when all are gone."""
@@ -91,24 +91,23 @@ class Group:
             assert process.stdin is not None
             self._keeper_pipe = process.stdin.fileno()
             self._start = time.monotonic()
-            self._prepares_at = self._start + DELAY_SECONDS
+            self._plan = [(self._start + DELAY_SECONDS, None)]
             try:
-                for environment in self.environments:
-                    self._spawn({**environment, _env.MIRRORED_PROGRESS_FILE.name: str(progress)})
-                while not all(worker.is_gone for worker in self._workers):
+                for index, environment in enumerate(self.environments, self.first_index):
+                    self._spawn(index, {**environment, _env.MIRRORED_PROGRESS_FILE.name: str(progress)})
+                while self._workers:
                     self._step()
             finally:
-                for worker in self._workers:
+                for worker in list(self._workers):
                     self._end(worker)
             steps = _read_steps(progress)
-        endings = [self._ending(worker) for worker in sorted(self._workers, key=lambda worker: worker.ended)]
+        endings = sorted(self._endings, key=lambda ending: (ending.seconds, ending.index))
         return Attempt(endings, list(self.signals.received), steps)
 
-    def _spawn(self, environment: Mapping[str, str]) -> None:
-        index = self.first_index + len(self._workers)
+    def _spawn(self, index: int, environment: Mapping[str, str]) -> None:
         log = LogFile(self.logs / f"worker-{index}.log") if self.logs else None
         command = [*_isolated("enrol"), str(self._keeper_pipe), sys.executable, "-u", *self.command]
-        process = self.standby.take(len(self._workers), environment, self._keeper_pipe) or start(
+        process = self.standby.take(environment, self._keeper_pipe) or start(
             command, environment, subprocess.DEVNULL, pass_fds=(self._keeper_pipe,)
         )
         streams = []
@@ -121,40 +120,32 @@ class Group:
     def _step(self) -> None:
         """Wait for the next event, and handle all that have come."""
         deadlines = [when for when, _ in self._plan]
-        if self._prepares_at < math.inf:
-            deadlines.append(self._prepares_at)
-        if any(worker.ended and not worker.is_gone for worker in self._workers):
+        if any(worker.ended for worker in self._workers):
             deadlines.append(time.monotonic() + 0.02)  # no event tells the end of a group's last process
-        if len(self.signals.received) > self._num_signals:
-            deadlines.append(0.0)
         streams = [stream for worker in self._workers for stream in worker.streams]
         pipes = [stream.pipe.fileno() for stream in streams if not (stream.pipe.closed or stream.outlet.is_full)]
         self.signals.wait(self.outlets, pipes, min(deadlines) - time.monotonic() if deadlines else None)
         now = time.monotonic()
-        for worker in self._workers:
+        for worker in list(self._workers):
             for stream in worker.streams:
                 if not (stream.pipe.closed or stream.outlet.is_full):
                     self._relay(worker, stream)
             self._look_after(worker, now)
         self._obey_signals(now)
-        if now >= self._prepares_at:
-            self._prepares_at = math.inf
-            if not self._plan:
-                self.standby.prepare(self.environments)
         while self._plan and self._plan[0][0] <= now:
-            self._send(self._plan.pop(0)[1])
+            number = self._plan.pop(0)[1]
+            self._send(number) if number else self.standby.prepare(self.environments)
 
-    def _relay(self, worker: Worker, stream: Stream) -> bool:
-        """Pass on new output of a worker; tell whether there was some."""
+    def _relay(self, worker: Worker, stream: Stream) -> None:
+        """Pass on new output of a worker."""
         data = stream.pipe.read(_READ_BYTES)
         if data is None:  # the pipe does not block, and is empty
-            return False
-        if data and worker.log and (problem := worker.log.write(data)):
+            return
+        if data and worker.log and (problem := worker.log.append(data)):
             self.outlets[1].write(f"mirrored launch: {problem}\n".encode())
         self._pass_on(worker, stream, stream.cutter.feed(data) if data else stream.cutter.finish())
         if not data:
             stream.pipe.close()
-        return bool(data)
 
     def _pass_on(self, worker: Worker, stream: Stream, lines: Sequence[bytes]) -> None:
         for line in lines:
@@ -164,7 +155,7 @@ class Group:
             if not isinstance(line, BarState):
                 stream.outlet.write(stream.prefix + line + b"\n")
             elif stream.outlet.is_terminal:
-                if worker is self._workers[0]:  # several bars would overwrite each other in one line
+                if worker.index == self.first_index:  # several bars would overwrite each other in one line
                     stream.outlet.show(stream.prefix, line)
             elif (now := time.monotonic()) >= stream.shown_at + STATE_SECONDS:
                 stream.shown_at = now
@@ -173,9 +164,10 @@ class Group:
     def _look_after(self, worker: Worker, now: float) -> None:
         """Note a worker's end, plan the others' ends if it failed, and end its group when that is due."""
         if not worker.ended and worker.process.poll() is not None:
-            worker.ended, worker.ended_at = now, time.time()
+            worker.ended = now
             code = worker.process.returncode
-            if code and not self._plan and not self._num_signals:
+            if code and not self._is_ending:
+                self._is_ending = True
                 others = [other for other in self._workers if other.process.poll() is None]
                 for other in others:
                     other.was_stopped = os.waitid(os.P_PID, other.process.pid, _IS_STOPPED) is not None
@@ -183,20 +175,19 @@ class Group:
                 if all(other.was_stopped for other in others):
                     farewell = 0.0  # none of them can leave
                 self._plan = [(now + farewell, signal.SIGTERM), (now + farewell + self.grace, signal.SIGKILL)]
-        if worker.ended and not worker.is_gone:
+        if worker.ended:
             is_over = all(stream.pipe.closed for stream in worker.streams) and not _is_alive(worker.process.pid)
             if is_over or now > worker.ended + LEFTOVER_SECONDS:
                 self._end(worker)
 
     def _obey_signals(self, now: float) -> None:
         for number in self.signals.received[self._num_signals :]:
-            self._num_signals += 1
-            if self._num_signals == 1:
+            self._is_ending = True
+            if not self._num_signals:
                 # A terminal that hangs up asks workers to save and leave; SIGHUP itself would kill Python without a message.
                 self._send(signal.SIGTERM if number == signal.SIGHUP else number)
-                self._plan = [(now + self.grace, signal.SIGKILL)]
-            else:
-                self._plan = [(now, signal.SIGKILL)]
+            self._plan = [(now if self._num_signals else now + self.grace, signal.SIGKILL)]
+            self._num_signals += 1
 
     def _send(self, number: int) -> None:
         for worker in self._workers:
@@ -210,35 +201,30 @@ class Group:
 
     def _end(self, worker: Worker) -> None:
         """Kill the rest of a worker's process group, and pass on the rest of its output."""
-        if worker.is_gone:
-            return
-        if not worker.ended or _is_alive(worker.process.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(worker.process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(worker.process.pid, signal.SIGKILL)
         worker.process.wait()
         for stream in worker.streams:
-            for _ in range(_LAST_READS):  # not for ever: a process outside of the group may go on writing
-                if stream.pipe.closed or not self._relay(worker, stream):
-                    break
+            if not stream.pipe.closed:
+                self._relay(worker, stream)  # once: a process outside of the group may go on writing
             self._pass_on(worker, stream, stream.cutter.finish())
             stream.pipe.close()
         if worker.log:
             worker.log.close()
         with contextlib.suppress(BrokenPipeError):  # the keeper must forget a number that another process may get
             os.write(self._keeper_pipe, b"-%d\n" % worker.process.pid)
-        worker.is_gone = True
-
-    def _ending(self, worker: Worker) -> Ending:
-        return Ending(
+        self._workers.remove(worker)
+        ending = Ending(
             index=worker.index,
             pid=worker.process.pid,
             code=worker.process.returncode,
             seconds=worker.ended - self._start,
-            at=worker.ended_at,
+            at=time.time() - (time.monotonic() - worker.ended),
             was_asked=worker.was_asked,
             tail=worker.tail.lines(),
             was_stopped=worker.was_stopped,
         )
+        self._endings.append(ending)
 
 
 def _keeper(folder: str) -> subprocess.Popen[bytes]:

@@ -136,26 +136,21 @@ class Tail:
         return verdict + kept[::-1]
 
 
-class LogFile:
+class LogFile(io.FileIO):
     """A new file for a worker's raw output that only its owner can read."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file = io.FileIO(path, "x", opener=lambda path, flags: os.open(path, flags, 0o600))
+        super().__init__(path, "x", opener=lambda path, flags: os.open(path, flags, 0o600))
 
-    def write(self, data: bytes) -> str | None:
-        """Write; return the reason if nothing more can be written: a full disk does not end the training."""
+    def append(self, data: bytes) -> str | None:
+        """Write all; return the reason if nothing more can be written: a full disk does not end the training."""
         try:
-            while data and not self._file.closed:
-                data = data[self._file.write(data) :]
+            while data and not self.closed:
+                data = data[self.write(data) :]
         except OSError as error:
             self.close()
-            return f"cannot write {escape(str(self.path), 400)} any more: {error.strerror}"
+            return f"cannot write {escape(str(self.name), 400)} any more: {error.strerror}"
         return None
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 class LineCutter:

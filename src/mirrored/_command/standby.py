@@ -30,19 +30,18 @@ class Standby:
     def __init__(self, modules: str, command: Sequence[str]) -> None:
         self._has_modules = bool(modules)
         self._arguments = [sys.executable, "-u", __file__, modules, *command]
-        self._waiting: dict[int, Process] = {}
+        self._waiting: list[Process] = []  # in the order of the workers
 
     def prepare(self, environments: Sequence[Mapping[str, str]]) -> None:
-        """Start a process for each environment that has none; it imports the modules there."""
-        for place, environment in enumerate(environments):
-            if self._has_modules and place not in self._waiting:
-                self._waiting[place] = start(self._arguments, environment, subprocess.PIPE)
+        """Start a process for each environment, which imports the modules there."""
+        for environment in environments if self._has_modules else ():
+            self._waiting.append(start(self._arguments, environment, subprocess.PIPE))
 
-    def take(self, place: int, environment: Mapping[str, str], keeper: int) -> Process | None:
-        """Make a waiting process a worker, known to the keeper, and return it; None if none waits."""
-        process = self._waiting.pop(place, None)
-        if process is None:
+    def take(self, environment: Mapping[str, str], keeper: int) -> Process | None:
+        """Make the next waiting process a worker, known to the keeper, and return it; None if none waits."""
+        if not self._waiting:
             return None
+        process = self._waiting.pop(0)
         assert process.stdin is not None
         os.write(keeper, b"+%d\n" % process.pid)
         turn = json.dumps(dict(environment)).encode() + b"\n"
@@ -59,7 +58,7 @@ class Standby:
     def close(self) -> None:
         """End the waiting processes."""
         while self._waiting:
-            _, process = self._waiting.popitem()
+            process = self._waiting.pop()
             with process, contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # with its children
 
