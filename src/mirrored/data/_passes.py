@@ -19,7 +19,7 @@ from ._sharing.steps import LocalReplicas, Steps
 from ._sources import grain
 from ._sources.numpy_dataset import NumpyDataset
 from ._sources.open import Position, Source, is_sequence, open_source, rows_of
-from ._sources.verbs import Limit, PerReplicaSpec, limited, num_passes_left, spec_of_batch
+from ._sources.verbs import Limit, PerReplicaSpec, limited, num_passes_left, num_steps, spec_of_batch
 
 _logger = logging.getLogger("mirrored")
 
@@ -136,7 +136,8 @@ def _last_batch(dataset: object) -> LastBatch | None:
         return LastBatch(last, before, len(dataset)) if before and last and last != before else None
     if isinstance(dataset, NumpyDataset):
         is_of_rows = all(is_by_row for _, is_by_row in dataset.maps)  # a function of batches may change the rows
-        num_rows, size, num_batches = dataset.num_rows, (dataset.batch_size or 0) * is_of_rows, dataset._batches_until_end()
+        num_rows, size = dataset.num_rows, (dataset.batch_size or 0) * is_of_rows
+        num_batches = num_steps(dataset._num_batches_of_epoch(), (("take", dataset.batches_per_pass),))
     elif isinstance(dataset, getattr(torch := sys.modules.get("torch.utils.data"), "DataLoader", ())):
         if getattr(dataset, "collate_fn", None) is not getattr(torch, "default_collate", None):
             return None  # a function of the user's may change the rows
