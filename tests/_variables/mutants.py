@@ -3,7 +3,7 @@
 MUTANTS = [
     ("_variables/storage.py", "if home.lent:", "if False:",
      "tests/_variables/test_threads.py::test_what_a_reader_holds_is_not_overwritten_and_costs_a_copy_only_meanwhile"),
-    ("_variables/equal_copies.py", "    if any(len(set(copies)) > 1 for _, copies in sums):", "    if False:",
+    ("_variables/equal_copies.py", "any(len(set(copies)) > 1 for _, copies in own)", "False",
      "tests/_variables/test_equal_copies.py::test_one_flipped_bit_is_found_and_named"),
     ("_variables/assignment.py", "if spec.is_on_read or axis is None:", "if True:",
      "tests/parity/test_programs.py::test_the_numbers_are_those_of_one_device[Counted...AggregatedAssignment-R3, odd]"),

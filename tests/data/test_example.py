@@ -309,11 +309,11 @@ def everything_read(layout: value_places.ValuePlaces, row: bytes) -> dict[str, b
         if kind is None:
             continue
         feature = VarLenFeature({"bytes_list": bytes, "float_list": np.float32, "int64_list": np.int64}[kind])
-        expected = read(feature, values)
+        expected = read(feature, [values])
         if name in layout.spans:
             (found,) = cut(feature, kind, layout.spans[name], np.frombuffer(row, np.uint8)[None], [row])
         else:
-            found = read(feature, layout.features[name])
+            found = read(feature, [layout.features[name]])
         np.testing.assert_array_equal(found, expected)
 
 

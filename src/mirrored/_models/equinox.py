@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from .._replicas.context import current_replica
@@ -22,14 +22,12 @@ def _places_in(structure: Any) -> frozenset[int]:
     return frozenset(place for place, is_inside in enumerate(_are_inside(structure, False)) if is_inside)
 
 
-def _are_inside(structure: Any, is_inside: bool) -> Iterator[bool]:
+def _are_inside(structure: Any, is_inside: bool) -> list[bool]:
     node = structure.node_data()
     if node is None:
-        yield from [is_inside] * structure.num_leaves
-    elif issubclass(node[0], sys.modules["equinox"].Module):
-        is_inside = True
-    for child in structure.children():
-        yield from _are_inside(child, is_inside)
+        return [is_inside] * structure.num_leaves
+    is_inside = is_inside or issubclass(node[0], sys.modules["equinox"].Module)
+    return [each for child in structure.children() for each in _are_inside(child, is_inside)]
 
 
 def call_norm(old: Callable[..., Any], layer: Any, *args: object, **kwargs: object) -> Any:

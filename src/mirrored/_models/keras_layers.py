@@ -15,7 +15,6 @@ from .._jax import user_code
 from .._jax.marks import Mark, Purpose, mark
 from .._options import ReduceOp
 from .._process import is_keras_update
-from .._replicas.collectives import ReplicaAxis
 from .._replicas.context import ReplicaContext, axis_of, current_replica
 from . import keras_parts
 from .keras_variables import UndiscoveredError, scope_mesh, update
@@ -27,24 +26,21 @@ if TYPE_CHECKING:
 
 
 def moments(old: Callable[..., Any], layer: keras.Layer, inputs: jax.Array, mask: jax.Array | None) -> Any:
-    """Compute the mean and the variance of the global batch, of which each replica has some rows, or none."""
+    """Compute the mean and the variance of the global batch, of which each replica has some rows, or none.
+
+    One collective combines the replicas' own means and sums of squares, without the cancellation of E[x^2] - E[x]^2.
+    """
     replica = current_replica()
     if replica is None:
         return old(layer, inputs, mask)
-    return _global_moments(axis_of(replica), inputs, mask, tuple(keras_parts.reduction_axes_of(layer)))
-
-
-def _global_moments(
-    axis: ReplicaAxis, x: jax.Array, mask: jax.Array | None, axes: tuple[int, ...]
-) -> tuple[jax.Array, jax.Array]:
-    """Combine the replicas' own means and sums of squares in one collective, without the cancellation of E[x^2] - E[x]^2."""
-    is_real = None if mask is None else jnp.broadcast_to(jnp.asarray(mask, bool)[..., None], x.shape)
-    num_elements = math.prod(x.shape[a] for a in axes)
-    count = num_elements if is_real is None else jnp.sum(is_real, axes, dtype=x.dtype)
-    mean = jnp.sum(x, axes, where=is_real) / jnp.maximum(count, 1)
-    squares = jnp.sum((x - jnp.expand_dims(mean, axes)) ** 2, axes, where=is_real)
+    axis, axes = axis_of(replica), tuple(keras_parts.reduction_axes_of(layer))
+    is_real = None if mask is None else jnp.broadcast_to(jnp.asarray(mask, bool)[..., None], inputs.shape)
+    num_elements = math.prod(inputs.shape[a] for a in axes)
+    count = num_elements if is_real is None else jnp.sum(is_real, axes, dtype=inputs.dtype)
+    mean = jnp.sum(inputs, axes, where=is_real) / jnp.maximum(count, 1)
+    squares = jnp.sum((inputs - jnp.expand_dims(mean, axes)) ** 2, axes, where=is_real)
     if is_real is None:
-        counts: Any = np.array(axis.each(num_elements), x.dtype)[:, None]
+        counts: Any = np.array(axis.each(num_elements), inputs.dtype)[:, None]
         means, squares = jnp.moveaxis(axis.stack(jnp.stack([mean, squares])), 1, 0)
         total = counts.sum()
     else:

@@ -78,11 +78,7 @@ class View:
     def __reduce_ex__(self, protocol: object) -> Any:
         """Be copied and pickled as an ordinary Keras variable, with its value."""
         state = {name: content for name, content in vars(self).items() if name not in (_OURS, _MESH)}
-        return _new, (type(self).__base__,), state | {keras_parts.VALUE: self._value}
-
-
-def _new(kind: type) -> Any:
-    return object.__new__(kind)
+        return object.__new__, (type(self).__base__,), state | {keras_parts.VALUE: self._value}
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from .._errors import ContextError
 from .._jax import user_code
 from .._jax.marks import Mark, Purpose, mark
 from .._options import ReduceOp
-from .._replicas import frames
+from .._replicas import frames, placement
 from .._replicas.context import ReplicaContext, current_replica
 from .._replicas.mesh import ReplicaMesh
 from .._typing import REPLICA_AXIS, PyTree
@@ -142,9 +142,8 @@ def _placed(mesh: ReplicaMesh | None, arrays: dict[_Path, Any]) -> dict[_Path, A
     """Bring arrays to the replicas before the first step, which is compiled for their placement; several workers need not."""
     if mesh is None or not mesh.is_alone or frames.is_traced():
         return arrays
-    elsewhere = [path for path, array in arrays.items() if isinstance(array, jax.Array) and array.sharding != mesh.mirrored]
-    moved = jax.device_put([arrays[path] for path in elsewhere], mesh.mirrored) if elsewhere else []
-    return {**arrays, **dict(zip(elsewhere, moved, strict=True))}
+    known = {path: array for path, array in arrays.items() if isinstance(array, jax.Array)}
+    return arrays | dict(zip(known, placement.mirror(mesh, list(known.values())), strict=True))
 
 
 def _on_arrays(function: Callable[..., Any]) -> Callable[..., Any]:

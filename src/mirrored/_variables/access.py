@@ -13,7 +13,7 @@ from .._options import VariableSynchronization
 from .._replicas import cross_replica, frames
 from .._replicas.per_replica import PerReplica
 from . import storage
-from .variable import Variable, local_arrays
+from .variable import Variable
 
 
 def lent(variables: Sequence[Variable]) -> contextlib.AbstractContextManager[list[jax.Array]]:
@@ -32,11 +32,7 @@ def copied(variables: Sequence[Variable]) -> list[jax.Array]:
     Each is one array tied to no device; with several workers a mirrored one, so that nothing need be sent.
     """
     with lent(variables) as arrays:
-        is_here = [array.is_fully_addressable for array in arrays]
-        return [
-            jnp.asarray(np.array(local_arrays(v, a)[0][1])) if here else jnp.copy(a)
-            for v, a, here in zip(variables, arrays, is_here, strict=True)
-        ]
+        return [jnp.asarray(np.array(a.addressable_data(0))) if a.is_fully_addressable else jnp.copy(a) for a in arrays]
 
 
 def load(variable: Variable) -> jax.Array:

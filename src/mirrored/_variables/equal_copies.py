@@ -64,7 +64,9 @@ def check(mesh: ReplicaMesh, variables: Sequence[Variable], every: int = 0) -> i
         return every
     start = time.perf_counter()
     own: list[Any] = [[spec_of(variable).number, _checksums(variable)] for variable in variables]
-    told = _exchange(mesh, [progress.history(), _digest_of_one(own)])
+    differ_here = any(len(set(copies)) > 1 for _, copies in own)
+    digest_of_one = None if differ_here else digest(json.dumps([[number, copies[:1]] for number, copies in own]))
+    told = _exchange(mesh, [progress.history(), digest_of_one])
     require_same_history([history for history, _ in told], lambda: _exchange(mesh, progress.tell()))
     is_same = all(one is not None and one == told[0][1] for _, one in told)
     difference = "" if is_same else _find_difference(mesh, variables, own)
@@ -72,13 +74,6 @@ def check(mesh: ReplicaMesh, variables: Sequence[Variable], every: int = 0) -> i
     if difference:
         raise ReplicasDivergeError(difference)
     return every if not every or mesh.is_alone else joint_programs.of_chief(_NAME, every)
-
-
-def _digest_of_one(sums: Sequence[Any]) -> str | None:
-    """Return a digest of one checksum for each variable; None when the copies of this worker differ."""
-    if any(len(set(copies)) > 1 for _, copies in sums):
-        return None
-    return digest(json.dumps([[number, copies[:1]] for number, copies in sums]))
 
 
 def _find_difference(mesh: ReplicaMesh, variables: Sequence[Variable], own: list[Any]) -> str:

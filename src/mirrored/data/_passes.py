@@ -7,7 +7,7 @@ import dataclasses
 import json
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,7 @@ from ._sharing.steps import LocalReplicas, Steps
 from ._sources import grain
 from ._sources.numpy_dataset import NumpyDataset
 from ._sources.open import Position, Source, is_sequence, open_source, rows_of
-from ._sources.verbs import Limit, PerReplicaSpec, limited, num_passes_left, spec_of_batch
+from ._sources.verbs import Limit, PerReplicaSpec, limited, num_passes_left, num_steps, spec_of_batch
 
 #: A batch of fewer bytes is cut out of arrays in less time than it takes to hand it over from a thread.
 SMALL_BYTES = 1 << 20
@@ -43,20 +43,6 @@ class Elements:
     maps: tuple[Callable[..., PyTree], ...] = ()  # functions that each element passes through before it is shared out
     limits: tuple[Limit, ...] = ()  # innermost first
     _specs: list[PyTree] = dataclasses.field(default_factory=list, init=False, compare=False)
-
-    def open(self, state: object = None) -> Source:
-        """Start one pass, from a position on if one is given."""
-        return open_source(self.plan.dataset, state, self.maps)
-
-    def of_later_passes(self, places: Sequence[int]) -> Elements:
-        """Return the elements of the passes after the one that was just opened, which is at these places."""
-        # The thread that reads ahead begins them at some moment. So they get their numbers, on which the order of shuffled rows
-        # depends, now: before another iterator takes one.
-        dataset = self.plan.dataset
-        if not (self.limits and isinstance(dataset, NumpyDataset)):
-            return self
-        later = dataset._of_later_passes(num_passes_left(self.limits, places) - 1)
-        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, dataset=later))
 
     def last_batch(self, layout: LocalReplicas) -> LastBatch | None:
         """Return the last batch of a pass, if the steps come to it and replicas have different numbers of rows in it."""
@@ -100,7 +86,7 @@ class Elements:
         if isinstance(dataset, NumpyDataset):  # a pass of it would take a number
             return Source(dataset, iter([dataset._sample()]), maps=self.maps)
         if grain.is_pipeline(dataset) or is_sequence(dataset):
-            return self.open()
+            return open_source(dataset, None, self.maps)
         raise TypeError(
             f"what the elements of {type(dataset).__name__} are like is known when an iterator has given one: to read one now "
             "might change the order of others. Ask after `batch = next(iterator)`, or look at the batch."
@@ -114,10 +100,14 @@ class Passes:
         """Open the first source, from a position on if one is given; `extra` is the rest of that state."""
         self._elements, self._extra = elements, extra
         self._is_resumed = state is not None
-        self._source = elements.open(state)
+        self._source = open_source(elements.plan.dataset, state, elements.maps)
         self.start: Position = self._source.position() if state is None else json.dumps(state)  # begins a pass that has a number
         self._places = list(extra.get("places", [0] * len(elements.limits)))
-        self._later = elements.of_later_passes(self._places)
+        self._later = elements.plan.dataset  # of the passes after the first
+        if elements.limits and isinstance(self._later, NumpyDataset):
+            # The thread that reads ahead begins them at some moment. So they get their numbers, on which the order of shuffled
+            # rows depends, now: before another iterator takes one.
+            self._later = self._later._of_later_passes(num_passes_left(elements.limits, self._places) - 1)
 
     def steps(self, layout: LocalReplicas) -> Steps:
         """Yield the steps of all passes, with their places in the limits: all workers count the same steps, and end together."""
@@ -125,7 +115,7 @@ class Passes:
         def start(is_first: bool) -> Steps:
             if not is_first:
                 self._source.close()
-                self._source = self._later.open()
+                self._source = open_source(self._later, None, self._elements.maps)
             steps = self._elements.plan.steps(self._source, layout, self._extra if is_first else {})
             return steps if is_first and self._is_resumed else self._not_empty(steps)
 
@@ -159,7 +149,8 @@ def _last_batch(dataset: object) -> LastBatch | None:
         return LastBatch(last, before, len(dataset)) if before and last and last != before else None
     if isinstance(dataset, NumpyDataset):
         is_of_rows = all(is_by_row for _, is_by_row in dataset.maps)  # a function of batches may change the rows
-        num_rows, size, num_batches = dataset.num_rows, (dataset.batch_size or 0) * is_of_rows, dataset._batches_until_end()
+        num_rows, size = dataset.num_rows, (dataset.batch_size or 0) * is_of_rows
+        num_batches = num_steps(dataset._num_batches_of_epoch(), (("take", dataset.batches_per_pass),))
     elif isinstance(dataset, getattr(torch := sys.modules.get("torch.utils.data"), "DataLoader", ())):
         if getattr(dataset, "collate_fn", None) is not getattr(torch, "default_collate", None):
             return None  # a function of the user's may change the rows

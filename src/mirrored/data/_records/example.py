@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..._replicas.arrays import is_numeric, refuse_mask
-from .feature import Feature, FixedLenFeature, VarLenFeature, cut, read, read_all
+from .feature import Feature, FixedLenFeature, VarLenFeature, cut, read
 from .record_reader import needs
 from .value_places import ValuePlaces, find_layout
 
@@ -116,15 +117,19 @@ class _Batch:
                 which, size = self._title.format(row), len(self._records[row])
                 raise ValueError(f"{which} is no tf.train.Example: protobuf cannot parse its {size} bytes.")
             messages.append(features)
-        for name, feature in self._wanted.items():
-            values = read_all(feature, [message[name] for message in messages])
-            if values is None:
-                values = [self._read(row, name, message) for row, message in zip(rows, messages, strict=True)]
-            self._assign(name, rows, values)
+        for name in self._wanted:
+            self._assign(name, rows, self._read_all(rows, name, messages))
+
+    def _read_all(self, rows: np.ndarray, name: str, messages: Sequence[Mapping[str, Any]]) -> Any:
+        feature = self._wanted[name]
+        if isinstance(feature, FixedLenFeature) and feature._size:
+            with contextlib.suppress(ValueError):  # they are not alike, or one is wrong
+                return read(feature, [message[name] for message in messages]).reshape(len(rows), feature._size)
+        return [self._read(row, name, message) for row, message in zip(rows, messages, strict=True)]
 
     def _read(self, row: int, name: str, features: Mapping[str, Any]) -> np.ndarray:
         try:
-            return read(self._wanted[name], features.get(name))
+            return read(self._wanted[name], [features.get(name)])
         except ValueError as problem:
             present = ", ".join(sorted(other for other in features if features[other].WhichOneof("kind"))) or "none"
             raise ValueError(f"{self._title.format(row)}, feature {name!r}: {problem} (Its features: {present}.)") from problem

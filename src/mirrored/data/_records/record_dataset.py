@@ -10,10 +10,10 @@ from typing import Any
 import grain
 import numpy as np
 
-from .record_reader import RecordReader
+from .record_reader import Place, read_files
 
-#: The fields of a state that say where the next record is: the file, the record in it, the byte in it.
-_POSITION = ("file", "record", "offset")
+#: The fields of a state that say where the next record is.
+_PLACE = ("file", "record", "offset")
 
 
 class TFRecordDataset(grain.IterDataset):
@@ -54,38 +54,75 @@ class TFRecordIterator(grain.DatasetIterator):
 
     def __init__(self, dataset: TFRecordDataset) -> None:
         super().__init__()
-        self._files = dataset.files
-        self._reader = RecordReader(dataset.files, dataset.compression, dataset.max_record_bytes)
-        self._batch_size, self._drop_remainder = dataset.batch_size, dataset.drop_remainder
         self._is_closed = False
+        self._files, self._options = dataset.files, (dataset.compression, dataset.max_record_bytes)
+        self._batch_size, self._drop_remainder = dataset.batch_size, dataset.drop_remainder
+        self._chunks = read_files(self._files, (0, 0, 0), *self._options)
+        self._hold((0, 0, 0), [], [])
 
     def __next__(self) -> bytes | list[bytes]:
         if self._is_closed:
             raise ValueError("the iterator is closed; call iter(dataset) for a new one.")
         count = self._batch_size or 1
-        records = self._reader.take(count)
+        records = self._take(count)
         if not records or (self._drop_remainder and len(records) < count):
             raise StopIteration
         return records[0] if self._batch_size is None else records
 
+    def _take(self, count: int) -> list[bytes]:
+        """Return the next `count` records, fewer at the end of the last file; after an error the position is as before."""
+        start, stop = self._next, self._next + count
+        if stop <= len(self._found):
+            self._next = stop
+            return self._found[start:stop]
+        before = self._position()
+        taken = self._found[start:]
+        try:
+            while len(taken) < count:
+                self._hold(self._position(), [], [])  # so that the memory of the last chunk is free
+                self._hold(*next(self._chunks, ((len(self._files), 0, 0), [], [])))
+                self._next = min(count - len(taken), len(self._found))
+                if not self._next:
+                    break
+                taken += self._found[: self._next]
+        except BaseException:
+            self._go_to(before)
+            raise
+        return taken
+
+    def _hold(self, start: Place, records: list[bytes], ends: list[int]) -> None:
+        """Hold the records of a chunk, with the place of the first, and the byte where each ends."""
+        self._start, self._found, self._ends = start, records, ends
+        self._next = 0
+
+    def _position(self) -> Place:
+        """Return the place of the next record to hand out."""
+        file, record, offset = self._start
+        return file, record + self._next, self._ends[self._next - 1] if self._next else offset
+
+    def _go_to(self, place: Place) -> None:
+        self._chunks.close()
+        self._chunks = read_files(self._files, place, *self._options)
+        self._hold(place, [], [])
+
     def get_state(self) -> dict[str, Any]:
         """Return the position of the next record: its file, its number in the file, its first byte, the file's name."""
-        position = self._reader.position
-        return {**dict(zip(_POSITION, position, strict=True)), "name": self._name(position[0])}
+        place = self._position()
+        return {**dict(zip(_PLACE, place, strict=True)), "name": self._name(place[0])}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue at a position that `get_state` has returned for a dataset of the same files."""
         fields = state if isinstance(state, dict) else {}
-        numbers: list[Any] = [fields.get(key) for key in _POSITION]
+        numbers: list[Any] = [fields.get(key) for key in _PLACE]
         if not all(type(number) is int and number >= 0 for number in numbers):
-            raise ValueError(f"the state is {state!r}; expected what get_state() returned: a dict with {', '.join(_POSITION)}.")
+            raise ValueError(f"the state is {state!r}; expected what get_state() returned: a dict with {', '.join(_PLACE)}.")
         file, same = numbers[0], "make the dataset of the same files, in the same order, as when the state was saved."
         if file > len(self._files):
             raise ValueError(f"the state is in file {file}, but the dataset has {len(self._files)} files; {same}")
         name = self._name(file)
         if fields.get("name", name) != name:
             raise ValueError(f"the state has {fields['name']!r} as file {file}, and the dataset {name!r}; {same}")
-        self._reader.seek(*numbers)
+        self._go_to(tuple(numbers))
 
     def _name(self, file: int) -> str | None:
         """Return the name of a file, without its folder, which may be another one in the next run; None after the last."""
@@ -94,6 +131,6 @@ class TFRecordIterator(grain.DatasetIterator):
     def close(self) -> None:
         """Close the file that is open."""
         self._is_closed = True
-        if hasattr(self, "_reader"):  # grain closes it also when __init__ has failed
-            self._reader.close()
+        if hasattr(self, "_chunks"):  # grain closes it also when __init__ has failed
+            self._chunks.close()
         super().close()

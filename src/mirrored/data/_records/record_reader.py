@@ -15,7 +15,7 @@ import struct
 import zlib
 from collections.abc import Callable, Generator, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -39,70 +39,25 @@ WINDOW_BITS = {"GZIP": 16 + zlib.MAX_WBITS, "ZLIB": zlib.MAX_WBITS}
 #: How files begin that zlib has written.
 ZLIB_MAGIC = (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
 
-
-class RecordReader:
-    """A reader of the records of several files in order, as many at a time as asked for."""
-
-    def __init__(self, files: Sequence[str], compression: str | None, max_record_bytes: int) -> None:
-        """Start at the first file; none is opened before it is read."""
-        self._files = files
-        self._options = compression, max_record_bytes
-        self._chunks = self._read(0, 0, 0)
-        self._hold((0, 0, 0), [], [])
-
-    def seek(self, file: int, record: int, offset: int) -> None:
-        """Continue at a position that `position` had before."""
-        self.close()
-        self._chunks = self._read(file, record, offset)
-        self._hold((file, record, offset), [], [])
-
-    def _hold(self, start: tuple[int, int, int], records: list[bytes], ends: list[int]) -> None:
-        """Hold the records of a chunk, with the position of the first, and the byte where each ends."""
-        self._start, self._found, self._ends = start, records, ends
-        self._next = 0
-
-    @property
-    def position(self) -> tuple[int, int, int]:
-        """The file, the record in the file and the byte in the file (decompressed) of the next record to hand out."""
-        file, record, offset = self._start
-        return file, record + self._next, self._ends[self._next - 1] if self._next else offset
-
-    def take(self, count: int) -> list[bytes]:
-        """Return the next `count` records, fewer at the end of the last file; after an error the position is as before."""
-        start, stop = self._next, self._next + count
-        if stop <= len(self._found):
-            self._next = stop
-            return self._found[start:stop]
-        before = self.position
-        taken = self._found[start:]
-        try:
-            while len(taken) < count:
-                self._hold(self.position, [], [])  # so that the memory of the last chunk is free
-                self._hold(*next(self._chunks, ((len(self._files), 0, 0), [], [])))
-                self._next = min(count - len(taken), len(self._found))
-                if not self._next:
-                    break
-                taken += self._found[: self._next]
-        except BaseException:
-            self.seek(*before)
-            raise
-        return taken
-
-    def _read(self, file: int, record: int, offset: int) -> Generator[tuple[tuple[int, int, int], list[bytes], list[int]]]:
-        for number, path in enumerate(self._files[file:], file):
-            with contextlib.closing(read_chunks(path, record, offset, *self._options)) as chunks:
-                for records, ends in chunks:
-                    yield (number, record, offset), records, ends
-                    record, offset = record + len(records), ends[-1]
-                    del records  # before the next, which may be as long as memory
-            record, offset = 0, 0
-
-    def close(self) -> None:
-        """Close the file that is open, if any; no record comes before the next `seek`."""
-        self._chunks.close()
+#: Where a record is: the number of its file, its number in the file, its first byte there (decompressed).
+Place: TypeAlias = tuple[int, int, int]
 
 
-def read_chunks(
+def read_files(
+    files: Sequence[str], place: Place, compression: str | None, max_record_bytes: int
+) -> Generator[tuple[Place, list[bytes], list[int]]]:
+    """Yield the records of files in order, a chunk at a time, with the place of the first and the byte where each ends."""
+    first, record, offset = place
+    for file, path in enumerate(files[first:], first):
+        with contextlib.closing(_read_chunks(path, record, offset, compression, max_record_bytes)) as chunks:
+            for records, ends in chunks:
+                yield (file, record, offset), records, ends
+                record, offset = record + len(records), ends[-1]
+                del records  # before the next, which may be as long as memory
+        record, offset = 0, 0
+
+
+def _read_chunks(
     path: str, record: int, offset: int, compression: str | None, max_record_bytes: int
 ) -> Generator[tuple[list[bytes], list[int]]]:
     """Yield the records of a file from a position on, a chunk at a time, with the byte where each ends."""

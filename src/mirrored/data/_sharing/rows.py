@@ -38,12 +38,7 @@ def reshape_rows(batch: PyTree, start: int, num_replicas: int, num_rows: int) ->
 
     def reshape(leaf: np.ndarray) -> np.ndarray:
         held = leaf[start : start + num_replicas * num_rows].reshape(num_replicas, num_rows, *leaf.shape[1:])
-        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
-        if leaf.dtype == dtype:
-            return held
-        converted = empty_rows(num_replicas, held.shape[1:], dtype)
-        converted[...] = held
-        return converted
+        return held if held.dtype == jax.dtypes.canonicalize_dtype(held.dtype) else stack_rows(list(held), num_rows)
 
     return jax.tree.map(reshape, batch)
 

@@ -40,6 +40,13 @@ class LocalReplicas:
     def num_local(self) -> int:
         return self.num_replicas // self.worker.count
 
+    def kept(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Return the rows that the replicas take of these: all, or equally many where rows are rather left out."""
+        kept = (min(sizes),) * self.num_replicas if self.drop_remainder else tuple(sizes)
+        if sum(kept) < sum(sizes):
+            self.on_drop(sum(sizes) - sum(kept), sum(sizes))
+        return kept
+
     def mine(self, sizes: Sequence[int]) -> list[int]:
         """Return the entries of this worker's replicas."""
         first = self.worker.index * self.num_local
@@ -57,18 +64,15 @@ def rows_of_every_batch(source: Source, layout: LocalReplicas) -> Steps:
     for arrays, num_rows in itertools.chain(batches, [(None, 0)]):  # None: the end
         if not same.are_there(arrays, num_rows):
             return
-        kept = num_rows - num_rows % layout.num_replicas if layout.drop_remainder else num_rows
-        if kept < num_rows:
-            layout.on_drop(num_rows - kept, num_rows)
-        if not kept:
+        sizes = layout.kept(split_sizes(num_rows, layout.num_replicas))
+        if not sizes[0]:
             continue
-        sizes = split_sizes(kept, layout.num_replicas)
         start = sum(sizes[:first])
         if source.is_owned and sizes[0] == sizes[-1]:
             stacked = reshape_rows(arrays, start, layout.num_local, sizes[0])
         else:
             stacked = stack_rows(split_rows(arrays, layout.mine(sizes), start), sizes[0])
-        yield Step(stacked, tuple(sizes), source.position(), place=same.place)
+        yield Step(stacked, sizes, source.position(), place=same.place)
 
 
 def in_step(own: Iterator[OwnStep], source: Source, layout: LocalReplicas) -> Steps:
@@ -83,18 +87,13 @@ def in_step(own: Iterator[OwnStep], source: Source, layout: LocalReplicas) -> St
         count = min(2 * count, layout.lookahead)
         for agreed in common:
             last = ahead.steps.popleft() if ahead.steps else dataclasses.replace(last, parts=[])
-            like, sizes, parts = agreed.like, agreed.sizes, last.parts
-            if layout.drop_remainder:
-                smallest, num_rows = min(sizes), sum(sizes)
-                sizes = (smallest,) * layout.num_replicas
-                if sum(sizes) < num_rows:
-                    layout.on_drop(num_rows - sum(sizes), num_rows)
-                if agreed.num_ended:
-                    return  # no row that is left could be given to all
-                parts = [split_rows(part, [smallest])[0] for part in parts]
+            like, sizes = agreed.like, layout.kept(agreed.sizes)
+            if layout.drop_remainder and agreed.num_ended:
+                return  # no row that is left could be given to all
             if any(sizes):
-                parts = parts + [like] * (layout.num_local - len(parts))
-                yield Step(stack_rows(parts, max(sizes)), sizes, last.position, last.extra)
+                parts = last.parts + [like] * (layout.num_local - len(last.parts))
+                cut = [split_rows(part, [size])[0] for part, size in zip(parts, layout.mine(sizes), strict=True)]
+                yield Step(stack_rows(cut, max(sizes)), sizes, last.position, last.extra)
             if ahead.steps:  # one more, while this one is used
                 ahead.read(min(count, len(ahead.steps) + 1))
 

@@ -189,11 +189,6 @@ class NumpyDataset:
         count = complete + (rest > 0 and not self.drop_remainder)
         return count if self.batches_per_epoch is None else min(count, self.batches_per_epoch)
 
-    def _batches_until_end(self) -> int:
-        """Return how many batches there are until an epoch or the pass ends."""
-        count = self._num_batches_of_epoch()
-        return count if self.batches_per_pass is None else min(count, self.batches_per_pass)
-
     def _rows_per_batch(self) -> int:
         if self.batch_size is None:
             raise ValueError(
