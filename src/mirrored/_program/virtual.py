@@ -26,7 +26,8 @@ from .._replicas.mesh import ReplicaMesh
 from .._typing import REPLICA_AXIS
 from . import sink_reductions
 from .lift import Lifted
-from .schedule import Agenda, Kind, Operation, Quantity
+from .schedule import Agenda
+from .uneven.nodes import Node, Value
 
 
 def run_replicas(
@@ -62,15 +63,17 @@ class _Device:
         self, jaxpr: Jaxpr, constants: Sequence[Any], arrays: Sequence[Any], is_own: Sequence[bool], ends: Sequence[bool]
     ) -> list[Any]:
         """Run a program; `is_own` and `ends` tell which arguments and outputs are per-replica values."""
-        values = list(map(Quantity, is_own))
+        values = [Value(variable.aval, is_own=own) for variable, own in zip(jaxpr.invars, is_own, strict=True)]
         plan = Agenda(jaxpr, constants, values)
         run = _Course(self, plan, dict(zip(values, arrays, strict=True)))
-        for level in range(plan.num_levels):
-            for node in plan.at(level, Kind.SHARED):
-                run.keep(node, tracing.bind(node.equation, list(map(run.read, node.inputs))))
-            run.run_own(plan.at(level, Kind.OWN))
-            for node in plan.at(level, Kind.MEETING):
-                run.keep(node, run.add_up(node) if node.is_sum else run.meet(node))
+        for nodes in plan.levels():
+            for node in nodes:
+                if not node.is_own and not node.is_collective:
+                    run.keep(node, tracing.bind(node.equation, list(map(run.read, node.inputs))))
+            run.run_own([node for node in nodes if node.is_own])
+            for node in nodes:
+                if node.is_collective:
+                    run.keep(node, run.add_up(node) if jaxprs.is_sum(node.equation) else run.meet(node))
         return [self.as_kind(run.read(value), value.is_own, end) for value, end in zip(plan.outputs, ends, strict=True)]
 
 
@@ -80,16 +83,16 @@ class _Course:
 
     device: _Device
     plan: Agenda
-    known: dict[Quantity, Any]
-    totals: dict[Quantity, Any] = dataclasses.field(default_factory=dict)  # sums over the device's replicas
+    known: dict[Value, Any]
+    totals: dict[Value, Any] = dataclasses.field(default_factory=dict)  # sums over the device's replicas
 
-    def read(self, value: Quantity) -> Any:
-        return self.known.get(value, value.constant)
+    def read(self, value: Value) -> Any:
+        return self.known.get(value, value.content)
 
-    def keep(self, node: Operation, arrays: Sequence[Any]) -> None:
+    def keep(self, node: Node, arrays: Sequence[Any]) -> None:
         self.known.update(zip(node.outputs, arrays, strict=True))
 
-    def run_own(self, nodes: Sequence[Operation]) -> None:
+    def run_own(self, nodes: Sequence[Node]) -> None:
         """Run nodes of one level on each replica."""
         is_whole = self.device.mesh.one_by_one or any(map(_has_reference, nodes))
         # Together, slow nodes and those with a mesh would do something else.
@@ -97,12 +100,12 @@ class _Course:
         for one_by_one, group in itertools.groupby(nodes, is_alone):
             self._run_group(list(group), one_by_one)
 
-    def _run_group(self, nodes: list[Operation], one_by_one: bool) -> None:
+    def _run_group(self, nodes: list[Node], one_by_one: bool) -> None:
         made = [value for node in nodes for value in node.outputs]
         taken = list(dict.fromkeys(value for node in nodes for value in node.inputs if value.is_own and value in self.known))
         rows = [self.known[value] for value in taken]
 
-        def one(outputs: Sequence[Quantity], number: Any, rows: Sequence[Any]) -> list[Any]:
+        def one(outputs: Sequence[Value], number: Any, rows: Sequence[Any]) -> list[Any]:
             own, replica = dict(zip(taken, rows, strict=True)), _OneReplica(number)
             for node in nodes:
                 operands = [own[value] if value in own else self.read(value) for value in node.inputs]
@@ -135,7 +138,7 @@ class _Course:
 
         return jax.lax.scan(one_replica, [jnp.zeros(a.shape, a.dtype) for a in first], (numbers, rows))
 
-    def add_up(self, node: Operation) -> list[Any]:
+    def add_up(self, node: Node) -> list[Any]:
         """Add values up over all replicas."""
         totals = []
         for value in node.inputs:
@@ -148,7 +151,7 @@ class _Course:
                 totals.append(array * jnp.asarray(self.device.mesh.per_device, array.dtype))
         return jax.lax.psum(totals, self.device.mesh.axis)
 
-    def meet(self, node: Operation) -> Sequence[Any]:
+    def meet(self, node: Node) -> Sequence[Any]:
         """Run a meeting that is no sum."""
         inputs, outputs = ([value.is_own for value in values] for values in (node.inputs, node.outputs))
         meeting = _ReplicaMeeting(self.device, inputs, outputs)
@@ -159,7 +162,7 @@ def _is_slow(equation: Equation) -> bool:
     return any(e.primitive.name in HOST_EFFECTS or _is_other_random(e) for e in (equation, *jaxprs.inside(equation)))
 
 
-def _has_reference(node: Operation) -> bool:
+def _has_reference(node: Node) -> bool:
     return any(isinstance(atom.aval, jax.ref.AbstractRef) for atom in (*node.equation.invars, *node.equation.outvars))
 
 
