@@ -19,8 +19,8 @@ import jax.numpy as jnp
 
 from .._errors import ContextError
 from .._jax import jaxprs, tracing
-from .._jax.interpreter import Evaluation, Interpreter, run_cond, run_scan, run_while
-from .._jax.jaxprs import ClosedJaxpr, Equation, Jaxpr
+from .._jax.interpreter import Evaluation, run_parts
+from .._jax.jaxprs import Equation, Jaxpr
 from .._jax.primitives import DEVICE_RANDOM, HOST_EFFECTS, RANDOM
 from .._replicas.mesh import ReplicaMesh
 from .._typing import REPLICA_AXIS
@@ -73,7 +73,7 @@ class _Device:
             run.run_own([node for node in nodes if node.is_own])
             for node in nodes:
                 if node.is_collective:
-                    run.keep(node, run.add_up(node) if jaxprs.is_sum(node.equation) else run.meet(node))
+                    run.keep(node, run.meet(node))
         return [self.as_kind(run.read(value), value.is_own, end) for value, end in zip(plan.outputs, ends, strict=True)]
 
 
@@ -138,6 +138,13 @@ class _Course:
 
         return jax.lax.scan(one_replica, [jnp.zeros(a.shape, a.dtype) for a in first], (numbers, rows))
 
+    def meet(self, node: Node) -> list[Any]:
+        """Run a node in which replicas meet."""
+        if jaxprs.is_sum(node.equation):
+            return self.add_up(node)
+        loop = jaxprs.loop_of(node.equation)
+        return self.run_loop(node, loop) if loop.parts else self.exchange(node)
+
     def add_up(self, node: Node) -> list[Any]:
         """Add values up over all replicas."""
         totals = []
@@ -151,11 +158,38 @@ class _Course:
                 totals.append(array * jnp.asarray(self.device.mesh.per_device, array.dtype))
         return jax.lax.psum(totals, self.device.mesh.axis)
 
-    def meet(self, node: Node) -> Sequence[Any]:
-        """Run a meeting that is no sum."""
-        inputs, outputs = ([value.is_own for value in values] for values in (node.inputs, node.outputs))
-        meeting = _ReplicaMeeting(self.device, inputs, outputs)
-        return meeting.equation(node.equation, list(map(self.read, node.inputs)))
+    def exchange(self, node: Node) -> list[Any]:
+        """Run a collective other than a sum on the values of all replicas, and take the results of this device's."""
+        stacks = [self.device.as_kind(self.read(value), value.is_own, True) for value in node.inputs]
+        every = [jax.lax.all_gather(stack, self.device.mesh.axis, tiled=True) for stack in stacks]
+        try:
+            results = jax.vmap(lambda *own: tracing.bind(node.equation, own), axis_name=REPLICA_AXIS)(*every)
+        except (RuntimeError, ValueError) as error:
+            raise ContextError(
+                f"the collective `{node.equation.primitive.name}` cannot run with several replicas on a device: {error}. Write "
+                "it with ctx.all_gather or ctx.all_reduce, or give each replica a device: leave num_replicas out."
+            ) from error
+        first, count = self.device.numbers[0], self.device.mesh.per_device
+        of_device = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=count)
+        return [of_device(row) if value.is_own else row[0] for row, value in zip(results, node.outputs, strict=True)]
+
+    def run_loop(self, node: Node, loop: jaxprs.Loop) -> list[Any]:
+        """Run a loop or condition in which replicas meet; all take the same way through it."""
+        own, ends = ([value.is_own for value in values] for values in (node.inputs, node.outputs))
+        is_own = [flag and k not in loop.index for k, flag in enumerate(own)]  # inside
+        is_own[loop.carry.start : loop.carry.stop] = ends[: len(loop.carry)]
+        operands = [self.device.as_kind(self.read(v), v.is_own, flag) for v, flag in zip(node.inputs, is_own, strict=True)]
+        for k in loop.rows:
+            operands[k] = _swap(operands[k], is_own[k])
+
+        def body_of(part: jaxprs.Part) -> Callable[..., list[Any]]:
+            flags = [is_own[k] for k in (*part.fixed, *loop.carry, *loop.rows)]
+            run, closed = self.device.run, part.closed
+            return lambda *arguments: run(closed.jaxpr, closed.consts, arguments, flags, [False] if part.decides else ends)
+
+        results = run_parts(node.equation, operands, list(map(body_of, loop.parts)))
+        num_kept = len(results) if loop.index else len(loop.carry)  # the others are stacked from rows
+        return [*results[:num_kept], *map(_swap, results[num_kept:], ends[num_kept:])]
 
 
 def _is_slow(equation: Equation) -> bool:
@@ -190,68 +224,6 @@ class _OneReplica(Evaluation):
             f"the replica's number is asked for inside `{equation.primitive.name}`, which several replicas of one device cannot "
             "do. Ask before, or give each replica a device: leave num_replicas out."
         )
-
-
-# -- meetings
-
-
-@dataclasses.dataclass
-class _ReplicaMeeting(Interpreter[Any]):
-    """A meeting of the replicas."""
-
-    device: _Device
-    flags: list[bool]  # of each operand, whether each replica has its own
-    ends: list[bool]  # of each result
-
-    def over_replicas(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
-        """Run a collective other than a sum on the values of all replicas, and take the results of this device's."""
-        stacks = [self.device.as_kind(array, flag, True) for array, flag in zip(values, self.flags, strict=True)]
-        every = [jax.lax.all_gather(stack, self.device.mesh.axis, tiled=True) for stack in stacks]
-        try:
-            results = jax.vmap(lambda *own: tracing.bind(equation, own), axis_name=REPLICA_AXIS)(*every)
-        except (RuntimeError, ValueError) as error:
-            raise ContextError(
-                f"the collective `{equation.primitive.name}` cannot run with several replicas on a device: {error}. Write it "
-                "with ctx.all_gather or ctx.all_reduce, or give each replica a device: leave num_replicas out."
-            ) from error
-        first, count = self.device.numbers[0], self.device.mesh.per_device
-        of_device = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=count)
-        return [of_device(result) if end else result[0] for result, end in zip(results, self.ends, strict=True)]
-
-    def plain(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
-        """Nothing else is a meeting: `schedule` has refused it."""
-        raise AssertionError(equation.primitive.name)
-
-    def body(self, closed: ClosedJaxpr, own: Sequence[bool], ends: Sequence[bool]) -> Callable[..., list[Any]]:
-        """Return a function that runs the inside of a loop or condition, through which all replicas take the same way."""
-        return lambda *arguments: self.device.run(closed.jaxpr, closed.consts, arguments, own, ends)
-
-    def fit(self, values: Sequence[Any], flags: Sequence[bool], ends: Sequence[bool]) -> list[Any]:
-        return [self.device.as_kind(*value) for value in zip(values, flags, ends, strict=True)]
-
-    def cond(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
-        index = self.device.as_kind(values[0], self.flags[0], False)
-        branches = equation.params["branches"]
-        return run_cond([index, *values[1:]], [self.body(closed, self.flags[1:], self.ends) for closed in branches])
-
-    def while_loop(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
-        flags, carried = self.flags, self.ends
-        num_cond, num_body = jaxprs.while_of(equation)
-        start = num_cond + num_body
-        again = self.body(equation.params["cond_jaxpr"], [*flags[:num_cond], *carried], [False])
-        step = self.body(equation.params["body_jaxpr"], [*flags[num_cond:start], *carried], carried)
-        return run_while(equation, [*values[:start], *self.fit(values[start:], flags[start:], carried)], again, step)
-
-    def scan(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
-        flags, ends = self.flags, self.ends
-        [closed] = jaxprs.inner_jaxprs(equation)
-        start, num_carry = jaxprs.scan_of(equation)
-        carried, end = ends[:num_carry], start + num_carry
-        fit = self.fit(values[start:end], flags[start:end], carried)
-        rows = [_swap(a, own) for a, own in zip(values[end:], flags[end:], strict=True)]
-        body = self.body(closed, [*flags[:start], *carried, *flags[end:]], ends)
-        results = run_scan(equation, [*values[:start], *fit, *rows], body)
-        return [*results[:num_carry], *map(_swap, results[num_carry:], ends[num_carry:])]
 
 
 def _swap(array: Any, is_own: bool) -> Any:

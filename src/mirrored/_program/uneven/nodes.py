@@ -74,9 +74,9 @@ def read_trace(name: str, closed: ClosedJaxpr, captured: Sequence[Value] = ()) -
     trace = Trace(name, arguments, reading.nodes, outputs, [value for value in captured if value.outer is not None])
     from_outside = lambda value: value if value.content is not None else Value(value.aval, outer=value)  # noqa: E731
     for node in trace.collectives:
-        parts, handed = jaxprs.parts_of(node.equation)
-        node.handed = [node.inputs[k] for k in handed]
-        node.bodies = [read_trace(name, part.closed, [from_outside(node.inputs[k]) for k in part.fixed]) for part in parts]
+        loop = jaxprs.loop_of(node.equation)
+        node.handed = [node.inputs[k] for k in loop.handed]
+        node.bodies = [read_trace(name, part.closed, [from_outside(node.inputs[k]) for k in part.fixed]) for part in loop.parts]
     return trace
 
 
