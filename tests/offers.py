@@ -6,12 +6,12 @@ OFFERS = {
         complaints.needed_arguments distributed.choose_cpu_collectives distributed.client distributed.has_backend
         distributed.known_devices distributed.late_devices distributed.listen_at distributed.place
         distributed.swallows_sigterm interpreter.Analysis interpreter.Evaluation interpreter.Flattening
-        interpreter.Interpreter interpreter.evaluate interpreter.run_cond interpreter.run_parts interpreter.run_scan
-        interpreter.run_while interrupts.send_ignored_again jaxprs.Atom jaxprs.ClosedJaxpr jaxprs.Equation jaxprs.Jaxpr
-        jaxprs.Literal jaxprs.Part jaxprs.Var jaxprs.callee jaxprs.has_collective jaxprs.has_host_callback
+        interpreter.Interpreter interpreter.evaluate interpreter.run_parts
+        interrupts.send_ignored_again jaxprs.Atom jaxprs.ClosedJaxpr jaxprs.Equation jaxprs.Jaxpr
+        jaxprs.Literal jaxprs.Loop jaxprs.Part jaxprs.Var jaxprs.callee jaxprs.has_collective jaxprs.has_host_callback
         jaxprs.has_replica_number jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside jaxprs.is_collective
         jaxprs.is_function_of_operands jaxprs.is_over_groups jaxprs.is_plain jaxprs.is_replica_number jaxprs.is_sum
-        jaxprs.levels_of jaxprs.meshes_in jaxprs.num_bytes jaxprs.parts_of jaxprs.scan_of jaxprs.while_of marks.Mark
+        jaxprs.levels_of jaxprs.meshes_in jaxprs.num_bytes jaxprs.loop_of marks.Mark
         marks.Purpose marks.mark marks.mark_p primitives.ADDITIONS primitives.AXIS_SUMS primitives.BILINEAR
         primitives.BROADCASTS primitives.CONVERSIONS primitives.CONVOLUTIONS primitives.CUSTOM_DERIVATIVE
         primitives.DEVICE_RANDOM primitives.DIVISIONS primitives.DOT_PRODUCTS primitives.ELEMENTWISE primitives.FILLS

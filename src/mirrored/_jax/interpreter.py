@@ -119,8 +119,7 @@ class Evaluation(Interpreter[Any]):
         return tracing.bind(equation, values)
 
     def scan(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
-        parts, _ = jaxprs.parts_of(equation)
-        walk = self.run_closed
+        walk, parts = self.run_closed, jaxprs.loop_of(equation).parts
         return run_parts(equation, values, [lambda *arguments, part=part: walk(part.closed, arguments) for part in parts])
 
     while_loop = cond = scan
@@ -134,38 +133,24 @@ def evaluate(closed: ClosedJaxpr, constants: Sequence[Any], arguments: Sequence[
 
 
 def run_parts(equation: Equation, operands: Sequence[Any], bodies: Sequence[Body]) -> list[Any]:
-    """Run a loop or condition with other functions, of the same signatures, in place of its jaxprs (`parts_of`)."""
-    if equation.primitive.name == "cond":
-        return run_cond(operands, bodies)
-    return (run_scan if equation.primitive.name == "scan" else run_while)(equation, operands, *bodies)
-
-
-def run_scan(equation: Equation, operands: Sequence[Any], body: Body) -> list[Any]:
-    """Run a loop over rows; its body takes constants, the carry and rows, and returns the new carry and rows."""
-    num_consts, num_carry = jaxprs.scan_of(equation)
-    constants, end = operands[:num_consts], num_consts + num_carry
+    """Run a loop or condition with other functions, of the same signatures, in place of its jaxprs (`loop_of`)."""
+    loop = jaxprs.loop_of(equation)
+    if loop.index:
+        branches = [lambda *arguments, body=body: list(body(*arguments)) for body in bodies]
+        return list(jax.lax.switch(operands[0], branches, *operands[1:]))
+    fixed = [[operands[k] for k in part.fixed] for part in loop.parts]
+    carry, rows = ([operands[k] for k in positions] for positions in (loop.carry, loop.rows))
+    if loop.parts[0].decides:
+        again, body = bodies
+        return list(jax.lax.while_loop(lambda c: again(*fixed[0], *c)[0], lambda c: list(body(*fixed[1], *c)), carry))
 
     def one_round(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
-        results = list(body(*constants, *carry, *rows))
-        return results[:num_carry], results[num_carry:]
+        results = list(bodies[0](*fixed[0], *carry, *rows))
+        return results[: len(carry)], results[len(carry) :]
 
     options = {key: equation.params[key] for key in ("length", "reverse", "unroll")}
-    carry, stacked = jax.lax.scan(one_round, list(operands[num_consts:end]), list(operands[end:]), **options)
+    carry, stacked = jax.lax.scan(one_round, carry, rows, **options)
     return [*carry, *stacked]
-
-
-def run_while(equation: Equation, operands: Sequence[Any], again: Body, body: Body) -> list[Any]:
-    """Run a loop with a condition; `again` and `body` take their constants, then the carry."""
-    num_cond, num_body = jaxprs.while_of(equation)
-    first, second = operands[:num_cond], operands[num_cond : num_cond + num_body]
-    carry = list(operands[num_cond + num_body :])
-    return jax.lax.while_loop(lambda c: again(*first, *c)[0], lambda c: list(body(*second, *c)), carry)
-
-
-def run_cond(operands: Sequence[Any], branches: Sequence[Body]) -> list[Any]:
-    """Run the branch that the first operand names, on the others."""
-    listed = [lambda *arguments, branch=branch: list(branch(*arguments)) for branch in branches]
-    return list(jax.lax.switch(operands[0], listed, *operands[1:]))
 
 
 class Analysis(Interpreter[Value]):
@@ -216,36 +201,28 @@ class Analysis(Interpreter[Value]):
         return [self.chosen(decision, self.merged(results)) for results in zip(*branches, strict=True)]
 
     def scan(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
-        """Walk through the body until the carry is settled."""
-        [closed] = jaxprs.inner_jaxprs(equation)
-        num_consts, num_carry = jaxprs.scan_of(equation)
-        constants, rows = values[:num_consts], values[num_consts + num_carry :]
+        """Walk through the body, and the condition of a `while`, until the carry is settled."""
+        loop = jaxprs.loop_of(equation)
+        *conditions, body = loop.parts
+        rows = [values[k] for k in loop.rows]
         search = self.inside(equation, is_final=False)
 
-        def one_round(carry: Sequence[Value]) -> Sequence[Value]:
-            return search.run_closed(closed, [*constants, *carry, *rows])[:num_carry]
+        def walk(inside: Analysis[Value], part: jaxprs.Part, carry: Sequence[Value]) -> list[Value]:
+            return inside.run_closed(part.closed, [*(values[k] for k in part.fixed), *carry, *rows])
 
-        carry = self.settled(values[num_consts : num_consts + num_carry], one_round)
-        results = self.inside(equation).run_closed(closed, [*constants, *carry, *rows])
-        return [*carry, *results[num_carry:]]
-
-    def while_loop(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
-        """Walk through condition and body until the carry is settled."""
-        cond, body = equation.params["cond_jaxpr"], equation.params["body_jaxpr"]
-        num_cond, num_body = jaxprs.while_of(equation)
-        first, second = values[:num_cond], values[num_cond : num_cond + num_body]
-        search = self.inside(equation, is_final=False)
+        def decide(carry: Sequence[Value]) -> Value | None:
+            return walk(search, conditions[0], carry)[0] if conditions else None
 
         def one_round(carry: Sequence[Value]) -> Sequence[Value]:
-            [again] = search.run_closed(cond, [*first, *carry])
-            return [self.chosen(again, value) for value in search.run_closed(body, [*second, *carry])]
+            again, results = decide(carry), walk(search, body, carry)[: len(carry)]
+            return results if again is None else [self.chosen(again, value) for value in results]
 
-        carry = self.settled(values[num_cond + num_body :], one_round)
-        [again] = search.run_closed(cond, [*first, *carry])
-        final = self.inside(equation, again)
-        final.run_closed(cond, [*first, *carry])
-        final.run_closed(body, [*second, *carry])
-        return carry
+        carry = self.settled([values[k] for k in loop.carry], one_round)
+        final = self.inside(equation, decide(carry))
+        *_, results = [walk(final, part, carry) for part in loop.parts]
+        return [*carry, *results[len(carry) :]]
+
+    while_loop = scan
 
     def settled(self, carry: Sequence[Value], one_round: Callable[[Sequence[Value]], Sequence[Value]]) -> list[Value]:
         """Return the properties of a loop's carry, after as many rounds as it takes until another changes nothing."""

@@ -6,7 +6,6 @@ names of its parameters move: `scan` has lost `num_consts` and `num_carry` with 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -68,16 +67,49 @@ def callee(equation: Equation) -> ClosedJaxpr | None:
 # -- loops and conditions
 
 
-def scan_of(equation: Equation) -> tuple[int, int]:
-    """Return how many operands of a `scan` are constants, and how many its carry; the others are rows.
+class Part(NamedTuple):
+    """A jaxpr of a loop or condition. Its arguments are operands of the equation, the carry, and a row of each array of rows."""
 
-    An operand is sliced into rows if it has one axis more than the body's argument, and a result is stacked from rows if it has
-    one axis more than the body's result.
+    closed: ClosedJaxpr
+    fixed: range  # the operands that are its first arguments, unchanged
+    decides: bool = False  # whether it tells if there is another round
+
+
+class Loop(NamedTuple):
+    """A `scan`, `while` or `cond` taken apart: its jaxprs, and the operands that none of them takes unchanged."""
+
+    parts: list[Part]
+    index: range  # which chooses the jaxpr
+    carry: range
+    rows: range
+
+    @property
+    def handed(self) -> range:
+        """The positions of the operands that no jaxpr takes unchanged."""
+        return range(self.index.start, self.rows.stop)
+
+
+def loop_of(equation: Equation) -> Loop:
+    """Take a `scan`, `while` or `cond` apart; any other equation has no parts, and all operands are rows.
+
+    A `scan` slices an operand into rows if it has one axis more than the body's argument, and stacks a result from rows if it
+    has one axis more than the body's result.
     """
-    [closed] = inner_jaxprs(equation)
-    num_rows = _num_longer(equation.invars, closed.jaxpr.invars)
-    num_carry = len(equation.outvars) - _num_longer(equation.outvars, closed.jaxpr.outvars)
-    return len(equation.invars) - num_carry - num_rows, num_carry
+    name, num_operands = equation.primitive.name, len(equation.invars)
+    parts, start, end = list[Part](), 0, 0
+    if name == "scan":
+        [closed] = inner_jaxprs(equation)
+        end = num_operands - _num_longer(equation.invars, closed.jaxpr.invars)
+        start = end - (len(equation.outvars) - _num_longer(equation.outvars, closed.jaxpr.outvars))
+        parts = [Part(closed, range(start))]
+    elif name == "while":
+        cond, body = equation.params["cond_jaxpr"], equation.params["body_jaxpr"]
+        middle, start, end = len(cond.jaxpr.invars) - len(equation.outvars), num_operands - len(equation.outvars), num_operands
+        parts = [Part(cond, range(middle), decides=True), Part(body, range(middle, start))]
+    elif name == "cond":
+        parts = [Part(closed, range(1, num_operands)) for closed in equation.params["branches"]]
+        return Loop(parts, range(1), range(1, 1), range(1, 1))
+    return Loop(parts, range(start, start), range(start, end), range(end, num_operands))
 
 
 def _num_longer(outer: Sequence[Atom], inner: Sequence[Atom]) -> int:
@@ -88,45 +120,12 @@ def _rank(atom: Atom) -> int:
     return len(getattr(atom.aval, "shape", ()))  # a token has no shape
 
 
-def while_of(equation: Equation) -> tuple[int, int]:
-    """Return how many operands of a `while` are constants of its condition, and how many of its body; it carries the rest."""
-    cond, body = (len(equation.params[name].jaxpr.invars) for name in ("cond_jaxpr", "body_jaxpr"))
-    return cond - len(equation.outvars), body - len(equation.outvars)
-
-
 def solver_of(equation: Equation) -> tuple[Jaxpr, list[int]]:
     """Return the solver of a `custom_linear_solve`, and its operands. The other functions are for derivatives only."""
     counts = equation.params["const_lengths"]
     first, after_all = counts.matvec + counts.vecmat, sum(counts)
     operands = [*range(first, first + counts.solve), *range(after_all, len(equation.invars))]
     return equation.params["jaxprs"].solve.jaxpr, operands
-
-
-class Part(NamedTuple):
-    """A jaxpr of a loop or condition, and the operands of the equation that are its first arguments, unchanged."""
-
-    closed: ClosedJaxpr
-    fixed: range
-
-
-def parts_of(equation: Equation) -> tuple[list[Part], range]:
-    """Take a `scan`, `while` or `cond` apart: its jaxprs, and the operands that no jaxpr takes unchanged.
-
-    These are the carry and the rows of a `scan`, the carry of a `while`, the index of a `cond`; of any other equation, which has
-    no parts, all operands.
-    """
-    name, num_operands = equation.primitive.name, len(equation.invars)
-    if name == "scan":
-        num_consts, _ = scan_of(equation)
-        [closed] = inner_jaxprs(equation)
-        return [Part(closed, range(num_consts))], range(num_consts, num_operands)
-    if name == "while":
-        middle, num_consts = itertools.accumulate(while_of(equation))
-        cond, body = equation.params["cond_jaxpr"], equation.params["body_jaxpr"]
-        return [Part(cond, range(middle)), Part(body, range(middle, num_consts))], range(num_consts, num_operands)
-    if name == "cond":
-        return [Part(closed, range(1, num_operands)) for closed in equation.params["branches"]], range(1)
-    return [], range(num_operands)
 
 
 # -- collectives

@@ -12,7 +12,7 @@ import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax._src import config, core
-from jax._src.interpreters.partial_eval import DynamicJaxprTrace
+from jax._src.interpreters.partial_eval import DynamicJaxprTrace, lower_jaxpr2
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from .. import _process
@@ -136,20 +136,10 @@ def _lowered_equation(equation: Equation, axis: Axis | None) -> Equation:
     avals: list[Any] = [atom.aval for atom in equation.invars]
     if not equation.primitive.is_high(*avals, **equation.params) or any(type(a) is not jax.core.ShapedArray for a in avals):
         return equation  # an unknown primitive to the proof
-    calls: list[Any] = []
-
-    @jax.jit
-    def call(*operands: jax.Array) -> list[Any]:
-        return bind(equation, operands)
-
-    def record(*operands: jax.Array) -> list[Any]:
-        calls.append(call.trace(*operands).lojax.jaxpr)
-        return call(*operands)
-
-    with _room_for(avals):
+    with _room_for(avals), core.extend_axis_env_nd(_axis_env(axis) or ()):
         arguments = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
-        [around] = jax.make_jaxpr(record, axis_env=_axis_env(axis))(*arguments).eqns
-    [inside] = calls
+        [around] = jax.make_jaxpr(jax.jit(lambda *operands: bind(equation, operands)))(*arguments).eqns
+        inside = lower_jaxpr2(around.params["jaxpr"])
     return around.replace(
         invars=equation.invars,
         outvars=equation.outvars,

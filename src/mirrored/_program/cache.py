@@ -35,16 +35,8 @@ listeners: list[Callable[[Any, str], None]] = []
 _all: weakref.WeakSet[Programs[Any]] = weakref.WeakSet()
 
 
-class _Pin:
-    """A strong reference to an object without weak references, such as a dict; one for all programs."""
-
-    __slots__ = ("__weakref__", "target")
-
-    def __init__(self, target: Any) -> None:
-        self.target = target
-
-
-_pins: weakref.WeakValueDictionary[int, _Pin] = weakref.WeakValueDictionary()
+#: By `id`, what holds and returns an object without weak references, such as a dict; one for all programs.
+_pins: weakref.WeakValueDictionary[int, Callable[[], Any]] = weakref.WeakValueDictionary()
 
 
 class _Kept(Generic[ProgramT]):
@@ -56,7 +48,7 @@ class _Kept(Generic[ProgramT]):
         self.alike: list[_Kept[ProgramT]] = []  # the entries with this key
         self.used = time.monotonic()
         self._references: list[weakref.ref[Any]] = []
-        self._pinned: list[_Pin] = []
+        self._pinned: list[Callable[[], Any]] = []
 
     def end_with(self, targets: Iterable[Any], ended: Callable[[Any], None]) -> None:
         """Call `ended` when the first of some objects is collected, before another object can get its `id`."""
@@ -64,11 +56,11 @@ class _Kept(Generic[ProgramT]):
             try:
                 self._references.append(weakref.ref(target, ended))
             except TypeError:
-                self._pinned.append(_pins.get(id(target)) or _pins.setdefault(id(target), _Pin(target)))
+                self._pinned.append(_pins.setdefault(id(target), lambda target=target: target))
 
     def has_ended(self) -> bool:
         """Tell whether only its pin keeps some object alive."""
-        return any(sys.getrefcount(pin.target) <= 2 for pin in self._pinned)  # one of the pin, one of the argument
+        return any(sys.getrefcount(pin()) <= 2 for pin in self._pinned)  # one of the pin, one of the argument
 
 
 class Programs(Generic[ProgramT]):

@@ -8,97 +8,50 @@ meeting between them. docs/design/several-replicas-on-a-device.md.
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 from collections.abc import Sequence
 from typing import Any
 
 from .._errors import ContextError
 from .._jax import jaxprs, user_code
-from .._jax.interpreter import Analysis, Flattening
+from .._jax.interpreter import Analysis
 from .._jax.jaxprs import Equation, Jaxpr
 from .._jax.primitives import MAKE_SAME
+from .uneven.nodes import Node, Reading, Value
 
 
-class Kind(enum.Enum):
-    """Who computes a node; the module's docstring explains it."""
-
-    SHARED = "once for all replicas of a device"
-    OWN = "by each replica"
-    MEETING = "by all replicas together"
-
-
-@dataclasses.dataclass(eq=False)
-class Quantity:
-    """A value of the program."""
-
-    is_own: bool = False  # whether each replica has its own
-    level: int = 0  # the number of meetings before it
-    maker: Operation | None = None  # the node that computes it; None for arguments and constants
-    constant: Any = None  # the array, if it is a constant
-    aval: Any = None  # its type, if a node computes it
-
-
-@dataclasses.dataclass(eq=False)
-class Operation:
-    """An equation, with the values that it takes and makes."""
-
-    equation: Equation
-    inputs: list[Quantity]
-    outputs: list[Quantity]
-    kind: Kind
-    level: int
-
-    @property
-    def is_sum(self) -> bool:
-        """Whether it adds values up over all replicas, and nothing else."""
-        return jaxprs.is_sum(self.equation)
-
-
-class Agenda(Flattening[Quantity]):
-    """The nodes of a step, or of a body in it, in their order, and its outputs.
+class Agenda(Reading):
+    """The nodes of a step, or of a body in it, in their order, and its outputs; the `stage` of each is its level.
 
     Raises:
         ContextError: when several replicas of one device cannot run an operation.
     """
 
-    def __init__(self, jaxpr: Jaxpr, constants: Sequence[Any], inputs: Sequence[Quantity]) -> None:
-        self.nodes: list[Operation] = []
+    def __init__(self, jaxpr: Jaxpr, constants: Sequence[Any], inputs: Sequence[Value]) -> None:
+        super().__init__()
         self.outputs = self.run(jaxpr, constants, inputs)
 
-    @property
-    def num_levels(self) -> int:
-        return 1 + max((node.level for node in self.nodes), default=0)
+    def levels(self) -> list[list[Node]]:
+        """Return the nodes of each level."""
+        last = max((node.stage for node in self.nodes), default=0)
+        return [[node for node in self.nodes if node.stage == level] for level in range(last + 1)]
 
-    def at(self, level: int, kind: Kind) -> list[Operation]:
-        return [node for node in self.nodes if node.level == level and node.kind is kind]
-
-    def needed(self, nodes: Sequence[Operation]) -> tuple[list[Quantity], list[Quantity]]:
+    def needed(self, nodes: Sequence[Node]) -> tuple[list[Value], list[Value]]:
         """Return those results of some nodes that others add up over the replicas, and those that others use otherwise."""
         own = set(nodes)
         others = [node for node in self.nodes if node not in own]
-        added = {value for node in others if node.is_sum for value in node.inputs}
-        used = {*self.outputs, *(value for node in others if not node.is_sum for value in node.inputs)}
+        added = {value for node in others if jaxprs.is_sum(node.equation) for value in node.inputs}
+        used = {*self.outputs, *(value for node in others if not jaxprs.is_sum(node.equation) for value in node.inputs)}
         made = [value for node in nodes for value in node.outputs]
         return [value for value in made if value in added], [value for value in made if value in used]
 
-    def constant(self, value: Any) -> Quantity:
-        return Quantity(constant=value)
-
-    def plain(self, equation: Equation, values: list[Quantity]) -> Sequence[Quantity]:
-        level, flags = max((value.level for value in values), default=0), [value.is_own for value in values]
-        if is_meeting := jaxprs.has_collective(equation):
-            kind, results = Kind.MEETING, list(_Ownership().equation(equation, flags))
-        else:
-            kind = Kind.OWN if _is_own(equation, flags) else Kind.SHARED
-            results = [kind is Kind.OWN] * len(equation.outvars)
-        node = Operation(equation, values, [], kind, level)
-        node.outputs = [
-            Quantity(flag, level + is_meeting, node, aval=variable.aval)
-            for flag, variable in zip(results, equation.outvars, strict=True)
-        ]
-        self.nodes.append(node)
-        return node.outputs
+    def plain(self, equation: Equation, values: list[Value]) -> list[Value]:
+        outputs, node, flags = super().plain(equation, values), self.nodes[-1], [value.is_own for value in values]
+        node.stage = max((value.stage for value in values), default=0)
+        node.is_own = not node.is_collective and _is_own(equation, flags)
+        results = _Ownership().equation(equation, flags) if node.is_collective else [node.is_own] * len(outputs)
+        for value, is_own in zip(outputs, results, strict=True):
+            value.is_own, value.stage = is_own, node.stage + node.is_collective
+        return outputs
 
 
 def _is_own(equation: Equation, flags: Sequence[bool]) -> bool:

@@ -27,7 +27,7 @@ from .._jax.primitives import (
     LINEAR,
     SCATTER_SUMS,
 )
-from .schedule import Kind, Operation, Quantity
+from .uneven.nodes import Node, Value
 
 
 def _add_rows(stack: jax.Array) -> jax.Array:
@@ -41,13 +41,13 @@ def _add_rows(stack: jax.Array) -> jax.Array:
     return stack[0] if rest is None else stack[0] + rest
 
 
-def sum_over_replicas(value: Quantity, read: Callable[[Quantity], Any]) -> jax.Array:
+def sum_over_replicas(value: Value, read: Callable[[Value], Any]) -> jax.Array:
     """Return the sum of a per-replica value over the replicas of a device.
 
     `read` returns the array of a value, `[v, ...]` if it is one for each replica; None while it is unknown.
     """
     node = value.maker
-    if node is None or node.kind is not Kind.OWN:
+    if node is None or not node.is_own:
         return _add_rows(read(value))
     operands = list(map(read, node.inputs))
     if any(operand is None for operand in operands):
@@ -58,12 +58,12 @@ def sum_over_replicas(value: Quantity, read: Callable[[Quantity], Any]) -> jax.A
         return _add_rows(read(value))
     for position, part in enumerate(node.inputs):
         if part.is_own:  # a value of an earlier level was computed for each replica anyway
-            sinks = part.level == value.level
+            sinks = part.stage == value.stage
             operands[position] = sum_over_replicas(part, read) if sinks else _add_rows(operands[position])
     return tracing.bind(node.equation, operands)[0]
 
 
-def _is_linear(node: Operation) -> bool:
+def _is_linear(node: Node) -> bool:
     name, own = node.equation.primitive.name, [value.is_own for value in node.inputs]
     avals: list[Any] = [atom.aval for atom in (*node.equation.invars, *node.equation.outvars)]
     if not _is_of_floats(avals):
@@ -77,7 +77,7 @@ def _is_linear(node: Operation) -> bool:
     return name in BILINEAR and sum(own) == 1
 
 
-def _rule_of(node: Operation) -> Callable[[Operation, Sequence[jax.Array]], jax.Array] | None:
+def _rule_of(node: Node) -> Callable[[Node, Sequence[jax.Array]], jax.Array] | None:
     """Return the function that makes the sum over the replicas of a product or sum, given the operands of all replicas."""
     name, own, params = node.equation.primitive.name, [value.is_own for value in node.inputs], node.equation.params
     if not _is_of_floats([variable.aval for variable in node.equation.outvars]):
@@ -95,7 +95,7 @@ def _is_of_floats(avals: Sequence[Any]) -> bool:
     return all(jnp.issubdtype(aval.dtype, jnp.floating) for aval in avals)
 
 
-def _is_zero(value: Quantity) -> bool:
+def _is_zero(value: Value) -> bool:
     maker = value.maker
     if value.is_own or maker is None or maker.equation.primitive.name not in BROADCASTS:
         return False
@@ -103,7 +103,7 @@ def _is_zero(value: Quantity) -> bool:
     return isinstance(atom, jaxprs.Literal) and bool(np.asarray(atom.val) == 0)
 
 
-def _dot(node: Operation, operands: Sequence[jax.Array]) -> jax.Array:
+def _dot(node: Node, operands: Sequence[jax.Array]) -> jax.Array:
     (left, right), (left_batch, right_batch) = node.equation.params["dimension_numbers"]
     if (0, 0) in zip(left, right, strict=True):  # the rows of all replicas lie together: XLA need not transpose them
         return tracing.bind(node.equation, [_merge(operand, 0) for operand in operands])[0]
@@ -113,7 +113,7 @@ def _dot(node: Operation, operands: Sequence[jax.Array]) -> jax.Array:
     return tracing.bind(node.equation.replace(params=params), operands)[0]
 
 
-def _convolution(node: Operation, operands: Sequence[jax.Array]) -> jax.Array:
+def _convolution(node: Node, operands: Sequence[jax.Array]) -> jax.Array:
     """Convolve with the replicas as further input features, which are summed over."""
     numbers = node.equation.params["dimension_numbers"]
     features = (numbers.lhs_spec[1], numbers.rhs_spec[1])
@@ -125,7 +125,7 @@ def _merge(stack: jax.Array, axis: int) -> jax.Array:
     return moved.reshape(*moved.shape[:axis], moved.shape[axis] * moved.shape[axis + 1], *moved.shape[axis + 2 :])
 
 
-def _scatter(node: Operation, operands: Sequence[jax.Array]) -> jax.Array:
+def _scatter(node: Node, operands: Sequence[jax.Array]) -> jax.Array:
     zeros, indices, updates = operands
     if not node.inputs[1].is_own:
         indices = jnp.broadcast_to(indices, (updates.shape[0], *indices.shape))
@@ -136,7 +136,7 @@ def _scatter(node: Operation, operands: Sequence[jax.Array]) -> jax.Array:
     return jax.lax.scatter_add(zeros, indices, updates, shifted, mode=node.equation.params["mode"])
 
 
-def _reduction(node: Operation, operands: Sequence[jax.Array]) -> jax.Array:
+def _reduction(node: Node, operands: Sequence[jax.Array]) -> jax.Array:
     [stack] = operands
     return jnp.sum(stack, axis=(0, *_shift(node.equation.params["axes"])), dtype=stack.dtype)
 

@@ -19,14 +19,15 @@ import jax.numpy as jnp
 
 from .._errors import ContextError
 from .._jax import jaxprs, tracing
-from .._jax.interpreter import Evaluation, Interpreter, run_cond, run_scan, run_while
-from .._jax.jaxprs import ClosedJaxpr, Equation, Jaxpr
+from .._jax.interpreter import Evaluation, run_parts
+from .._jax.jaxprs import Equation, Jaxpr
 from .._jax.primitives import DEVICE_RANDOM, HOST_EFFECTS, RANDOM
 from .._replicas.mesh import ReplicaMesh
 from .._typing import REPLICA_AXIS
 from . import sink_reductions
 from .lift import Lifted
-from .schedule import Agenda, Kind, Operation, Quantity
+from .schedule import Agenda
+from .uneven.nodes import Node, Value
 
 
 def run_replicas(
@@ -62,15 +63,17 @@ class _Device:
         self, jaxpr: Jaxpr, constants: Sequence[Any], arrays: Sequence[Any], is_own: Sequence[bool], ends: Sequence[bool]
     ) -> list[Any]:
         """Run a program; `is_own` and `ends` tell which arguments and outputs are per-replica values."""
-        values = list(map(Quantity, is_own))
+        values = [Value(variable.aval, is_own=own) for variable, own in zip(jaxpr.invars, is_own, strict=True)]
         plan = Agenda(jaxpr, constants, values)
         run = _Course(self, plan, dict(zip(values, arrays, strict=True)))
-        for level in range(plan.num_levels):
-            for node in plan.at(level, Kind.SHARED):
-                run.keep(node, tracing.bind(node.equation, list(map(run.read, node.inputs))))
-            run.run_own(plan.at(level, Kind.OWN))
-            for node in plan.at(level, Kind.MEETING):
-                run.keep(node, run.add_up(node) if node.is_sum else run.meet(node))
+        for nodes in plan.levels():
+            for node in nodes:
+                if not node.is_own and not node.is_collective:
+                    run.keep(node, tracing.bind(node.equation, list(map(run.read, node.inputs))))
+            run.run_own([node for node in nodes if node.is_own])
+            for node in nodes:
+                if node.is_collective:
+                    run.keep(node, run.meet(node))
         return [self.as_kind(run.read(value), value.is_own, end) for value, end in zip(plan.outputs, ends, strict=True)]
 
 
@@ -80,16 +83,16 @@ class _Course:
 
     device: _Device
     plan: Agenda
-    known: dict[Quantity, Any]
-    totals: dict[Quantity, Any] = dataclasses.field(default_factory=dict)  # sums over the device's replicas
+    known: dict[Value, Any]
+    totals: dict[Value, Any] = dataclasses.field(default_factory=dict)  # sums over the device's replicas
 
-    def read(self, value: Quantity) -> Any:
-        return self.known.get(value, value.constant)
+    def read(self, value: Value) -> Any:
+        return self.known.get(value, value.content)
 
-    def keep(self, node: Operation, arrays: Sequence[Any]) -> None:
+    def keep(self, node: Node, arrays: Sequence[Any]) -> None:
         self.known.update(zip(node.outputs, arrays, strict=True))
 
-    def run_own(self, nodes: Sequence[Operation]) -> None:
+    def run_own(self, nodes: Sequence[Node]) -> None:
         """Run nodes of one level on each replica."""
         is_whole = self.device.mesh.one_by_one or any(map(_has_reference, nodes))
         # Together, slow nodes and those with a mesh would do something else.
@@ -97,12 +100,12 @@ class _Course:
         for one_by_one, group in itertools.groupby(nodes, is_alone):
             self._run_group(list(group), one_by_one)
 
-    def _run_group(self, nodes: list[Operation], one_by_one: bool) -> None:
+    def _run_group(self, nodes: list[Node], one_by_one: bool) -> None:
         made = [value for node in nodes for value in node.outputs]
         taken = list(dict.fromkeys(value for node in nodes for value in node.inputs if value.is_own and value in self.known))
         rows = [self.known[value] for value in taken]
 
-        def one(outputs: Sequence[Quantity], number: Any, rows: Sequence[Any]) -> list[Any]:
+        def one(outputs: Sequence[Value], number: Any, rows: Sequence[Any]) -> list[Any]:
             own, replica = dict(zip(taken, rows, strict=True)), _OneReplica(number)
             for node in nodes:
                 operands = [own[value] if value in own else self.read(value) for value in node.inputs]
@@ -135,7 +138,14 @@ class _Course:
 
         return jax.lax.scan(one_replica, [jnp.zeros(a.shape, a.dtype) for a in first], (numbers, rows))
 
-    def add_up(self, node: Operation) -> list[Any]:
+    def meet(self, node: Node) -> list[Any]:
+        """Run a node in which replicas meet."""
+        if jaxprs.is_sum(node.equation):
+            return self.add_up(node)
+        loop = jaxprs.loop_of(node.equation)
+        return self.run_loop(node, loop) if loop.parts else self.exchange(node)
+
+    def add_up(self, node: Node) -> list[Any]:
         """Add values up over all replicas."""
         totals = []
         for value in node.inputs:
@@ -148,18 +158,45 @@ class _Course:
                 totals.append(array * jnp.asarray(self.device.mesh.per_device, array.dtype))
         return jax.lax.psum(totals, self.device.mesh.axis)
 
-    def meet(self, node: Operation) -> Sequence[Any]:
-        """Run a meeting that is no sum."""
-        inputs, outputs = ([value.is_own for value in values] for values in (node.inputs, node.outputs))
-        meeting = _ReplicaMeeting(self.device, inputs, outputs)
-        return meeting.equation(node.equation, list(map(self.read, node.inputs)))
+    def exchange(self, node: Node) -> list[Any]:
+        """Run a collective other than a sum on the values of all replicas, and take the results of this device's."""
+        stacks = [self.device.as_kind(self.read(value), value.is_own, True) for value in node.inputs]
+        every = [jax.lax.all_gather(stack, self.device.mesh.axis, tiled=True) for stack in stacks]
+        try:
+            results = jax.vmap(lambda *own: tracing.bind(node.equation, own), axis_name=REPLICA_AXIS)(*every)
+        except (RuntimeError, ValueError) as error:
+            raise ContextError(
+                f"the collective `{node.equation.primitive.name}` cannot run with several replicas on a device: {error}. Write "
+                "it with ctx.all_gather or ctx.all_reduce, or give each replica a device: leave num_replicas out."
+            ) from error
+        first, count = self.device.numbers[0], self.device.mesh.per_device
+        of_device = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=count)
+        return [of_device(row) if value.is_own else row[0] for row, value in zip(results, node.outputs, strict=True)]
+
+    def run_loop(self, node: Node, loop: jaxprs.Loop) -> list[Any]:
+        """Run a loop or condition in which replicas meet; all take the same way through it."""
+        own, ends = ([value.is_own for value in values] for values in (node.inputs, node.outputs))
+        is_own = [flag and k not in loop.index for k, flag in enumerate(own)]  # inside
+        is_own[loop.carry.start : loop.carry.stop] = ends[: len(loop.carry)]
+        operands = [self.device.as_kind(self.read(v), v.is_own, flag) for v, flag in zip(node.inputs, is_own, strict=True)]
+        for k in loop.rows:
+            operands[k] = _swap(operands[k], is_own[k])
+
+        def body_of(part: jaxprs.Part) -> Callable[..., list[Any]]:
+            flags = [is_own[k] for k in (*part.fixed, *loop.carry, *loop.rows)]
+            run, closed = self.device.run, part.closed
+            return lambda *arguments: run(closed.jaxpr, closed.consts, arguments, flags, [False] if part.decides else ends)
+
+        results = run_parts(node.equation, operands, list(map(body_of, loop.parts)))
+        num_kept = len(results) if loop.index else len(loop.carry)  # the others are stacked from rows
+        return [*results[:num_kept], *map(_swap, results[num_kept:], ends[num_kept:])]
 
 
 def _is_slow(equation: Equation) -> bool:
     return any(e.primitive.name in HOST_EFFECTS or _is_other_random(e) for e in (equation, *jaxprs.inside(equation)))
 
 
-def _has_reference(node: Operation) -> bool:
+def _has_reference(node: Node) -> bool:
     return any(isinstance(atom.aval, jax.ref.AbstractRef) for atom in (*node.equation.invars, *node.equation.outvars))
 
 
@@ -187,68 +224,6 @@ class _OneReplica(Evaluation):
             f"the replica's number is asked for inside `{equation.primitive.name}`, which several replicas of one device cannot "
             "do. Ask before, or give each replica a device: leave num_replicas out."
         )
-
-
-# -- meetings
-
-
-@dataclasses.dataclass
-class _ReplicaMeeting(Interpreter[Any]):
-    """A meeting of the replicas."""
-
-    device: _Device
-    flags: list[bool]  # of each operand, whether each replica has its own
-    ends: list[bool]  # of each result
-
-    def over_replicas(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
-        """Run a collective other than a sum on the values of all replicas, and take the results of this device's."""
-        stacks = [self.device.as_kind(array, flag, True) for array, flag in zip(values, self.flags, strict=True)]
-        every = [jax.lax.all_gather(stack, self.device.mesh.axis, tiled=True) for stack in stacks]
-        try:
-            results = jax.vmap(lambda *own: tracing.bind(equation, own), axis_name=REPLICA_AXIS)(*every)
-        except (RuntimeError, ValueError) as error:
-            raise ContextError(
-                f"the collective `{equation.primitive.name}` cannot run with several replicas on a device: {error}. Write it "
-                "with ctx.all_gather or ctx.all_reduce, or give each replica a device: leave num_replicas out."
-            ) from error
-        first, count = self.device.numbers[0], self.device.mesh.per_device
-        of_device = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=count)
-        return [of_device(result) if end else result[0] for result, end in zip(results, self.ends, strict=True)]
-
-    def plain(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
-        """Nothing else is a meeting: `schedule` has refused it."""
-        raise AssertionError(equation.primitive.name)
-
-    def body(self, closed: ClosedJaxpr, own: Sequence[bool], ends: Sequence[bool]) -> Callable[..., list[Any]]:
-        """Return a function that runs the inside of a loop or condition, through which all replicas take the same way."""
-        return lambda *arguments: self.device.run(closed.jaxpr, closed.consts, arguments, own, ends)
-
-    def fit(self, values: Sequence[Any], flags: Sequence[bool], ends: Sequence[bool]) -> list[Any]:
-        return [self.device.as_kind(*value) for value in zip(values, flags, ends, strict=True)]
-
-    def cond(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
-        index = self.device.as_kind(values[0], self.flags[0], False)
-        branches = equation.params["branches"]
-        return run_cond([index, *values[1:]], [self.body(closed, self.flags[1:], self.ends) for closed in branches])
-
-    def while_loop(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
-        flags, carried = self.flags, self.ends
-        num_cond, num_body = jaxprs.while_of(equation)
-        start = num_cond + num_body
-        again = self.body(equation.params["cond_jaxpr"], [*flags[:num_cond], *carried], [False])
-        step = self.body(equation.params["body_jaxpr"], [*flags[num_cond:start], *carried], carried)
-        return run_while(equation, [*values[:start], *self.fit(values[start:], flags[start:], carried)], again, step)
-
-    def scan(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
-        flags, ends = self.flags, self.ends
-        [closed] = jaxprs.inner_jaxprs(equation)
-        start, num_carry = jaxprs.scan_of(equation)
-        carried, end = ends[:num_carry], start + num_carry
-        fit = self.fit(values[start:end], flags[start:end], carried)
-        rows = [_swap(a, own) for a, own in zip(values[end:], flags[end:], strict=True)]
-        body = self.body(closed, [*flags[:start], *carried, *flags[end:]], ends)
-        results = run_scan(equation, [*values[:start], *fit, *rows], body)
-        return [*results[:num_carry], *map(_swap, results[num_carry:], ends[num_carry:])]
 
 
 def _swap(array: Any, is_own: bool) -> Any:

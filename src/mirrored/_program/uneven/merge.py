@@ -76,15 +76,14 @@ class _Run:
 
     def _run_bodies(self, nodes: Sequence[Node], operands: Sequence[Any]) -> list[Any]:
         """Run a loop or condition whose bodies differ by kind of replica: each round is an uneven step."""
-        equation = nodes[0].equation
-        parts, handed = jaxprs.parts_of(equation)
+        equation, loop = nodes[0].equation, jaxprs.loop_of(nodes[0].equation)
 
         def merged(part: jaxprs.Part, bodies: Sequence[Trace]) -> Callable[..., list[Any]]:
             return lambda *arguments: run_merged(bodies, self._index, arguments[len(part.fixed) :], self)
 
         values: list[Any] = [None] * len(nodes[0].inputs)  # a body reads captured values from this run
-        values[handed.start : handed.stop] = operands
-        return run_parts(equation, values, list(map(merged, parts, zip(*(node.bodies for node in nodes), strict=True))))
+        values[loop.handed.start : loop.handed.stop] = operands
+        return run_parts(equation, values, list(map(merged, loop.parts, zip(*(node.bodies for node in nodes), strict=True))))
 
     def run_common(self, stage: int) -> None:
         """Run the nodes that all traces have in common."""

@@ -1,4 +1,4 @@
-"""A trace of an uneven step as values and the nodes that compute them, also inside loops with collectives."""
+"""A traced step as values and the nodes that compute them, of an uneven step also inside loops with collectives."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ class Value:
     """A value in one trace."""
 
     aval: Any
+    maker: Node | None = None  # the node that computes it; None for arguments and constants
     number: int | None = None  # equal to that of another trace's value iff both are computed alike; None: not compared
     stage: int = 0  # after how many groups of collectives it is known
+    is_own: bool = False  # whether each replica of a device has its own; only `schedule` tells
     content: Any = None  # the array, for a constant
     outer: Value | None = None  # of a value that a loop's body captures: the one outside of the loop
 
@@ -33,13 +35,13 @@ class Node:
     inputs: list[Value]
     outputs: list[Value]
     is_collective: bool
+    is_pure: bool  # whether it is known to compute its outputs from its inputs alone
     #: The bodies of a loop or condition with collectives inside; else none.
     bodies: list[Trace] = dataclasses.field(default_factory=list)
     #: The inputs of a collective that are one array for all traces; of a loop, the carry and the rows.
     handed: list[Value] = dataclasses.field(default_factory=list)
     stage: int = 0
-    is_pure: bool = False  # whether it is known to compute its outputs from its inputs alone
-    is_own: bool = False  # whether it is not common to all traces; known after `compare`
+    is_own: bool = False  # whether it is not common to all traces, or to all replicas; known after `compare`, or in an `Agenda`
 
     @property
     def is_cheap(self) -> bool:
@@ -67,16 +69,22 @@ class Trace:
 def read_trace(name: str, closed: ClosedJaxpr, captured: Sequence[Value] = ()) -> Trace:
     """Turn a traced step into nodes, or a body of a loop, whose first arguments are captured. Calls are inlined."""
     arguments = [Value(variable.aval) for variable in closed.jaxpr.invars[len(captured) :]]
-    trace = Trace(name, arguments, [], [], [value for value in captured if value.outer is not None])
-    trace.outputs = _Reading(trace).run_closed(closed, [*captured, *arguments])
+    reading = Reading()
+    outputs = reading.run_closed(closed, [*captured, *arguments])
+    trace = Trace(name, arguments, reading.nodes, outputs, [value for value in captured if value.outer is not None])
+    from_outside = lambda value: value if value.content is not None else Value(value.aval, outer=value)  # noqa: E731
+    for node in trace.collectives:
+        loop = jaxprs.loop_of(node.equation)
+        node.handed = [node.inputs[k] for k in loop.handed]
+        node.bodies = [read_trace(name, part.closed, [from_outside(node.inputs[k]) for k in part.fixed]) for part in loop.parts]
     return trace
 
 
-@dataclasses.dataclass
-class _Reading(Flattening[Value]):
-    """A walk that adds nodes to a trace."""
+class Reading(Flattening[Value]):
+    """A walk that makes nodes."""
 
-    trace: Trace
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []  # in order
 
     def constant(self, value: Any) -> Value:
         return Value(jax.typeof(value), content=value)
@@ -85,30 +93,22 @@ class _Reading(Flattening[Value]):
         return Value(literal.aval, content=literal.val)
 
     def plain(self, equation: Equation, values: list[Value]) -> list[Value]:
-        node = Node(equation, values, [Value(variable.aval) for variable in equation.outvars], jaxprs.has_collective(equation))
-        if node.is_collective:
-            parts, handed = jaxprs.parts_of(equation)
-            node.handed = [values[k] for k in handed]
-            from_outside = lambda value: value if value.content is not None else Value(value.aval, outer=value)  # noqa: E731
-            captured = [[from_outside(values[k]) for k in part.fixed] for part in parts]
-            node.bodies = [read_trace(self.trace.name, part.closed, own) for part, own in zip(parts, captured, strict=True)]
-        else:
-            node.is_pure = jaxprs.is_function_of_operands(equation)
-        self.trace.nodes.append(node)
+        node = Node(equation, values, [], jaxprs.has_collective(equation), jaxprs.is_function_of_operands(equation))
+        node.outputs = [Value(variable.aval, node) for variable in equation.outvars]
+        self.nodes.append(node)
         return node.outputs
 
 
-def find_loop(trace: Trace, values: Sequence[Value]) -> Node | None:
+def find_loop(values: Sequence[Value]) -> Node | None:
     """Return a loop, condition or call that is not common to all traces and on which a value depends; after `compare`."""
-    makers = {value: node for node in trace.nodes if node.is_own for value in node.outputs}
     seen: set[Value] = set()
     waiting = [value for value in values if value.number is None]
     while waiting:
         value = waiting.pop()
-        if value in seen or value not in makers:
+        node = value.maker
+        if value in seen or node is None or not node.is_own:
             continue
         seen.add(value)
-        node = makers[value]
         if list(jaxprs.inner_jaxprs(node.equation)):
             return node
         waiting += node.inputs

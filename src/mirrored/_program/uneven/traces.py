@@ -174,7 +174,7 @@ def _merge_traces(
     assert axis is not None
     aligned = [nodes.read_trace(kinds.describe(kind), lifted.shown) for kind, lifted in enumerate(traces)]
     value_numbering.compare(aligned, is_common)
-    origin = _origin(kinds, nodes.find_loop(aligned[0], aligned[0].outputs))
+    origin = _origin(kinds, nodes.find_loop(aligned[0].outputs))
 
     def merged(values: Sequence[jax.Array], arguments: Sequence[jax.Array]) -> list[jax.Array]:
         index = mark(jnp.asarray(kinds.of_replica)[axis.index()], Mark(Purpose.ROWS, origin, ""))
