@@ -291,7 +291,7 @@ STATE = {
     "_variables.spec": "_numbers",
     "_variables.storage": "_claims_changed claims lock",
     "_variables.variable": "_created _live listeners",
-    "_workers.progress": "_main progress",
+    "_workers.progress": "progress",
     "_workers.runtime": "_current _starting",
 }
 #: Functions whose results are kept: each is a pure function of its arguments, but for those in ONCE, which do something once.
