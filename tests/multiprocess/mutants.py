@@ -6,7 +6,7 @@ _MISTAKE = _HERE + "mistakes.py::test_mistakes_end_in_an_error_on_every_worker[{
 _SAVES = _HERE + "checkpoint_workers.py::test_"
 
 MUTANTS = [
-    ("_workers/guard.py", "self._coordination.put(VERDICT, verdict.encode())", "pass", _ENDS.format("raise hostile")),
+    ("_workers/shutdown.py", "self._coordination.put(_VERDICT, verdict.encode())", "pass", _ENDS.format("raise hostile")),
     ("_workers/neighbours.py", "            return True", "            return False",
      "tests/_workers/test_neighbours.py::test_a_process_is_dead_when_it_has_ended_and_no_other_is_taken_for_it"),
     ("_workers/same_program.py", "if any(own != seen[0][1] for _, own, *_ in seen):", "if False:",

@@ -6,7 +6,6 @@ the time of one on the devices, and works while the devices are busy or stuck. N
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import threading
@@ -59,8 +58,8 @@ class Coordination:
         self._channels: dict[str, Channel] = {}
         self._num_told: dict[str, int] = {}
         self._num_opened = 0
-        #: The thread, `_num_opened` and the keys of channels that are closed here: other workers may still read the last keys.
-        self._closed: list[tuple[int, int, str]] = []
+        #: Thread -> the keys of its channels that are closed here: other workers may still read the last ones.
+        self._closed: dict[int, list[str]] = {}
 
     def put(self, key: str, text: str) -> None:
         """Set a key, which may have a value already."""
@@ -95,9 +94,9 @@ class Coordination:
         return {key.removeprefix(_ROOT): value for key, value in self._client.key_value_dir_get(_ROOT + prefix)}
 
     def by_worker(self, prefix: str) -> dict[int, str]:
-        """Return what workers have set under `prefix`, a slash and their number."""
-        found = self.list(f"{prefix}/").items()
-        return {int(index): text for key, text in found if (index := key.rpartition("/")[2]).isdecimal()}
+        """Return what the workers of this cluster have set under `prefix`, a slash and their number."""
+        found = self.list(f"{prefix}/")
+        return {worker: found[key] for worker in range(self.num_workers) if (key := f"{prefix}/{worker}") in found}
 
     def await_workers(self, prefix: str, workers: Set[int], deadline: float) -> dict[int, str]:
         """Return `by_worker` when all of these workers have set it, or at the deadline, of `time.monotonic`."""
@@ -152,13 +151,13 @@ class Coordination:
         """Return on worker 0 the value that each worker gave last to `tell_chief`; on the others their own value."""
         if self.worker or self.num_workers == 1:
             return [value]
-        return [decoded(text, worker, name) for worker, text in sorted(self.by_worker(f"for_chief/{name}").items())]
+        return [decoded(text, worker, name) for worker, text in self.by_worker(f"for_chief/{name}").items()]
 
     def channel(self, name: str) -> Channel:
         """Open a channel of its own for another thread: the n-th that is opened on each worker is the same one."""
         number = self._num_opened
         self._num_opened += 1
-        return Channel(self, f"exchange/{name}:{number}", number)
+        return Channel(self, f"exchange/{name}:{number}", number, self._closed.pop(threading.get_ident(), ()))
 
     def barrier(self, name: str, value: Any = None) -> Sequence[Any]:
         """Wait until every worker has come to a barrier of this name, and return the JSON values that they give with it."""
@@ -178,10 +177,10 @@ class Channel:
     value, counts itself once more, and reads all. After a round in which values differed, the next begins with the values.
     """
 
-    def __init__(self, coordination: Coordination, prefix: str, number: int = -1) -> None:
+    def __init__(self, coordination: Coordination, prefix: str, number: int = -1, closed_before: Sequence[str] = ()) -> None:
         self._coordination, self._prefix = coordination, prefix
         self.number = number  # of those that were opened, the same on all workers; -1 of one that has a name
-        self._opened_by = threading.get_ident()
+        self._opened_by, self._closed_before = threading.get_ident(), tuple(closed_before)
         self._round, self._are_same = 0, True
         #: Place in this round -> the digest under which this worker is counted: an interrupted exchange may be made again.
         self._counted: dict[str, str] = {}
@@ -220,9 +219,8 @@ class Channel:
     def close(self) -> None:
         """End the exchange that a thread is waiting in: it raises `ChannelClosed`."""
         if not self._closed.is_set():
-            self._closed.set()
-            this = self._coordination
-            this._closed.append((self._opened_by, this._num_opened, self._prefix))  # at any line: garbage collection closes too
+            self._closed.set()  # at any line: garbage collection closes too
+            self._coordination._closed.setdefault(self._opened_by, []).extend((*self._closed_before, self._prefix))
 
     @property
     def _name(self) -> str:
@@ -257,13 +255,9 @@ class Channel:
         this = self._coordination
         if self._is_last and self._round:
             this.delete(f"{self._prefix}/{self._round - 1}")
-        if self._round == 0:  # all workers have opened this channel, and closed what this thread had closed before
-            for entry in list(this._closed):
-                thread, num_opened, prefix = entry
-                if thread == self._opened_by and num_opened <= self.number:
-                    this.delete(prefix)
-                    with contextlib.suppress(ValueError):  # another thread may have removed it, too
-                        this._closed.remove(entry)
+        for prefix in self._closed_before:  # all workers have opened this channel, so they have closed these
+            this.delete(prefix)
+        self._closed_before = ()
         self._round += 1
         self._counted = {}
 

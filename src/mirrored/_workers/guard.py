@@ -25,7 +25,7 @@ from .links import Links
 from .neighbours import Neighbours
 from .progress import Progress, in_main_thread
 from .same_program import ONE_DATASET, data_ended, other_order, require_same_history
-from .shutdown import CALL, DONE, LAST_RESORT_SECONDS, LEAVE, VERDICT, Shutdown, told_apart
+from .shutdown import CALL, DONE, LAST_RESORT_SECONDS, THREADS, Shutdown, told_apart
 from .stall import SETTLED_SECONDS, JobView, Others, Own, Position, decode, judge, judge_all, shorter_data
 from .verdict import Verdict, exit_code_of, last_error, tells_of_loss, tells_of_lost_service, title_of
 
@@ -89,7 +89,7 @@ class Guard:
         sys.excepthook, sys.exit = self._on_exception, self._on_sys_exit  # pyrefly: ignore[bad-assignment]
         # Daemons, because Python waits for other threads before it runs what is registered with atexit; `stop` joins them.
         for work in (self._watch, self._watch_host):
-            thread = threading.Thread(target=work, name=f"mirrored-guard-{work.__name__.strip('_')}", daemon=True)
+            thread = threading.Thread(target=work, name=THREADS + work.__name__.strip("_"), daemon=True)
             self._threads.append(thread)
             thread.start()
 
@@ -131,15 +131,14 @@ class Guard:
         self._hooks[1](code)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        is_interactive = hasattr(sys, "ps1")  # then an exception ends nothing
-        is_ours = os.getpid() == self._process and not self._stopped.is_set() and not is_interactive
-        is_lost = tells_of_loss(error)
-        if is_ours:
-            self._failing.set()  # before it is printed, which takes a while on a busy machine: another worker's error may come
-        if not (is_ours and is_lost and self._shutdown.begun.locked()):  # else it follows from what is being reported
+        # In a forked child, after the end, and in an interactive session, where an exception ends nothing.
+        if os.getpid() != self._process or self._stopped.is_set() or hasattr(sys, "ps1"):
             self._hooks[0](kind, error, trace)
-        if is_ours:
-            self._fail_with(error)
+            return
+        self._failing.set()  # before it is printed, which takes a while on a busy machine: another worker's error may come
+        if not (tells_of_loss(error) and self._shutdown.begun.locked()):  # else it follows from what is being reported
+            self._hooks[0](kind, error, trace)
+        self._fail_with(error)
 
     def _fail_with(self, error: BaseException) -> None:
         """Leave because of an error that ends this worker's program, and tell the others; or find out who is lost."""
@@ -147,9 +146,8 @@ class Guard:
         if tells_of_loss(error):
             self._fail(self._shutdown.lost(title))
             return
-        shown = Verdict(f"worker {self._worker} failed at step {self._progress.step} with {title}")
-        whole = Verdict(shown.title, "".join(traceback.format_exception(error)))
-        self._fail(whole, exit_code_of(error), shown)  # the traceback has just been printed
+        what = f"worker {self._worker} failed at step {self._progress.step} with {title}"
+        self._fail(Verdict(what, "".join(traceback.format_exception(error))), exit_code_of(error))
 
     def _end(self) -> None:
         """Wait for all workers to come to their end."""
@@ -173,13 +171,13 @@ class Guard:
 
     def _await_ends(self) -> Sequence[Any]:
         """Return the histories of all workers, when all have come to their end."""
-        waited, seconds = 0.0, _END_WARNING_SECONDS
+        waited = 0.0
         while True:
+            seconds = max(waited, _END_WARNING_SECONDS)
             try:
                 return self._coordination.exchange("end", self._progress.history(), seconds)
             except WorkerLostError:
                 waited += seconds
-                seconds = waited
                 missing = sorted(set(range(self._num_workers)) - self._coordination.by_worker(_ENDED).keys())
                 message = "worker %d has come to the end of its program, and has waited for %s for %.0f s"
                 _logger.warning(message, self._worker, numbered(missing), waited)
@@ -237,11 +235,11 @@ class Guard:
         limit = self._own.limit
         if self._worker == 0:
             text = judge_all(view, limit)
-        elif not view.may_be_stuck(self._worker):
+        elif not view.positions[self._worker].may_be_stuck:
             return None
         elif text := judge(self._worker, view, limit, sees_all=False):
             texts = self._coordination.by_worker(_POSITION)  # now those of all, to name all
-            everyone = {worker: there for worker, text in texts.items() if worker < self._num_workers and (there := decode(text))}
+            everyone = {worker: there for worker, text in texts.items() if (there := decode(text))}
             text = judge(self._worker, view._replace(positions={**everyone, **view.positions}), limit) or text
         if not text:
             return None
@@ -284,7 +282,7 @@ class Guard:
         if self._looks_in_call <= max(limit / ROUND_SECONDS, looks_of_silence) or not self._progress.is_waiting():
             return False
         title = f"worker 0, which hosts the coordination service, has not answered for {limit:.0f} s"
-        self._leave(Verdict(title, lost=(0,), wants_stacks=True), is_first=False)
+        self._fail(Verdict(title, lost=(0,), wants_stacks=True))
         return True
 
     def _is_left_alone(self) -> bool:
@@ -308,7 +306,7 @@ class Guard:
             texts = {0: self._coordination.peek(f"{_POSITION}/0") or "", self._worker: own.encode()}
         else:
             texts = self._coordination.by_worker(_POSITION)
-        view = self._others.look({worker: text for worker, text in texts.items() if worker < self._num_workers}, elapsed)
+        view = self._others.look(texts, elapsed)
         before, self._silent = self._silent, {worker for worker in view.silent if view.silence(worker) >= _SILENT_SECONDS}
         for worker in sorted(self._silent - before):
             _logger.warning(
@@ -320,9 +318,8 @@ class Guard:
     def _follow(self, call: str) -> None:
         """Answer a call, and leave with the verdict that follows."""
         self._shutdown.answer(call)
-        text = self._coordination.get(VERDICT, LAST_RESORT_SECONDS)
         unknown = Verdict("a worker called the others to end, and was gone before it said why")
-        verdict = unknown if text is None else Verdict.decode(text)
+        verdict = self._shutdown.known(LAST_RESORT_SECONDS) or unknown
         # An error of the program often comes to all workers at the same step: let this one show its own.
         if self._failing.wait(_GRACE_SECONDS):
             self._shutdown.arm_last_resort(verdict.code)
@@ -344,25 +341,19 @@ class Guard:
                 if not tells_of_lost_service(error):
                     _logger.error("the guard of worker %d ends, because of an error of its own", self._worker, exc_info=error)
                     return
-        title = f"lost worker 0, which hosts the coordination service, at step {self._progress.step}"
-        self._leave(Verdict(title, str(error), lost=(0,)), is_first=False)
+        self._fail(self._shutdown.gone((0,), "", str(error)))
 
     # ---- leaving
 
     def _leave(self, verdict: Verdict, is_first: bool, code: int | None = None) -> None:
         """Leave with the code of this worker's own error, or of its `sys.exit` when it has ended, or of the verdict."""
         code = (self._has_ended and self._sys_exit_code) or verdict.code if code is None else code
-        self._shutdown.leave(verdict, code, is_first, self._threads)
+        self._shutdown.leave(verdict, code, is_first)
 
-    def _fail(self, verdict: Verdict, code: int | None = None, shown: Verdict | None = None) -> None:
-        """Publish a verdict, unless there is one, and leave."""
-        shown = shown or verdict
+    def _fail(self, verdict: Verdict, code: int | None = None) -> None:
+        """Publish a verdict, unless there is one, and leave; with the code of an error whose traceback has just been printed."""
+        shown = verdict if code is None else Verdict(verdict.title)
         if 0 not in verdict.lost:  # else there is nobody to tell, and a call into the service would block
             with contextlib.suppress(Exception):  # the service may go in this moment
-                known = self._coordination.peek(VERDICT)
-                if known is None:
-                    self._coordination.put(VERDICT, verdict.encode())
-                    self._coordination.put(CALL, LEAVE)
-                else:
-                    shown = Verdict.decode(known)
+                shown = self._shutdown.tell(verdict) or shown
         self._leave(shown, is_first=True, code=code)

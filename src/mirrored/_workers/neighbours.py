@@ -74,7 +74,7 @@ class Neighbours:
         if len(self._found) == this.num_workers - 1 or (self._num_meetings > 20 and self._num_meetings % 16):
             return
         for worker, text in this.by_worker(self._key).items():
-            if worker < this.num_workers and worker != this.worker and worker not in self._found:
+            if worker != this.worker and worker not in self._found:
                 self._found[worker] = self._near(Process.decode(text))
 
     def _near(self, process: Process | None) -> Process | None:

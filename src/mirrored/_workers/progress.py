@@ -7,7 +7,6 @@ how long nothing has changed.
 from __future__ import annotations
 
 import json
-import os
 import threading
 import zlib
 from collections.abc import Callable, Sequence
@@ -206,20 +205,9 @@ class Progress:
         return self.trail.encode()
 
 
-_main = threading.main_thread().ident
-
-
 def in_main_thread() -> bool:
     """Tell whether this is the main thread: batches of other threads come in an order of chance."""
-    return threading.get_ident() == _main  # asked in every step, so by number: the objects take three times as long
-
-
-def _note_main_thread() -> None:
-    global _main
-    _main = threading.main_thread().ident
-
-
-os.register_at_fork(after_in_child=_note_main_thread)  # the thread that forks is the child's main one
+    return threading.current_thread() is threading.main_thread()
 
 
 #: Of this process.

@@ -26,12 +26,14 @@ from .verdict import Verdict
 _logger = logging.getLogger("mirrored")
 
 #: What wakes the guards, and why the job ends.
-CALL, VERDICT = "guard/call", "guard/verdict"
+CALL, _VERDICT = "guard/call", "guard/verdict"
 #: What a call says: leave; leave, and answer first; all have come to the end.
-LEAVE, TELL, DONE = "leave", "tell", "done"
+_LEAVE, _TELL, DONE = "leave", "tell", "done"
 #: Where workers say that they have heard the call, and that they leave.
 _HERE, _LEFT = "guard/here", "guard/left"
 _CALLERS, _TRAIL = "guard/callers", "guard/trail"
+#: Begins the names of the guard's threads.
+THREADS = "mirrored-guard-"
 #: How long the others have to answer the roll; a worker that calls it later waits twice as long for the first one's verdict.
 _ANSWER_SECONDS = 0.6
 #: Whatever blocks while a worker leaves (a full pipe, a dead service) blocks for so long only.
@@ -60,19 +62,15 @@ class Shutdown:
     # ---- the roll
 
     def lost(self, title: str) -> Verdict:
-        """Find out after an error of a collective which worker was lost: one that does not answer."""
+        """Find out after an error of a collective which worker was lost: one that does not answer, if no other worker knows."""
         try:
-            return self._found_before() or self._await_answers(title)
+            if not self._neighbours.dead():  # else the kernel knows who is lost
+                self._neighbours.meet()
+                if verdict := self.known() or self._call():
+                    return verdict
+            return self._await_answers(title)
         except Exception:  # jaxlib's errors have no classes of their own
-            step = self._progress.step
-            return Verdict(f"lost worker 0, which hosts the coordination service, at step {step}", title, (0,))
-
-    def _found_before(self) -> Verdict | None:
-        """Return the verdict of another worker that has called the roll; else call it, unless the kernel knows of a death."""
-        if self._neighbours.dead():
-            return None
-        self._neighbours.meet()
-        return self._known(0.0) or (None if self._call() else self._known(2 * _ANSWER_SECONDS))
+            return self.gone((0,), "", title)
 
     def _await_answers(self, title: str) -> Verdict:
         present: set[int] = set()
@@ -90,22 +88,21 @@ class Shutdown:
         what = f"at step {self._progress.step}: a collective failed on worker {self._worker}, and {why}"
         return Verdict(f"{who} {what}", title, tuple(missing))
 
-    def gone(self, dead: Sequence[int]) -> Verdict:
-        """Return the verdict on workers of this host that have ended."""
+    def gone(self, lost: Sequence[int], why: str = ": the process is gone", detail: str = "") -> Verdict:
+        """Return the verdict on workers that have ended; of this host, unless it says why else."""
         # When worker 0 is gone the others follow at once, so it is the one to name.
-        who = "worker 0, which hosts the coordination service," if 0 in dead else numbered(dead)
-        return Verdict(f"lost {who} at step {self._progress.step}: the process is gone", lost=tuple(dead))
+        who = "worker 0, which hosts the coordination service," if 0 in lost else numbered(lost)
+        return Verdict(f"lost {who} at step {self._progress.step}{why}", detail, tuple(lost))
 
     def trails(self) -> list[str]:
         """Ask all workers for their history where it differs from this worker's, before they leave."""
-        if not self._call():
-            self._known(2 * _ANSWER_SECONDS)
+        self._call()
         self._coordination.await_workers(_HERE, self._others, time.monotonic() + _ANSWER_SECONDS)
         return self._told()
 
     def answer(self, call: str) -> None:
         """Answer the call of another worker."""
-        if call == TELL:
+        if call == _TELL:
             own, told = self._progress.tell(), self._told()
             told[self._worker] = own
             is_first = not any(told[index] for index in self._others)
@@ -113,18 +110,26 @@ class Shutdown:
                 self._coordination.put(f"{_TRAIL}/{self._worker}", own)
         self._coordination.put(f"{_HERE}/{self._worker}", "1")
 
-    def _call(self) -> bool:
-        """Call all workers, unless another has; tell whether this one has."""
+    def _call(self) -> Verdict | None:
+        """Call all workers, unless another has: then wait for its verdict, and return it."""
         self._coordination.put(f"{_TRAIL}/{self._worker}", self._progress.tell())
-        is_first = self._coordination.count(_CALLERS) == 1
-        if is_first:
-            self._coordination.put(CALL, TELL)
-        return is_first
+        if self._coordination.count(_CALLERS) > 1:
+            return self.known(2 * _ANSWER_SECONDS)
+        self._coordination.put(CALL, _TELL)
+        return None
 
-    def _known(self, seconds: float) -> Verdict | None:
-        """Return the verdict that another worker has published, or publishes so soon."""
-        text = self._coordination.get(VERDICT, seconds) if seconds else self._coordination.peek(VERDICT)
+    def known(self, seconds: float = 0.0) -> Verdict | None:
+        """Return the verdict that a worker has published, or publishes so soon."""
+        text = self._coordination.get(_VERDICT, seconds) if seconds else self._coordination.peek(_VERDICT)
         return None if text is None else Verdict.decode(text)
+
+    def tell(self, verdict: Verdict) -> Verdict | None:
+        """Publish a verdict and call all workers, unless another has published one: then return it."""
+        if known := self.known():
+            return known
+        self._coordination.put(_VERDICT, verdict.encode())
+        self._coordination.put(CALL, _LEAVE)
+        return None
 
     def _told(self) -> list[str]:
         """Return each worker's history; empty of one that has not told it."""
@@ -133,8 +138,8 @@ class Shutdown:
 
     # ---- leaving
 
-    def leave(self, verdict: Verdict, code: int, is_first: bool, own_threads: Sequence[threading.Thread]) -> None:
-        """End this process; `is_first` where no other worker knows why, `own_threads` are threads whose stacks help nobody."""
+    def leave(self, verdict: Verdict, code: int, is_first: bool) -> None:
+        """End this process; `is_first` where no other worker knows why."""
         if not self.begun.acquire(blocking=False):  # another thread is leaving
             self._stopped.wait(2 * LAST_RESORT_SECONDS)
             return
@@ -143,7 +148,7 @@ class Shutdown:
         with contextlib.suppress(Exception):
             _logger.critical("worker %d leaves with code %d: %s", self._worker, code, verdict)
             if verdict.wants_stacks:
-                _logger.critical("worker %d was here:\n%s", self._worker, _stacks_except(own_threads))
+                _logger.critical("worker %d was here:\n%s", self._worker, _stacks())
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
         if 0 not in verdict.lost:  # else a call into the service would block
@@ -180,9 +185,10 @@ def told_apart(text: str, wants_stacks: bool = False) -> Verdict:
     return Verdict(f"{ProgramMismatchError.__name__}: {title}", detail, wants_stacks=wants_stacks, code=FAILED)
 
 
-def _stacks_except(own: Sequence[threading.Thread]) -> str:
+def _stacks() -> str:
+    """Return the stacks of all threads but those of the guard."""
     frames, lines = sys._current_frames(), []
     for thread in threading.enumerate():
-        if thread.ident in frames and thread not in own and not isinstance(thread, threading.Timer):
+        if thread.ident in frames and not thread.name.startswith(THREADS) and not isinstance(thread, threading.Timer):
             lines += [f"{thread.name}:\n", *traceback.format_stack(frames[thread.ident])]
     return "".join(lines).rstrip()

@@ -23,8 +23,6 @@ STALL_STEPS = 20
 SILENT_SECONDS = 3.0
 #: For so long two workers must have waited for different things before that is called certain.
 SETTLED_SECONDS = 2.0
-#: A worker that has waited for so long may be stuck.
-_SUSPICIOUS_SECONDS = 0.5
 #: What a worker sent before it ended may take so long to reach the others.
 _ARRIVED_SECONDS = 0.4
 #: A position as old as this may be left behind; only an end is for ever.
@@ -56,6 +54,11 @@ class Position(NamedTuple):
     @property
     def waits_in_program(self) -> bool:
         return self.waits and not self.phase
+
+    @property
+    def may_be_stuck(self) -> bool:
+        """Whether it waits for other workers, or for what its own input gives: then `judge` says whether in vain."""
+        return self.waits or self.phase == NEXT_BATCH
 
     @property
     def waits_between(self) -> bool:
@@ -147,13 +150,6 @@ class JobView(NamedTuple):
     def silence(self, worker: int) -> float:
         return self.silent.get(worker, 0.0)
 
-    def may_be_stuck(self, worker: int) -> bool:
-        """Tell whether a worker has waited for so long, or while another has ended, that `judge` should be asked."""
-        here = self.positions[worker]
-        if here.phase == NEXT_BATCH:
-            return here.still >= SETTLED_SECONDS
-        return here.waits and (here.still >= _SUSPICIOUS_SECONDS or any(there.has_ended for there in self.positions.values()))
-
     def __str__(self) -> str:
         """Return a line for each worker."""
         lines = []
@@ -200,7 +196,7 @@ def judge_all(view: JobView, limit: float) -> str | None:
     """
     longest: dict[object, int] = {}
     for worker, here in sorted(view.positions.items()):
-        if view.silence(worker) < _OLD_SECONDS and not here.has_ended and view.may_be_stuck(worker):
+        if view.silence(worker) < _OLD_SECONDS and not here.has_ended and here.may_be_stuck:
             place = (here.started, here.phase, here.detail, here.waits)
             if here.still > view.positions[longest.setdefault(place, worker)].still:
                 longest[place] = worker
