@@ -1,7 +1,6 @@
 """`mirrored.testing`: for each claim a program that passes, and one that fails with the message."""
 
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from strategies import in_threads
 
 import mirrored as mr
 from mirrored import testing
@@ -88,9 +88,7 @@ def test_assert_compiles_fails_with_the_reasons(strategy2: mr.Strategy) -> None:
 
 def test_programs_of_all_threads_are_counted(strategy2: mr.Strategy) -> None:
     with testing.assert_compiles(2):
-        threads = [threading.Thread(target=strategy2.run, args=(double, (np.ones(20 + i),))) for i in range(2)]
-        _ = [thread.start() for thread in threads]
-        _ = [thread.join() for thread in threads]
+        in_threads(*(lambda size=size: strategy2.run(double, args=(np.ones(size),)) for size in (20, 21)))
 
 
 def test_copies_are_those_of_the_devices_and_stay(strategy3: mr.Strategy) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 from fake_service import FakeClient
+from strategies import ctx
 
 import mirrored as mr
 from mirrored._cluster.meeting import meet
@@ -44,10 +45,6 @@ def given(strategy2, monkeypatch, tmp_path) -> SimpleNamespace:
     run = lambda fn, *args: strategy2.run(fn, args=args)  # noqa: E731
     names = {"monkeypatch": monkeypatch, "folder": tmp_path, "batch": batch, "odd": odd, "run": run}
     return SimpleNamespace(strategy=strategy2, w=w, optimizer=optimizer, **names)
-
-
-def ctx() -> mr.ReplicaContext:
-    return mr.get_replica_context()
 
 
 def step_of(g, loss: Callable[[Any], Any], combine: bool = False) -> Callable[[Any], None]:

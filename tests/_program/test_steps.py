@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from strategies import all_reduce, ctx, numbers, strategy_of, values_of
 
 import mirrored as mr
 from mirrored import testing
@@ -36,16 +37,8 @@ class Unregistered:
     image: object
 
 
-def replica_numbers(strategy):
-    return strategy.distribute_values_from_function(lambda ctx: np.float32(ctx.replica_id_in_sync_group))
-
-
 def num_programs(strategy):
     return len(list(strategy._steps.programs))
-
-
-def values_of(result):
-    return [value.tolist() for value in result.values]
 
 
 @pytest.fixture
@@ -106,10 +99,10 @@ def test_arguments_by_position_and_by_name_and_static_ones_that_choose(strategy2
 def test_arguments_stay_valid(strategy2):
     with strategy2.scope():
         w = mr.Variable(np.zeros(2, "float32"))
-    per_replica, mirrored, on_host = replica_numbers(strategy2), jnp.ones(2), np.ones(2, "float32")
+    per_replica, mirrored, on_host = numbers(strategy2), jnp.ones(2), np.ones(2, "float32")
 
     def step(a, b, c):
-        w.assign(w + mr.get_replica_context().all_reduce("sum", a) + b + c)
+        w.assign(w + all_reduce("sum", a) + b + c)
 
     for _ in range(3):
         strategy2.run(step, args=(per_replica, mirrored, on_host))
@@ -151,7 +144,7 @@ def test_arrays_come_from_anywhere(strategy3, strategy2):
         "split over another mesh": jax.device_put(array, jax.tree.leaves(on_two)[0].sharding),
         "host": array,
     }
-    own = replica_numbers(strategy3)
+    own = numbers(strategy3)
     for name, given in placed.items():
         for result in (
             strategy3.run(lambda x, own: (x * own, x + 1), args=(given, own)),
@@ -172,7 +165,7 @@ def test_structures_are_kept(strategy3):
 
     for context in (contextlib.nullcontext(), mr.eager()):
         with context:
-            result = strategy3.run(step, args=(replica_numbers(strategy3),))
+            result = strategy3.run(step, args=(numbers(strategy3),))
         assert list(result) == ["array", "list", "pair", "static"]
         assert type(result["pair"]) is Pair and result["pair"].second is None
         assert type(result["list"][0]) is Batch and result["list"][0].label == "cat"
@@ -218,10 +211,10 @@ def test_a_step_is_traced_once_and_compiled_once(strategy3, compilations):
 def test_work_of_the_first_call_does_not_depend_on_the_number_of_replicas(compilations):
     counts = []
     for devices in (1, 3, 8):
-        strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(devices)])
-        rows = replica_numbers(strategy)
+        strategy = strategy_of(devices)
+        rows = numbers(strategy)
         compilations.clear()
-        strategy.run(lambda x: mr.get_replica_context().all_reduce("sum", x) * x, args=(rows,))
+        strategy.run(lambda x: all_reduce("sum", x) * x, args=(rows,))
         counts.append({name: compilations[name] for name in ("jaxpr_trace_duration", "backend_compile_duration")})
     assert counts == [{"jaxpr_trace_duration": 1, "backend_compile_duration": 1}] * 3
 
@@ -330,7 +323,7 @@ def test_a_cross_validation_is_silent(strategy2):
     rows = np.ones((4, 3), np.float32)
 
     def step(w, x):
-        return w.assign_add(mr.get_replica_context().all_reduce("sum", x.sum(0)))
+        return w.assign_add(all_reduce("sum", x.sum(0)))
 
     def fold(i):
         with strategy2.scope():
@@ -353,7 +346,7 @@ def test_a_few_programs_of_one_function_are_silent(strategy2):
 
 
 def test_what_jax_cannot_look_into_is_refused_and_leaves_no_program(strategy2):
-    x = replica_numbers(strategy2)
+    x = numbers(strategy2)
     lost = jax.tree.map(jnp.sum, x)
     assert repr(lost).startswith("PerReplica(")
     unregistered = r"returned a Unregistered, whose field 'image' holds an array, .* @jax.tree_util.register_dataclass"
@@ -389,7 +382,7 @@ def test_uneven_values_are_refused_by_name_in_eager_mode(strategy2):
 def test_eager_prints_the_value_of_each_replica(strategy2, capsys):
     def step(x):
         print("x is", x)
-        mean = mr.get_replica_context().all_reduce("mean", x)
+        mean = all_reduce("mean", x)
         print("mean is", mean)
         return x * mean
 
@@ -421,7 +414,7 @@ def test_a_breakpoint_stops_in_the_eager_step_with_values(strategy2, monkeypatch
         return x
 
     with mr.eager():
-        strategy2.run(step, args=(replica_numbers(strategy2),))
+        strategy2.run(step, args=(numbers(strategy2),))
     [(name, shown)] = stops
     assert name == "step" and "0.0" in shown and "1.0" in shown
     assert sys.breakpointhook is hook
@@ -438,12 +431,12 @@ def test_eager_gives_the_results_of_the_compiled_step(strategy3):
         optimizer.apply_gradients(gradients)
         mean.assign(x)
         seen.assign_add(2)
-        return loss, mr.get_replica_context().all_reduce("sum", loss), jax.random.key_data(mr.get_replica_context().rng(3))
+        return loss, all_reduce("sum", loss), jax.random.key_data(ctx().rng(3))
 
     def outcome(context):
         w.assign(np.ones(2, "float32")), seen.assign(0)
         with context:
-            results = strategy3.run(step, args=(replica_numbers(strategy3),))
+            results = strategy3.run(step, args=(numbers(strategy3),))
         strategy3.assert_mirrored()
         return results, [variable.value for variable in (w, mean, seen)]
 
@@ -458,14 +451,14 @@ def returns_a_branch(n):
 
 WRONG_STEPS = [
     lambda w, optimizer, x: w.assign(x),
-    lambda w, optimizer, x: returns_a_branch(mr.get_replica_context().replica_id_in_sync_group),
+    lambda w, optimizer, x: returns_a_branch(ctx().replica_id_in_sync_group),
     lambda w, optimizer, x: returns_a_branch(x),
     lambda w, optimizer, x: optimizer.apply_gradients(
-        mr.get_replica_context().all_reduce("sum", mr.grad(lambda: w * x, w)())
+        all_reduce("sum", mr.grad(lambda: w * x, w)())
     ),
     lambda w, optimizer, x: Unregistered(x),
     lambda w, optimizer, x: w.assign(jnp.ones(7)),
-    lambda w, optimizer, x: jax.lax.cond(x > 0, lambda: mr.get_replica_context().all_reduce("sum", x), lambda: x),
+    lambda w, optimizer, x: jax.lax.cond(x > 0, lambda: all_reduce("sum", x), lambda: x),
 ]  # fmt: skip
 
 
@@ -477,7 +470,7 @@ def test_eager_gives_the_errors_of_the_compiled_step(strategy2):
         errors = []
         for context in (contextlib.nullcontext(), mr.eager(), mr.eager()):
             with pytest.raises(Exception) as caught, context:
-                strategy2.run(functools.partial(step, w, optimizer), args=(replica_numbers(strategy2),))
+                strategy2.run(functools.partial(step, w, optimizer), args=(numbers(strategy2),))
             errors.append((type(caught.value), str(caught.value)))
         assert errors[0] == errors[1] == errors[2]
     assert float(w) == 1
@@ -488,13 +481,13 @@ def test_eager_ends_with_its_block_and_works_in_a_compiled_function(strategy2):
 
     def step(x):
         calls.append(1)
-        return mr.get_replica_context().all_reduce("sum", x)
+        return all_reduce("sum", x)
 
     @mr.function
     def total(x):
         return strategy2.run(step, args=(x,)) * 2
 
-    x = replica_numbers(strategy2)
+    x = numbers(strategy2)
     for _ in range(2):
         strategy2.run(step, args=(x,))
     assert len(calls) == 1

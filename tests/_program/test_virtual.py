@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.experimental import io_callback
 from parameters import slow
+from strategies import ctx, number
 
 import mirrored as mr
 
@@ -16,14 +17,6 @@ X = np.random.default_rng(0).normal(size=(24, 4)).astype(np.float32)
 
 def several(num_replicas, num_devices, schedule="together"):
     return mr.MirroredStrategy(DEVICES[:num_devices], num_replicas=num_replicas, schedule=schedule)
-
-
-def ctx():
-    return mr.get_replica_context()
-
-
-def number():
-    return ctx().replica_id_in_sync_group
 
 
 def shown(strategy, tree):

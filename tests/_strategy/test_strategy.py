@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from strategies import in_threads, strategy_of
 
 import mirrored as mr
 
@@ -88,7 +89,7 @@ def test_a_per_replica_that_tree_map_has_changed_is_refused(strategy3, per_repli
 def test_strategies_of_different_sizes_take_turns():
     """TensorFlow breaks all collectives of the process at the first turn."""
     pairs = []
-    for strategy in [mr.MirroredStrategy([f"cpu:{i}" for i in range(n)]) for n in (2, 1, 3)]:
+    for strategy in map(strategy_of, (2, 1, 3)):
         with strategy.scope():
             pairs.append((strategy, mr.Variable(0.0, aggregation="sum")))
 
@@ -237,19 +238,9 @@ def test_a_scope_may_be_entered_again_and_inside_itself(strategy2):
         assert not mr.has_strategy()
     with other:
         assert mr.get_strategy().num_replicas_in_sync == 1
-    inside, found = threading.Barrier(3, timeout=60), []
-
-    @scope
-    def entered_by_a_thread():
-        inside.wait()
-        found.append(mr.get_strategy())
-
-    threads = [threading.Thread(target=entered_by_a_thread) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [strategy2] * 3
+    inside = threading.Barrier(3, timeout=60)
+    entered_by_a_thread = scope(lambda: [inside.wait(), mr.get_strategy()][1])
+    assert in_threads(*[entered_by_a_thread] * 3) == [strategy2] * 3
 
 
 def test_a_function_of_values_may_use_its_memory_again(strategy2):

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from strategies import TWO, strategy_of, variable
 
 import mirrored as mr
 from mirrored._replicas.host_memory import empty_rows
@@ -26,17 +27,6 @@ AGGREGATIONS = ["none", "sum", "mean", "only_first_replica"]
 METHODS = {"assign": lambda old, new: new, "assign_add": operator.add, "assign_sub": operator.sub}
 START = 7.0
 LITERAL = 2.0
-
-STRATEGY_2 = mr.MirroredStrategy(["cpu:0", "cpu:1"])
-
-
-def strategy_of(num_replicas):
-    return mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
-
-
-def variable(value, strategy=STRATEGY_2, **kwargs):
-    with strategy.scope():
-        return mr.Variable(value, **kwargs)
 
 
 def adding(v, delta=1.0):
@@ -182,11 +172,11 @@ TAKE = {
     "np.asarray": lambda v: np.asarray(v),
     "leaf": lambda v: jax.tree.leaves({"v": v})[0],
     "device_put": lambda v: jax.device_put(v.value, jax.devices()[0]),
-    "local_results": lambda v: STRATEGY_2.local_results(v)[1],
-    "reduce": lambda v: STRATEGY_2.reduce("mean", v),
-    "gather": lambda v: STRATEGY_2.gather(v, axis=0),
+    "local_results": lambda v: TWO.local_results(v)[1],
+    "reduce": lambda v: TWO.reduce("mean", v),
+    "gather": lambda v: TWO.gather(v, axis=0),
     "block_until_ready": lambda v: v.block_until_ready(),
-    "result of run": lambda v: STRATEGY_2.run(lambda: v.value),
+    "result of run": lambda v: TWO.run(lambda: v.value),
     "result of mr.function": lambda v: mr.function(lambda: v.value)(),
 }
 
@@ -201,11 +191,11 @@ def test_what_was_taken_out_of_a_variable_stays_valid_and_unchanged():
 
     held = []
     for _ in range(3):
-        for name, take in [*TAKE.items(), ("result of the step that wrote it", lambda _: STRATEGY_2.run(bump))]:
+        for name, take in [*TAKE.items(), ("result of the step that wrote it", lambda _: TWO.run(bump))]:
             held.append((name, array := take(v), np.array(array)))
             array = None  # only the list holds it
     for _ in range(5):
-        STRATEGY_2.run(bump)
+        TWO.run(bump)
     assert [name for name, array, before in held if not np.array_equal(np.array(array), before)] == []
 
 
@@ -217,33 +207,33 @@ def test_only_what_gives_the_array_away_costs_a_copy_and_is_noticed_one_by_one()
         return v.value, v[:], jnp.asarray(v)
 
     for _ in range(2):
-        STRATEGY_2.run(bump)
-        v + 1, v[0], float(v[0]), v.numpy(), np.asarray(v), bool(v[0]), v < 2, repr(v), list(v), STRATEGY_2.local_results(v)
+        TWO.run(bump)
+        v + 1, v[0], float(v[0]), v.numpy(), np.asarray(v), bool(v[0]), v < 2, repr(v), list(v), TWO.local_results(v)
         assert not is_taken(v)
     for name in ("value", "[:]", "[...]", "+", "jnp.asarray", "leaf", "block_until_ready"):
         held, before = TAKE[name](v), v.numpy()
         assert is_taken(v) or name == "+", name
-        STRATEGY_2.run(bump)
+        TWO.run(bump)
         assert not is_taken(v), name
-        STRATEGY_2.run(bump)
+        TWO.run(bump)
         assert np.array_equal(held, before), name
 
 
 def test_arrays_that_went_in_stay_valid_and_unchanged():
-    x = jax.device_put(jnp.ones(4), STRATEGY_2.run(lambda: jnp.zeros(4)).sharding)
+    x = jax.device_put(jnp.ones(4), TWO.run(lambda: jnp.zeros(4)).sharding)
     ways = {
         "initial value": lambda v: None,
         "assign": lambda v: v.assign(x).value,
-        "assign in a step": lambda v: STRATEGY_2.run(lambda x: v.assign(x).value, args=(x,)),
+        "assign in a step": lambda v: TWO.run(lambda x: v.assign(x).value, args=(x,)),
         "assign in a function": lambda v: mr.function(lambda x: v.assign(x).value)(x),
-        "closure": lambda v: STRATEGY_2.run(lambda: v.assign(x).value),
+        "closure": lambda v: TWO.run(lambda: v.assign(x).value),
     }
     for name, give in ways.items():
         v = variable(x if name == "initial value" else np.zeros(4, np.float32))
         returned = give(v)
         bump = adding(v)
         for _ in range(3):
-            STRATEGY_2.run(bump)
+            TWO.run(bump)
         mr.function(bump)()
         assert v.numpy().tolist() == [5.0] * 4, name
         assert np.array(x).tolist() == [1.0] * 4, name
@@ -283,23 +273,23 @@ def test_two_variables_never_share_what_a_step_overwrites():
     one = jnp.ones(4)
     shares = [
         lambda: a.assign(b),
-        lambda: STRATEGY_2.run(give),
+        lambda: TWO.run(give),
         mr.function(give),
         lambda: (a.assign(one), b.assign(one)),
         lambda: (a.assign(b.value), b.assign(a.value)),
     ]
     for share in shares:
-        STRATEGY_2.run(bump_b)
+        TWO.run(bump_b)
         share()
         before = float(b[0])
         assert float(a[0]) == before
-        STRATEGY_2.run(bump_a)
-        STRATEGY_2.run(bump_a)
+        TWO.run(bump_a)
+        TWO.run(bump_a)
         assert (float(a[0]), float(b[0])) == (before + 200, before)
     a.assign(one)
-    total = STRATEGY_2.run(both)
-    STRATEGY_2.run(bump_a)
-    STRATEGY_2.run(bump_b)
+    total = TWO.run(both)
+    TWO.run(bump_a)
+    TWO.run(bump_b)
     assert (float(a[0]) - 100, float(b[0]) - 1, float(one[0])) == (float(total[0]), float(total[0]), 1.0)
 
     def swap():
@@ -309,7 +299,7 @@ def test_two_variables_never_share_what_a_step_overwrites():
 
     a.assign(one * 0)
     b.assign(one)
-    for way in (lambda: STRATEGY_2.run(swap), mr.function(swap)) * 2:
+    for way in (lambda: TWO.run(swap), mr.function(swap)) * 2:
         before = float(a[0]), float(b[0])
         way()
         assert (float(b[0]), float(a[0])) == before
@@ -456,7 +446,7 @@ def test_names_and_hints():
 def test_arrays_of_another_strategy_are_moved():
     there = variable(3.0, mr.MirroredStrategy(["cpu:6", "cpu:7"]))
     here = variable(there)
-    assert float(here.assign_add(there.value)) == 6.0 and here.devices() == set(STRATEGY_2.devices)
+    assert float(here.assign_add(there.value)) == 6.0 and here.devices() == set(TWO.devices)
 
 
 # -- used as an array
@@ -500,7 +490,7 @@ def test_a_variable_reads_like_its_value():
 
     expected = jax.jit(reads)(W)
     outside = {name: READS[name](w) for name in ("sub", "x @ w", "np.float32 * w", "grad", "w[:, 1:]")}
-    for got in (STRATEGY_2.run(lambda: reads(w)), outside):
+    for got in (TWO.run(lambda: reads(w)), outside):
         for name, array in got.items():
             assert isinstance(array, jax.Array), name
             np.testing.assert_allclose(array, expected[name], rtol=1e-6, err_msg=name)
@@ -532,7 +522,7 @@ def test_host_conversions():
     assert np.asarray(w, dtype=np.float64).dtype == np.float64
     assert np.sqrt(s) == np.sqrt(np.float32(2.5))
     assert np.array_equal(np.matmul(X, w), X @ W)
-    assert (w.shape, w.ndim, w.size, w.nbytes, w.devices()) == ((2, 3), 2, 6, 24, set(STRATEGY_2.devices))
+    assert (w.shape, w.ndim, w.size, w.nbytes, w.devices()) == ((2, 3), 2, 6, 24, set(TWO.devices))
     assert w.tolist() == W.tolist()
     with pytest.raises(TypeError, match=r"is a scalar and has no len\(\)"):
         len(s)
