@@ -23,10 +23,7 @@ from mirrored._replicas.host_memory import empty_rows
 # An mr.function in a test that runs for many strategies is compiled for each.
 pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
 
-AGGREGATIONS = ["none", "sum", "mean", "only_first_replica"]
-METHODS = {"assign": lambda old, new: new, "assign_add": operator.add, "assign_sub": operator.sub}
-START = 7.0
-LITERAL = 2.0
+# Every synchronization, aggregation, method and value, in steps and outside: parity/test_tf_numbers.py.
 
 
 def adding(v, delta=1.0):
@@ -45,91 +42,6 @@ def is_taken(v):
 
 def copies(strategy, v):
     return [np.asarray(copy).tolist() for copy in strategy.local_results(v)]
-
-
-def own_number(ctx):
-    return np.float32(10 * (ctx.replica_id_in_sync_group + 1))
-
-
-# -- every synchronization, aggregation, method and value; in steps and outside of all, see parity/test_tf_numbers.py
-
-VALUES = {"literal": lambda x: LITERAL, "tensor": lambda x: jnp.float32(LITERAL), "per_replica": lambda x: x}
-CONTEXTS = {
-    "function": lambda strategy, x, write: mr.function(lambda x: write(x))(x),
-    "merge_call": lambda strategy, x, write: strategy.run(
-        lambda x: mr.get_replica_context().merge_call(lambda _, x: write(x), args=(x,)), args=(x,)
-    ),
-}
-WRITES = [("assign", "literal"), ("assign", "tensor"), ("assign_add", "literal"), ("assign_sub", "tensor")]
-WRITES += [(method, "per_replica") for method in METHODS]
-MODES = [(s, a, m, v) for s in ("auto", "on_read") for a in AGGREGATIONS for m, v in WRITES]
-
-
-def is_refused(synchronization, aggregation, method, value):
-    return aggregation == "none" and (synchronization == "on_read" or value == "per_replica")
-
-
-def aggregated(aggregation, values):
-    return {"sum": sum(values), "mean": sum(values) / len(values)}.get(aggregation, values[0])
-
-
-def expected_copies(synchronization, aggregation, method, value, num_replicas):
-    """What TensorFlow documents, with its two mistakes mended: a literal is a value like any other, SUM keeps the sum."""
-    own = [10.0 * (i + 1) if value == "per_replica" else LITERAL for i in range(num_replicas)]
-    combine = METHODS[method]
-    if synchronization == "on_read" and value == "per_replica":
-        return [combine(START, x) for x in own]
-    if synchronization == "on_read" and aggregation == "sum":
-        return combine(START * num_replicas, LITERAL)  # the sum of the copies
-    one = aggregated(aggregation, own) if value == "per_replica" else LITERAL
-    return [combine(START, one)] * num_replicas
-
-
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_each_write_gives_what_its_mode_says(strategy3, context):
-    modes = [mode for mode in MODES if not is_refused(*mode)]
-    written = [variable(START, strategy3, synchronization=s, aggregation=a) for s, a, _, _ in modes]
-
-    def write(x):
-        for v, (_, _, method, value) in zip(written, modes, strict=True):
-            assert getattr(v, method)(VALUES[value](x)) is v
-
-    CONTEXTS[context](strategy3, strategy3.distribute_values_from_function(own_number), write)
-    for v, mode in zip(written, modes, strict=True):
-        expected = expected_copies(*mode, 3)
-        got = copies(strategy3, v)
-        assert (got if isinstance(expected, list) else sum(got)) == pytest.approx(expected, rel=1e-6), (context, mode)
-    strategy3.assert_mirrored()
-
-
-def test_without_aggregation_values_that_differ_and_writes_from_outside_are_refused_and_change_nothing(strategy3):
-    mirrored, seen = variable(START, strategy3, name="w"), variable(START, strategy3, name="seen", synchronization="on_read")
-    x = strategy3.distribute_values_from_function(own_number)
-    for call in CONTEXTS.values():
-        for method in METHODS:
-            with pytest.raises(mr.ReplicasDivergeError, match=r"'w'.*aggregation='mean'"):
-                call(strategy3, x, lambda x, method=method: getattr(mirrored, method)(x))
-            for value in VALUES.values():
-                with pytest.raises(ValueError, match=r"'seen'.*aggregation NONE.*Nothing was changed"):
-                    call(strategy3, x, lambda x, method=method, value=value: getattr(seen, method)(value(x)))
-    assert copies(strategy3, mirrored) == copies(strategy3, seen) == [START] * 3
-
-
-def test_a_sync_on_read_variable_is_aggregated_when_it_is_read_outside(strategy3):
-    made = {a: variable(0.0, strategy3, synchronization="on_read", aggregation=a) for a in AGGREGATIONS}
-    x = strategy3.distribute_values_from_function(own_number)
-    own = [float(value) for value in x.values]
-    for inside in strategy3.run(lambda x: [v.assign(x).value for v in made.values()], args=(x,)):
-        assert [float(value) for value in inside.values] == own
-    v = made.pop("none")
-    for read in (lambda: v.value, v.numpy, lambda: v + 1, lambda: float(v), lambda: mr.function(lambda: v.value)()):
-        with pytest.raises(ValueError, match=r"one value per replica and aggregation NONE.*local_results"):
-            read()
-    expected = [aggregated(aggregation, own) for aggregation in made]
-    merged = strategy3.run(lambda: mr.get_replica_context().merge_call(lambda _: [v.value for v in made.values()]))
-    compiled = mr.function(lambda: [v.value for v in made.values()])()
-    for got in (made.values(), [v + 0 for v in made.values()], merged, compiled):
-        assert [float(value) for value in got] == expected
 
 
 def test_a_jit_in_a_step_reads_what_was_written_before_it(strategy2):
@@ -312,7 +224,7 @@ def test_two_variables_never_share_what_a_step_overwrites():
 def test_every_dtype_and_shape_in_every_mode(strategy3):
     kinds = {"bfloat16": (2,), "float16": (0, 3), "int8": (), "int4": (2,), "bool": (0,), "complex64": ()}
     ones = [np.ones(shape, jnp.dtype(dtype)) for dtype, shape in kinds.items()]
-    modes = [(one, s, a) for one in ones for s in ("auto", "on_read") for a in AGGREGATIONS]
+    modes = [(one, s, a) for one in ones for s in ("auto", "on_read") for a in ("none", "sum", "mean", "only_first_replica")]
     modes = [mode for mode in modes if mode[2] != "mean" or jnp.issubdtype(mode[0].dtype, jnp.inexact)]
     made = [variable(one, strategy3, synchronization=s, aggregation=a) for one, s, a in modes]
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from parameters import slow
-from strategies import all_reduce, strategy_of, variable
+from strategies import all_reduce, numbers, strategy_of, values_of, variable
 
 import mirrored as mr
 
@@ -358,31 +358,34 @@ def ours_where_tensorflow_differs(num_replicas, synchronization, context, aggreg
     return None
 
 
-def assign(v, context, method, value):
-    """Make one assignment of the matrix; in a step for "replica"."""
-    array = jnp.float32(2)
-    if context == "replica":
-        given = {"number": lambda: 2.0, "array": lambda: array, "per_replica": lambda: replica_id() + 1}[value]()
-    else:
-        given = {"number": 2.0, "array": array, "per_replica": values(strategy_of(2), lambda i: i + 1.0)}[value]
-    getattr(v, method)(given)
+#: Where something is assigned: in a step, and where no replica is the writer.
+PLACES = {
+    "replica": lambda s, x, write: s.run(write, args=(x,)),
+    "cross": lambda s, x, write: write(x),
+    "function": lambda s, x, write: mr.function(lambda x: write(x))(x),
+    "merge_call": lambda s, x, write: s.run(lambda x: merge_call(lambda _, x: write(x), x), args=(x,)),
+}
+GIVEN = {"number": lambda x: 2.0, "array": lambda x: jnp.float32(2), "per_replica": lambda x: x}
+REFUSALS = {mr.ReplicasDivergeError: "'w'.*aggregation='mean'", ValueError: "'w'.*aggregation NONE.*Nothing was changed"}
 
 
-@pytest.mark.parametrize("context", ["replica", "cross"])
-def test_the_assign_matrix_is_that_of_tensorflow_where_tensorflow_is_right(strategy2, context):
+@pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")  # one function is each cell that is refused
+@pytest.mark.parametrize("place", PLACES)
+def test_the_assign_matrix_is_that_of_tensorflow_where_tensorflow_is_right(strategy2, place):
     """See `ours_where_tensorflow_differs` for every cell that is not TensorFlow's. All in a step are one program."""
+    context, x = "replica" if place == "replica" else "cross", numbers(strategy2, 1)
     kinds = itertools.product(("ON_WRITE", "ON_READ"), ("NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA"))
-    cells = [(*kind, method, value) for kind in kinds for method in METHODS for value in ("number", "array", "per_replica")]
+    cells = [(*kind, method, value) for kind in kinds for method in METHODS for value in GIVEN]
     assert len(cells) == 72
-    made = {cell: variable(1.0, strategy2, synchronization=cell[0], aggregation=cell[1]) for cell in cells}
+    made = {cell: variable(1.0, strategy2, name="w", synchronization=cell[0], aggregation=cell[1]) for cell in cells}
     ours = {(s, a, *rest): ours_where_tensorflow_differs(2, s, context, a, *rest) for s, a, *rest in cells}
     right = [cell for cell in cells if not isinstance(ours[cell], type)]
 
-    def all_right():
-        for cell in right:
-            assign(made[cell], context, *cell[2:])
+    def assign(cells, x):
+        for cell in cells:
+            assert getattr(made[cell], cell[2])(GIVEN[cell[3]](x)) is made[cell]
 
-    strategy2.run(all_right) if context == "replica" else all_right()
+    PLACES[place](strategy2, x, lambda x: assign(right, x))
 
     def check(cell):
         synchronization, aggregation, method, value = cell
@@ -391,9 +394,8 @@ def test_the_assign_matrix_is_that_of_tensorflow_where_tensorflow_is_right(strat
             assert ours[cell] != theirs and (ours[cell] is not None or isinstance(theirs, list))
             assert copies(strategy2, made[cell]) == (theirs if ours[cell] is None else ours[cell])
             return
-        with pytest.raises(ours[cell]):
-            refused = lambda: assign(made[cell], context, method, value)  # noqa: E731
-            strategy2.run(refused) if context == "replica" else refused()
+        with pytest.raises(ours[cell], match=f"(?s){REFUSALS[ours[cell]]}"):
+            PLACES[place](strategy2, x, lambda x: assign([cell], x))
         assert copies(strategy2, made[cell]) == [1, 1]
 
     all_cases(check, [(cell,) for cell in cells])
@@ -407,15 +409,20 @@ def on_read(strategy, value, aggregation):
     return variable(value, strategy, synchronization="on_read", aggregation=aggregation)
 
 
-def test_a_sync_on_read_variable_reads_outside_as_in_tensorflow(strategy2):
-    recorded = RECORDED["variables"]["read_cross_onread"]
+def test_a_sync_on_read_variable_is_aggregated_as_in_tensorflow_when_it_is_read_outside(strategy2):
+    recorded = dict(RECORDED["variables"]["read_cross_onread"])
     made = {aggregation: on_read(strategy2, 0.0, aggregation) for aggregation in recorded}
-    strategy2.run(lambda: [v.assign(replica_id() + 1) for v in made.values()][:0])
-    theirs = {aggregation: value for aggregation, value in recorded.items() if aggregation != "NONE"}
-    assert recorded["NONE"] == "ValueError" and len(theirs) == 3
-    with pytest.raises(ValueError, match="one value per replica and aggregation NONE"):
-        made["NONE"].numpy()
-    assert {aggregation: made[aggregation].numpy() for aggregation in theirs} == theirs
+    inside = strategy2.run(lambda x: [v.assign(x).value for v in made.values()], args=(numbers(strategy2, 1),))
+    assert [values_of(value) for value in inside] == [[1, 2]] * 4
+    v = made.pop("NONE")
+    assert recorded.pop("NONE") == "ValueError" and len(recorded) == 3
+    for read in (lambda: v.value, v.numpy, lambda: v + 1, lambda: float(v), mr.function(lambda: v.value)):
+        with pytest.raises(ValueError, match=r"one value per replica and aggregation NONE.*local_results"):
+            read()
+    values = lambda *_: {aggregation: v.value for aggregation, v in made.items()}  # noqa: E731
+    ways = values(), strategy2.run(lambda: merge_call(values)), mr.function(values)(), {a: v + 0 for a, v in made.items()}
+    for found in ways:
+        assert {aggregation: float(value) for aggregation, value in found.items()} == recorded
 
 
 def test_what_is_assigned_outside_is_divided_as_in_tensorflow_but_loses_no_remainder(strategy2):
