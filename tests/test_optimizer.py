@@ -166,9 +166,8 @@ def test_how_gradients_are_combined_is_said_once_or_each_time(per_replica):
     own = per_replica(strategy, *np.float32([3, 6, 0]))
 
     def update(made_with, **given):
-        with strategy.scope():
-            w, half = mr.Variable(0.0), mr.Variable(np.float16(0))
-            optimizer = mr.Optimizer(optax.sgd(1.0), [w, half], aggregate=made_with)
+        w, half = variable(0.0, strategy), variable(np.float16(0), strategy)
+        optimizer = mr.Optimizer(optax.sgd(1.0), [w, half], aggregate=made_with)
         strategy.run(lambda x: optimizer.apply_gradients([x, (x * 10000).astype(jnp.float16)], **given), args=(own,))
         return -float(w), -float(half)
 
@@ -180,9 +179,8 @@ def test_how_gradients_are_combined_is_said_once_or_each_time(per_replica):
         assert update(None) == (9, math.inf)
     assert update(None, aggregate="mean") == (3, 30000) and update("sum", aggregate=None) == (9, math.inf)
 
-    with strategy.scope():
-        w = mr.Variable(0.0)
-        optimizer = mr.Optimizer(optax.sgd(1.0), [w], aggregate="mean")
+    w = variable(0.0, strategy)
+    optimizer = mr.Optimizer(optax.sgd(1.0), [w], aggregate="mean")
     optimizer.apply_gradients([own])
     mr.function(lambda x: optimizer.apply_gradients([x]))(own)
     assert float(w) == -6

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from strategies import in_threads
+from strategies import in_threads, variable
 
 import mirrored as mr
 from mirrored._program import steps
@@ -150,8 +150,7 @@ def test_arguments_of_another_kind_are_another_step(strategy, total, warm, x):
 
 def test_a_fast_path_ends_with_its_program(strategy, warm, x):
     def train(value):
-        with strategy.scope():
-            w = mr.Variable(value)
+        w = variable(value, strategy)
         assert warm(lambda x: jnp.sum(x) * w, x) == 9 * value
         return weakref.ref(w)
 

@@ -402,22 +402,3 @@ def test_a_program_is_described_by_what_it_computes_and_of_which_variables():
     pair = [variable(np.ones(3)) for _ in range(2)]
     one, other = (lifted_of(lambda v=v: [v.assign_add(jnp.ones(3)), None][1]).describe() for v in pair)
     assert one != other and one.replace(f"'{pair[0]._spec.number}: ", f"'{pair[1]._spec.number}: ") == other
-
-
-def test_an_array_that_a_step_keeps_outside_is_warned_of_by_its_name(strategy2):
-    class Trainer:
-        def __init__(self):
-            self.history = {"loss": []}
-            self.last = None
-
-        def step(self, x):
-            self.history["loss"].append(x.sum())
-            kept.append(x)
-            self.last = x
-            return x.sum()
-
-    kept, trainer = [], Trainer()
-    [x] = strategy2.distribute_dataset([np.ones(2, np.float32)])
-    with pytest.warns(UserWarning, match=r"the step has put an array into `.*Return the array") as caught:
-        strategy2.run(trainer.step, args=(x,))
-    assert {str(each.message).split("`")[1] for each in caught} == {"self.history['loss']", "self.last", "kept"}

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
+from strategies import all_reduce, variable
 
 import mirrored as mr
 from mirrored._jax import primitives, tracing
@@ -257,10 +258,9 @@ def real_copies(array):
 @pytest.mark.filterwarnings("ignore:.*has been compiled:mirrored.RecompilationWarning")
 def test_a_random_step_runs_and_stays_mirrored_or_is_refused(strategy3):
     strategy = strategy3
-    with strategy.scope():
-        w, u = mr.Variable(VECTOR, name="w"), mr.Variable(-VECTOR, name="u")
-        averaged = mr.Variable(VECTOR, name="averaged", aggregation="mean")
-        local = mr.Variable(VECTOR, name="local", synchronization="on_read", aggregation="sum")
+    w, u = variable(VECTOR, strategy, name="w"), variable(-VECTOR, strategy, name="u")
+    averaged = variable(VECTOR, strategy, name="averaged", aggregation="mean")
+    local = variable(VECTOR, strategy, name="local", synchronization="on_read", aggregation="sum")
     variables = [w, u, averaged, local]
     leaves = LEAVES | {f"read_{variable.name}": lambda a, b, v=variable: a * v.value for variable in variables}
     statements = st.tuples(st.sampled_from(STATEMENTS), POSITIONS, POSITIONS)
@@ -557,13 +557,8 @@ def test_the_hang_message_names_the_input_and_a_way_out_that_runs(strategy3, per
 # -- whole steps: more of them run in tests/parity/programs.py
 
 
-def mean_over_replicas(tree):
-    return mr.get_replica_context().all_reduce("mean", tree)
-
-
 def test_a_key_in_a_variable_may_be_split_but_not_folded(strategy3):
-    with strategy3.scope():
-        key = mr.Variable(jax.random.key(0), name="key")
+    key = variable(jax.random.key(0), strategy3, name="key")
 
     def split():
         new, own = jax.random.split(key.value)
@@ -588,9 +583,8 @@ REFUSED = {
 
 
 def test_an_assignment_that_may_diverge_is_refused(strategy3):
-    with strategy3.scope():
-        w, u = mr.Variable(VECTOR, name="w"), mr.Variable(VECTOR, name="u")
-        local = mr.Variable(VECTOR, name="local", synchronization="on_read", aggregation="sum")
+    w, u = variable(VECTOR, strategy3, name="w"), variable(VECTOR, strategy3, name="u")
+    local = variable(VECTOR, strategy3, name="local", synchronization="on_read", aggregation="sum")
     rows = strategy3.distribute_values_from_function(lambda ctx: np.ones((2, SIZE), "float32"))
 
     def step(data, make):
@@ -606,15 +600,14 @@ def test_an_assignment_that_may_diverge_is_refused(strategy3):
     words = "variable 'w' is mirrored", "all_reduce('mean', value)", "aggregation='mean'", "synchronization='on_read'"
     assert all(each in str(caught.value) for each in words)
     assert w.numpy().tobytes() == VECTOR.tobytes()
-    combined = lambda data: [w.assign(mean_over_replicas(make(data, u, local))) for make, _ in REFUSED.values()] and None  # noqa: E731
+    combined = lambda data: [w.assign(all_reduce("mean", make(data, u, local))) for make, _ in REFUSED.values()] and None  # noqa: E731
     strategy3.run(combined, args=([{"rows": rows}],))
     strategy3.assert_mirrored()
 
 
 def test_refusals_find_the_variable_and_the_line(strategy3, per_replica):
-    with strategy3.scope():
-        w, u = mr.Variable(VECTOR, name="w"), mr.Variable(VECTOR, name="u")
-        local = mr.Variable(VECTOR, name="local", synchronization="on_read")
+    w, u = variable(VECTOR, strategy3, name="w"), variable(VECTOR, strategy3, name="u")
+    local = variable(VECTOR, strategy3, name="local", synchronization="on_read")
 
     def assign_add(*, x):
         w.assign_add(x)
@@ -636,13 +629,13 @@ def test_refusals_find_the_variable_and_the_line(strategy3, per_replica):
 
         mr.scan(body, jnp.zeros(SIZE), None, length=3)
 
-    for step, variable, offset, origin in [
+    for step, name, offset, origin in [
         (assign_add, "w", 1, "the argument `x`"),
         (overwritten_later, "w", 1, "the argument `x`"),
         (swapped, "w", 3, "the sync-on-read variable 'local'"),
         (in_a_loop, "w", 2, "the argument `x`"),
     ]:
         line = step.__code__.co_firstlineno + offset
-        with pytest.raises(mr.ReplicasDivergeError, match=rf"variable '{variable}' .* at {HERE}:{line} .* depends on {origin}"):
+        with pytest.raises(mr.ReplicasDivergeError, match=rf"variable '{name}' .* at {HERE}:{line} .* depends on {origin}"):
             strategy3.run(step, kwargs={"x": per_replica(strategy3, VECTOR, VECTOR, VECTOR)})
     assert w.numpy().tobytes() == u.numpy().tobytes() == VECTOR.tobytes()

@@ -1,4 +1,4 @@
-"""A factor of R in an update is noticed, and right programs are left alone; branches on a replica's number are explained."""
+"""A factor of R in an update is noticed, and right programs are left alone."""
 
 import functools
 import re
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from strategies import all_reduce, ctx, numbers, strategy_of
+from strategies import all_reduce, ctx, numbers, strategy_of, variable
 
 import mirrored as mr
 
@@ -141,9 +141,8 @@ def test_gradients_that_were_combined_before_are_refused(strategy3):
 
 def test_an_accumulator_that_aggregates_counts_as_combined_and_a_local_one_does_not(strategy3):
     w, _, _, optimizer, _ = model(strategy3)
-    with strategy3.scope():
-        total = mr.Variable(np.zeros(SIZE, "float32"), aggregation="sum")
-        local = mr.Variable(np.zeros(SIZE, "float32"), synchronization="on_read", aggregation="sum")
+    total = variable(np.zeros(SIZE, "float32"), strategy3, aggregation="sum")
+    local = variable(np.zeros(SIZE, "float32"), strategy3, synchronization="on_read", aggregation="sum")
 
     def step(x, accumulator):
         _, [gradient] = mr.value_and_grad(lambda: jnp.sum(w * x), [w])()
@@ -419,21 +418,3 @@ def test_what_is_meant_so_is_silent(strategy2):
         for _ in range(3):
             own, state_of_each = strategy2.run(forgotten(tx), args=(own, state_of_each, x))
             params, state = alone.run(forgotten(tx), args=(params, state, X))
-
-
-# -- one program
-
-
-def test_a_branch_on_the_replica_number_is_explained(strategy3):
-    def eagerly(step):
-        with mr.eager():
-            strategy3.run(step)
-
-    expected = (
-        rf"(?s)differs by replica, at {HERE}:\d+\. Write\n    jnp\.where.*jax\.lax\.cond.*All replicas run one.*variable\.assign"
-    )
-    for branch in (lambda n: 1 if n == 0 else 2, int, lambda n: "many" if jnp.sum(n + 1.0) > 2 else "few"):
-        step = lambda branch=branch: branch(ctx().replica_id_in_sync_group)  # noqa: E731
-        for run in (strategy3.run, eagerly):
-            with pytest.raises(mr.OneProgramError, match=expected):
-                run(step)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from strategies import all_reduce, ctx, numbers, strategy_of, values_of
+from strategies import all_reduce, ctx, numbers, strategy_of, values_of, variable
 
 import mirrored as mr
 from mirrored import testing
@@ -97,8 +97,7 @@ def test_arguments_by_position_and_by_name_and_static_ones_that_choose(strategy2
 
 
 def test_arguments_stay_valid(strategy2):
-    with strategy2.scope():
-        w = mr.Variable(np.zeros(2, "float32"))
+    w = variable(np.zeros(2, "float32"), strategy2)
     per_replica, mirrored, on_host = numbers(strategy2), jnp.ones(2), np.ones(2, "float32")
 
     def step(a, b, c):
@@ -183,10 +182,9 @@ def test_structures_are_kept(strategy3):
 
 def test_a_step_is_traced_once_and_compiled_once(strategy3, compilations):
     strategy = strategy3
-    with strategy.scope():
-        w = mr.Variable(np.zeros(3, "float32"))
-        seen = mr.Variable(0, synchronization="on_read", aggregation="sum")
-        optimizer = mr.Optimizer(optax.adam(0.1), [w])
+    w = variable(np.zeros(3, "float32"), strategy)
+    seen = variable(0, strategy, synchronization="on_read", aggregation="sum")
+    optimizer = mr.Optimizer(optax.adam(0.1), [w])
     rows = strategy.distribute_values_from_function(lambda ctx: np.ones(3, "float32"))
     traced = []
 
@@ -326,8 +324,7 @@ def test_a_cross_validation_is_silent(strategy2):
         return w.assign_add(all_reduce("sum", x.sum(0)))
 
     def fold(i):
-        with strategy2.scope():
-            model = mr.Variable(np.zeros(3, np.float32))
+        model = variable(np.zeros(3, np.float32), strategy2)
         for x in strategy2.distribute_dataset(strategy2.make_numpy_dataset(rows).batch(4)):
             strategy2.run(lambda x: step(model, x), args=(x,))
             strategy2.run(step, args=(model, x))
@@ -421,10 +418,9 @@ def test_a_breakpoint_stops_in_the_eager_step_with_values(strategy2, monkeypatch
 
 
 def test_eager_gives_the_results_of_the_compiled_step(strategy3):
-    with strategy3.scope():
-        w, mean = mr.Variable(np.ones(2, "float32")), mr.Variable(np.float32(0), aggregation="mean")
-        seen = mr.Variable(0, synchronization="on_read", aggregation="sum")
-        optimizer = mr.Optimizer(optax.sgd(0.1), [w])
+    w, mean = variable(np.ones(2, "float32"), strategy3), variable(np.float32(0), strategy3, aggregation="mean")
+    seen = variable(0, strategy3, synchronization="on_read", aggregation="sum")
+    optimizer = mr.Optimizer(optax.sgd(0.1), [w])
 
     def step(x):
         loss, gradients = mr.value_and_grad(lambda: (w - x) ** 2, [w])()
@@ -463,9 +459,8 @@ WRONG_STEPS = [
 
 
 def test_eager_gives_the_errors_of_the_compiled_step(strategy2):
-    with strategy2.scope():
-        w = mr.Variable(1.0, name="w")
-        optimizer = mr.Optimizer(optax.sgd(0.1), w)
+    w = variable(1.0, strategy2, name="w")
+    optimizer = mr.Optimizer(optax.sgd(0.1), w)
     for step in WRONG_STEPS:
         errors = []
         for context in (contextlib.nullcontext(), mr.eager(), mr.eager()):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from strategies import all_reduce, ctx, values_of
+from strategies import all_reduce, ctx, values_of, variable
 
 import mirrored as mr
 from mirrored._replicas import collectives as _collectives
@@ -124,8 +124,7 @@ def test_all_gather_takes_nests_of_any_dtype_and_random_keys(strategy3):
 
 
 def test_a_variable_is_reduced_by_its_value_and_reduce_takes_axes(strategy3):
-    with strategy3.scope():
-        w, seen = mr.Variable(2.0), mr.Variable(0.0, synchronization="on_read", aggregation="mean")
+    w, seen = variable(2.0, strategy3), variable(0.0, strategy3, synchronization="on_read", aggregation="mean")
 
     def step():
         seen.assign(number())
@@ -247,9 +246,8 @@ def test_merge_call_sees_all_replicas_and_may_reduce_gather_and_look(strategy3):
 
 
 def test_merge_call_hands_each_replica_its_own_part_and_may_use_variables_and_run_a_step(strategy3):
-    with strategy3.scope():
-        w, mean = mr.Variable(1.0), mr.Variable(0.0, aggregation="mean")
-        seen = mr.Variable(0.0, synchronization="on_read", aggregation="sum")
+    w, mean = variable(1.0, strategy3), variable(0.0, strategy3, aggregation="mean")
+    seen = variable(0.0, strategy3, synchronization="on_read", aggregation="sum")
 
     def inner(x):
         mean.assign_add(x)
@@ -281,8 +279,7 @@ def test_what_goes_wrong_in_merge_call_reaches_the_user(strategy2, per_replica):
         return outer.merge_call(lambda strategy: outer.all_reduce("sum", 1.0))
 
     uneven = per_replica(strategy2, np.ones(1), np.ones(2))
-    with strategy2.scope():
-        w = mr.Variable(0.0, name="w")
+    w = variable(0.0, strategy2, name="w")
     diverge = lambda: [merge_call(lambda strategy, x: w.assign(x), args=(number(),))]  # noqa: E731
     for step, error, message in (
         (diverge, mr.ReplicasDivergeError, r"assign to variable 'w' was given a PerReplica.*strategy\.reduce\('mean'"),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from strategies import strategy_of
+from strategies import strategy_of, variable
 
 import mirrored as mr
 from mirrored._replicas import collectives, cross_replica
@@ -286,8 +286,7 @@ def tree_of(strategy: mr.Strategy, rank: int) -> dict[str, Any]:
     tree = strategy.distribute_values_from_function(values)
     if rank > 1:
         return tree
-    with strategy.scope():
-        variables = {"v": mr.Variable([1.5]), "o": mr.Variable([2.5], synchronization="on_read", aggregation="sum")}
+    variables = {"v": variable([1.5], strategy), "o": variable([2.5], strategy, synchronization="on_read", aggregation="sum")}
     return tree | variables | {"number": [np.float32([3])], "jax": jnp.ones(2)}
 
 

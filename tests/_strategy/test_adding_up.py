@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from strategies import all_reduce, strategy_of
+from strategies import all_reduce, strategy_of, variable
 
 import mirrored as mr
 from mirrored._replicas.per_replica import carried_sums
@@ -22,9 +22,8 @@ def maximum(values: list[Any]) -> Any:
 
 def test_a_function_of_the_users_takes_the_place_of_the_sum() -> None:
     strategy = strategy_of(3, cross_device_ops=mr.ReductionToOneDevice("cpu:1", maximum))
-    with strategy.scope():
-        w, total = mr.Variable(0.0), mr.Variable(0.0, aggregation="sum")
-        optimizer = mr.Optimizer(optax.sgd(1.0), w)
+    w, total = variable(0.0, strategy), variable(0.0, strategy, aggregation="sum")
+    optimizer = mr.Optimizer(optax.sgd(1.0), w)
 
     def step(x: Any) -> Any:
         optimizer.apply_gradients(-x, aggregate="sum")
@@ -64,9 +63,8 @@ def test_a_mean_with_weights_and_a_shared_out_update_have_no_place_for_a_functio
     for by_rows in (None, True):
         with pytest.raises(mr.UnevenReplicasError, match=r"has an accumulation_fn, which knows no weights. Combine with 'sum'"):
             strategy.run(step, args=(batch, by_rows))
-    with strategy.scope():
-        w = mr.Variable(np.ones(4, np.float32))
-        optimizer = mr.Optimizer(optax.adam(0.1), w, shard_state=True)
+    w = variable(np.ones(4, np.float32), strategy)
+    optimizer = mr.Optimizer(optax.adam(0.1), w, shard_state=True)
     with pytest.raises(ValueError, match=r"has no place for its accumulation_fn. Leave shard_state=True out"):
         strategy.run(lambda: optimizer.apply_gradients(jnp.ones(4)))
 

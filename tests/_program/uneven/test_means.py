@@ -12,7 +12,7 @@ import optax
 import pytest
 from _program.uneven.rows import STRATEGIES, assert_equals_one_device, run, split, total
 from parameters import slow
-from strategies import ctx, in_threads, strategy_of
+from strategies import ctx, in_threads, strategy_of, variable
 
 import mirrored as mr
 
@@ -195,9 +195,8 @@ def test_what_was_combined_or_assigned_since_counts_as_new():
     """A loss that is looked at after an update, and statistics of values that depend on collectives, are no gradients."""
 
     def outcome(strategy):
-        with strategy.scope():
-            a = mr.Variable(PARAMS["a"])
-            optimizer = mr.Optimizer(optax.sgd(0.1), a)
+        a = variable(PARAMS["a"], strategy)
+        optimizer = mr.Optimizer(optax.sgd(0.1), a)
 
         def step(x):
             each = lambda a: jnp.sum(flax(x @ a)[:, :2] ** 3, axis=-1)  # noqa: E731
