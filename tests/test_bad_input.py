@@ -37,7 +37,7 @@ def preempted(checkpoint: mr.Checkpoint, step: Any) -> None:
 #: What the rows may name, besides what is in the world.
 NAMES = {"mr": mr, "jax": jax, "jnp": jnp, "np": np, "optax": optax, "NumpyDataset": NumpyDataset, "__file__": __file__}
 NAMES |= {"MASKED": np.ma.array(ONES, mask=[0, 1]), "SPARSE": jax.experimental.sparse.BCOO.fromdense(jnp.eye(2))}
-NAMES |= {"ONES": ONES, "WORDS": WORDS, "values": values, "preempted": preempted}
+NAMES |= {"FOUR": [f"cpu:{i}" for i in range(4)], "ONES": ONES, "WORDS": WORDS, "values": values, "preempted": preempted}
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +98,12 @@ MirroredStrategy
     mr.MirroredStrategy(["cpu:0"], cross_device_ops="ring") => ValueError: cross_device_ops is 'ring'; expected None
     mr.MirroredStrategy(["cpu:0"], cross_device_ops=mr.NcclAllReduce) => TypeError: is the class .* Write .*NcclAllReduce\(\)
     mr.MirroredStrategy(["cpu:0"], cross_device_ops=mr.NcclAllReduce()) => ValueError: connects GPUs, but the devices are
+    mr.MirroredStrategy(FOUR, num_replicas=6) => DeviceError: is 6 for 4 devices; .* Write num_replicas=4, .* with 3 of them
+    mr.MirroredStrategy(FOUR, num_replicas=2) => DeviceError: expected a multiple of 4.* Write num_replicas=4
+    mr.MirroredStrategy(FOUR, num_replicas=0) => DeviceError: expected a multiple of 4
+    mr.MirroredStrategy(FOUR, num_replicas="8") => TypeError: expected an int
+    mr.MirroredStrategy(FOUR, num_replicas=True) => TypeError: expected an int
+    mr.MirroredStrategy(FOUR, num_replicas=8, schedule="later") => ValueError: schedule is 'later'; expected 'together'
 NcclAllReduce
     mr.NcclAllReduce(-1) => ValueError: num_packs is -1; expected 0 or more packs
 HierarchicalCopyAllReduce

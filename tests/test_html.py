@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from strategies import variable
 
 import mirrored as mr
 from mirrored._html import Html, copies, element, table
@@ -16,10 +17,9 @@ def test_texts_are_escaped_and_html_is_not() -> None:
 @pytest.mark.parametrize("strategy", [1, 3], indirect=True)
 def test_a_variable_shows_equal_copies_once(strategy: mr.MirroredStrategy) -> None:
     count = strategy.num_replicas_in_sync
-    with strategy.scope():
-        w = mr.Variable(np.full(3, 7.5, "float32"), name="<w>")
-        seen = mr.Variable(1.0, synchronization="on_read", aggregation="sum")
-        key = mr.Variable(jax.random.key(0))
+    w = variable(np.full(3, 7.5, "float32"), strategy, name="<w>")
+    seen = variable(1.0, strategy, synchronization="on_read", aggregation="sum")
+    key = variable(jax.random.key(0), strategy)
     text = w._repr_html_()
     assert ("1 copy" if count == 1 else f"{count} equal copies") in text
     assert text.count("7.5") == 3 and "<w>" not in text

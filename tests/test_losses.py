@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from parameters import slow
+from strategies import variable
 
 import mirrored as mr
 from mirrored.losses import compute_average_loss, scale_regularization_loss
@@ -49,8 +50,7 @@ def test_further_axes_are_summed_and_weights_broadcast_from_the_left():
 def test_losses_of_every_real_dtype_and_a_regularization_loss_that_counts_once(strategy3):
     for dtype in ("int32", "bool", "bfloat16", "float16"):
         assert total(STRATEGY, compute_average_loss, np.array([0, 1, 1, 0], jnp.dtype(dtype))) == 0.5
-    with strategy3.scope():
-        w = mr.Variable(np.full(2, 3, np.float32))
+    w = variable(np.full(2, 3, np.float32), strategy3)
     losses = [6.0, 6, np.float32(6), jnp.full(3, 2.0), [1.0, 2.0, 3.0], w]
     scaled = strategy3.run(lambda: [scale_regularization_loss(loss) for loss in losses])
     assert [float(loss) for loss in scaled] == [2.0] * len(losses)
@@ -256,9 +256,8 @@ def test_what_a_loss_says_is_told_to_whatever_is_computed_of_its_gradient():
 def test_a_loss_that_speaks_and_an_aggregate_that_contradicts_it_are_refused():
     for sizes, name in (([4], "one for each example"), ([4, 3], "one for each example"), ([4, 3], "mean over own rows")):
         strategy, x = batch_of(sizes)
-        with strategy.scope():
-            w = mr.Variable(W, name="w")
-            optimizer = mr.Optimizer(optax.adam(1.0), [w], aggregate="mean")
+        w = variable(W, strategy, name="w")
+        optimizer = mr.Optimizer(optax.adam(1.0), [w], aggregate="mean")
 
         def step(rows, w=w, optimizer=optimizer, loss=RIGHT[name][0], **options):
             optimizer.apply_gradients(mr.grad(lambda: loss(w.value, *rows), [w])(), **options)
@@ -271,9 +270,8 @@ def test_a_loss_that_speaks_and_an_aggregate_that_contradicts_it_are_refused():
 
 def test_a_gradient_that_is_the_same_everywhere_beside_one_that_is_not(strategy3):
     _, x = batch_of([4, 4, 4])
-    with strategy3.scope():
-        w, b = mr.Variable(W), mr.Variable(0.5)
-        optimizer = mr.Optimizer(optax.sgd(1.0), [w, b])
+    w, b = variable(W, strategy3), variable(0.5, strategy3)
+    optimizer = mr.Optimizer(optax.sgd(1.0), [w, b])
     with pytest.warns(mr.FactorOfReplicasWarning, match="nobody has said how the loss is divided"):
         strategy3.run(lambda rows: optimizer.minimize(lambda: each(w.value, *rows[:2]).mean() + b**2), args=(x,))
 
@@ -287,8 +285,7 @@ def test_a_mean_by_weights_of_small_numbers_and_of_none():
     def of_nothing(mask):
         return mr.value_and_grad(lambda: mr.losses.weighted_mean(w * mask, 0 * mask), w)()
 
-    with STRATEGY.scope():
-        w = mr.Variable(3.0)
+    w = variable(3.0, STRATEGY)
     [mask] = STRATEGY.distribute_dataset([np.ones(4, np.float32)])
     assert [float(STRATEGY.reduce("sum", value)) for value in STRATEGY.run(of_nothing, args=(mask,))] == [0.0, 0.0]
 
@@ -307,9 +304,8 @@ NOT_AGAIN = {
 
 def updated(num_replicas, loss):
     strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
-    with strategy.scope():
-        w = mr.Variable(W)
-        optimizer = mr.Optimizer(optax.sgd(1.0), [w])
+    w = variable(W, strategy)
+    optimizer = mr.Optimizer(optax.sgd(1.0), [w])
     [batch] = strategy.distribute_dataset([(X[:7], Y[:7])])
     strategy.run(lambda x, y: optimizer.minimize(lambda: loss(w, x, y)), args=batch)
     return w.numpy()

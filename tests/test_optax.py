@@ -13,6 +13,7 @@ import pytest
 from optax import contrib
 from optax_rows import CHANGE_STRUCTURE, OF_EXAMPLES, ROWS, exported
 from parameters import slow
+from strategies import variable
 
 import mirrored as mr
 from mirrored import losses
@@ -120,18 +121,16 @@ def test_what_takes_gradients_of_examples_or_changes_its_state_is_refused(strate
     cases = [(of_examples(name), jnp.ones((4, 3)), shape) for name in OF_EXAMPLES]
     cases += [(optax.chain(make(), optax.sgd(0.1)), jnp.ones(3), structure) for make in CHANGE_STRUCTURE.values()]
     for tx, gradient, message in cases:
-        with strategy2.scope():
-            w = mr.Variable(np.ones(3, np.float32), name="w")
-            optimizer = mr.Optimizer(tx, [w])
+        w = variable(np.ones(3, np.float32), strategy2, name="w")
+        optimizer = mr.Optimizer(tx, [w])
         with pytest.raises(ValueError, match=message):
             strategy2.run(optimizer.apply_gradients, args=([gradient],), kwargs={"aggregate": False})
         np.testing.assert_array_equal(w, np.ones(3))
 
 
 def test_a_replicas_own_loss_and_a_second_sum_are_refused_and_the_loss_of_all_is_taken(strategy3: mr.Strategy) -> None:
-    with strategy3.scope():
-        w = mr.Variable(np.ones(3, np.float32), name="w")
-        optimizer = mr.Optimizer(optax.chain(optax.sgd(0.1), contrib.reduce_on_plateau()), w)
+    w = variable(np.ones(3, np.float32), strategy3, name="w")
+    optimizer = mr.Optimizer(optax.chain(optax.sgd(0.1), contrib.reduce_on_plateau()), w)
     x = strategy3.distribute_values_from_function(lambda ctx: np.full((2, 3), 1.0 + ctx.replica_id_in_sync_group, np.float32))
 
     def step(x: Any, is_whole: bool) -> None:

@@ -9,19 +9,13 @@ import numpy as np
 import optax
 import pytest
 from optax_rows import ROWS, START
+from strategies import TWO, strategy_of, variable
 
 import mirrored as mr
 from mirrored._variables.variable import is_variable
 
 # One test function makes a step for each transformation.
 pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
-
-STRATEGY = mr.MirroredStrategy(["cpu:0", "cpu:1"])
-
-
-def variable(value, strategy=STRATEGY, **kwargs):
-    with strategy.scope():
-        return mr.Variable(value, **kwargs)
 
 
 def distributed(strategy, *values):
@@ -64,7 +58,7 @@ def test_a_variable_without_a_gradient_is_skipped_with_its_state():
 
     for leaf in of_b().values():
         leaf.assign(np.full(leaf.shape, 0.5))
-    gradients = STRATEGY.distribute_values_from_function(
+    gradients = TWO.distribute_values_from_function(
         lambda ctx: jax.tree.map(lambda x: np.cos(x + ctx.replica_id_in_sync_group), START)
     )
 
@@ -73,7 +67,7 @@ def test_a_variable_without_a_gradient_is_skipped_with_its_state():
             optimizer.apply_gradients({**gradients, "b": None}, aggregate="sum")
 
     for _ in range(2):
-        STRATEGY.run(step, args=(gradients,))
+        TWO.run(step, args=(gradients,))
     assert [name for name, leaf in of_b().items() if not np.all(leaf.numpy() == 0.5)] == []
     assert not any(np.array_equal(own["w"].numpy(), START["w"]) for own in variables.values())
     assert int(optimizers["adamw"].state[0].count) == 2, "what belongs to no variable goes on"
@@ -87,7 +81,7 @@ def test_outside_a_step_gradients_are_one_value_and_per_replica_ones_are_summed(
     a, b = pair()
     optimizer = mr.Optimizer(optax.sgd(0.1), [a, b])
     optimizer.apply_gradients([jnp.ones(2), 1.0])
-    optimizer.apply_gradients([distributed(STRATEGY, np.float32([1, 2]), np.float32([3, 4])), 1.0], aggregate="sum")
+    optimizer.apply_gradients([distributed(TWO, np.float32([1, 2]), np.float32([3, 4])), 1.0], aggregate="sum")
     np.testing.assert_allclose(a.numpy(), [1 - 0.1 - 0.4, 1 - 0.1 - 0.6], rtol=1e-6)
     optimizer.apply_gradients([a, b])  # a variable is an array too
     np.testing.assert_allclose(b.numpy(), 0.8 * 0.9, rtol=1e-6)
@@ -96,18 +90,18 @@ def test_outside_a_step_gradients_are_one_value_and_per_replica_ones_are_summed(
         optimizer.apply_gradients([gradient, 1.0], aggregate="sum")
 
     a.assign([1.0, 1.0])
-    x = distributed(STRATEGY, np.float32([1, 2]), np.float32([3, 4]))
-    STRATEGY.run(lambda x: mr.get_replica_context().merge_call(update, args=(x,)), args=(x,))
-    mr.function(lambda x: update(STRATEGY, x))(x)
+    x = distributed(TWO, np.float32([1, 2]), np.float32([3, 4]))
+    TWO.run(lambda x: mr.get_replica_context().merge_call(update, args=(x,)), args=(x,))
+    mr.function(lambda x: update(TWO, x))(x)
     np.testing.assert_allclose(a.numpy(), [1 - 0.8, 1 - 1.2], rtol=1e-5)
     with pytest.raises(mr.PerReplicaError, match=r"aggregate=False.*PerReplica as the gradient of 'a'.*strategy\.reduce"):
-        optimizer.apply_gradients([distributed(STRATEGY, np.ones(2), np.ones(2)), 1.0], aggregate=False)
+        optimizer.apply_gradients([distributed(TWO, np.ones(2), np.ones(2)), 1.0], aggregate=False)
 
 
 def test_gradients_that_a_step_returned_or_merged_say_what_their_loss_said():
     w = variable(0.0)
     optimizer = mr.Optimizer(optax.sgd(1.0), [w])
-    [x] = STRATEGY.distribute_dataset([np.float32([1, 2, 3, 6])])
+    [x] = TWO.distribute_dataset([np.float32([1, 2, 3, 6])])
 
     def updated(gradient_of, way, **options):
         def merge(_, gradient):
@@ -115,9 +109,9 @@ def test_gradients_that_a_step_returned_or_merged_say_what_their_loss_said():
 
         w.assign(0.0)
         if way == "merged":
-            STRATEGY.run(lambda x: mr.get_replica_context().merge_call(merge, args=(gradient_of(x),)), args=(x,))
+            TWO.run(lambda x: mr.get_replica_context().merge_call(merge, args=(gradient_of(x),)), args=(x,))
         else:
-            apply = lambda x: merge(STRATEGY, STRATEGY.run(gradient_of, args=(x,)))  # noqa: E731
+            apply = lambda x: merge(TWO, TWO.run(gradient_of, args=(x,)))  # noqa: E731
             (mr.function(apply) if way == "in a function" else apply)(x)
         return -float(w)
 
@@ -134,16 +128,16 @@ def test_gradients_that_a_step_returned_or_merged_say_what_their_loss_said():
 def test_a_change_of_a_variable_or_of_the_state_between_steps_is_seen():
     w = variable(1.0)
     optimizer = mr.Optimizer(optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), [w])
-    x = distributed(STRATEGY, np.float32(1), np.float32(2))
+    x = distributed(TWO, np.float32(1), np.float32(2))
 
     def step(x):
         optimizer.apply_gradients(mr.grad(lambda: w * x, [w])(), aggregate="sum")
 
-    STRATEGY.run(step, args=(x,))
+    TWO.run(step, args=(x,))
     w.assign(5.0)
-    STRATEGY.run(step, args=(x,))
+    TWO.run(step, args=(x,))
     optimizer.state.hyperparams["learning_rate"].assign(1.0)
-    STRATEGY.run(step, args=(x,))
+    TWO.run(step, args=(x,))
     np.testing.assert_allclose(w.numpy(), 5 - 0.3 - 3, rtol=1e-6)
     for name in ("learning_rate", "lr"):
         with pytest.raises(AttributeError, match=r"no attribute '(learning_rate|lr)'.*hyperparams\['learning_rate'\]: assign"):
@@ -168,13 +162,12 @@ def test_the_state_is_made_once_named_and_not_trainable():
 
 
 def test_how_gradients_are_combined_is_said_once_or_each_time(per_replica):
-    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(3)])
+    strategy = strategy_of(3)
     own = per_replica(strategy, *np.float32([3, 6, 0]))
 
     def update(made_with, **given):
-        with strategy.scope():
-            w, half = mr.Variable(0.0), mr.Variable(np.float16(0))
-            optimizer = mr.Optimizer(optax.sgd(1.0), [w, half], aggregate=made_with)
+        w, half = variable(0.0, strategy), variable(np.float16(0), strategy)
+        optimizer = mr.Optimizer(optax.sgd(1.0), [w, half], aggregate=made_with)
         strategy.run(lambda x: optimizer.apply_gradients([x, (x * 10000).astype(jnp.float16)], **given), args=(own,))
         return -float(w), -float(half)
 
@@ -186,9 +179,8 @@ def test_how_gradients_are_combined_is_said_once_or_each_time(per_replica):
         assert update(None) == (9, math.inf)
     assert update(None, aggregate="mean") == (3, 30000) and update("sum", aggregate=None) == (9, math.inf)
 
-    with strategy.scope():
-        w = mr.Variable(0.0)
-        optimizer = mr.Optimizer(optax.sgd(1.0), [w], aggregate="mean")
+    w = variable(0.0, strategy)
+    optimizer = mr.Optimizer(optax.sgd(1.0), [w], aggregate="mean")
     optimizer.apply_gradients([own])
     mr.function(lambda x: optimizer.apply_gradients([x]))(own)
     assert float(w) == -6

@@ -1,7 +1,6 @@
 """`mirrored.testing`: for each claim a program that passes, and one that fails with the message."""
 
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from strategies import in_threads, variable
 
 import mirrored as mr
 from mirrored import testing
@@ -56,8 +56,7 @@ def test_a_program_that_jax_compiles_again_counts_again(strategy2: mr.Strategy) 
 
 
 def test_what_is_compiled_while_a_program_runs_is_not_the_program(strategy2: mr.Strategy) -> None:
-    with strategy2.scope():
-        v = mr.Variable(np.zeros(11))
+    v = variable(np.zeros(11), strategy2)
     step = functools.partial(v.assign_add, np.ones(11))
     _, _ = strategy2.run(step), v.value  # an array that somebody has is copied before it is overwritten
     with testing.assert_compiles(0) as programs:
@@ -88,16 +87,13 @@ def test_assert_compiles_fails_with_the_reasons(strategy2: mr.Strategy) -> None:
 
 def test_programs_of_all_threads_are_counted(strategy2: mr.Strategy) -> None:
     with testing.assert_compiles(2):
-        threads = [threading.Thread(target=strategy2.run, args=(double, (np.ones(20 + i),))) for i in range(2)]
-        _ = [thread.start() for thread in threads]
-        _ = [thread.join() for thread in threads]
+        in_threads(*(lambda size=size: strategy2.run(double, args=(np.ones(size),)) for size in (20, 21)))
 
 
 def test_copies_are_those_of_the_devices_and_stay(strategy3: mr.Strategy) -> None:
-    with strategy3.scope():
-        v = mr.Variable(np.zeros(2, "float32"), name="v")
-        own = mr.Variable(0, name="own", synchronization="on_read", aggregation="sum")
-        key = mr.Variable(jax.random.key(3), name="key")
+    v = variable(np.zeros(2, "float32"), strategy3, name="v")
+    own = variable(0, strategy3, name="own", synchronization="on_read", aggregation="sum")
+    key = variable(jax.random.key(3), strategy3, name="key")
 
     def step() -> Any:
         own.assign(mr.get_replica_context().replica_id_in_sync_group)
@@ -125,8 +121,7 @@ def test_copies_are_those_of_the_devices_and_stay(strategy3: mr.Strategy) -> Non
 
 
 def test_copies_that_differ_are_named(strategy2: mr.Strategy) -> None:
-    with strategy2.scope():
-        v = mr.Variable(np.zeros(3, "float32"), name="v")
+    v = variable(np.zeros(3, "float32"), strategy2, name="v")
     parts = [jax.device_put(np.array([0, 0, value], "float32"), d) for value, d in zip((0, 0.5), strategy2.devices, strict=True)]
     broken = v._array = jax.make_array_from_single_device_arrays((3,), v.value.sharding, parts)
     match = r"variable 'v' differ: replica 1 from replica 0, in 1 of 3 elements, most at \[2\]: 0\.5 and 0\.0, a difference of 0"
@@ -183,9 +178,8 @@ def test_an_error_of_one_worker_ends_all() -> None:
 
 
 def train(strategy: mr.Strategy, batches: Any, loss_of: Any = mr.losses.compute_average_loss, scale: Any = lambda s: 1.0) -> Any:
-    with strategy.scope():
-        w, b = mr.Variable(np.full(3, 0.1, "float32"), name="w"), mr.Variable(0.0)
-        optimizer = mr.Optimizer(optax.sgd(0.1), [w, b])
+    w, b = variable(np.full(3, 0.1, "float32"), strategy, name="w"), variable(0.0, strategy)
+    optimizer = mr.Optimizer(optax.sgd(0.1), [w, b])
 
     def step(x: Any) -> Any:
         loss, gradients = mr.value_and_grad(lambda: loss_of((jnp.matmul(x, w) + b - 1) ** 2), [w, b])()
@@ -245,9 +239,8 @@ def test_what_cannot_be_compared_is_said(strategy2: mr.Strategy) -> None:
 
 def test_variables_without_one_value_and_ignored_ones_are_left_out() -> None:
     def counts(s: mr.Strategy) -> Any:
-        with s.scope():
-            v = mr.Variable(0.0, name="v", aggregation="sum")
-            own = mr.Variable(0, name="own", synchronization="on_read")
+        v = variable(0.0, s, name="v", aggregation="sum")
+        own = variable(0, s, name="own", synchronization="on_read")
         s.run(lambda: [v.assign_add(1.0), own.assign_add(1)])
         return {"key": jax.random.key(0), "half": jnp.ones(2, jnp.bfloat16), "none": None}
 

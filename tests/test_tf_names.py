@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from strategies import variable
 
 import mirrored as mr
 from mirrored import _tf_names
 
 STRATEGY = mr.MirroredStrategy(["cpu:0", "cpu:1"])
-with STRATEGY.scope():
-    VARIABLE = mr.Variable(np.ones((3, 2), np.float32), name="v")
+VARIABLE = variable(np.ones((3, 2), np.float32), STRATEGY, name="v")
 OPTIMIZER = mr.Optimizer(optax.sgd(0.1), [VARIABLE])
 OWNERS = {
     "mirrored": mr,

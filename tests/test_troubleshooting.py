@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 from fake_service import FakeClient
+from strategies import ctx, variable
 
 import mirrored as mr
 from mirrored._cluster.meeting import meet
@@ -37,17 +38,12 @@ Case = Callable[[SimpleNamespace], Any]
 
 @pytest.fixture
 def given(strategy2, monkeypatch, tmp_path) -> SimpleNamespace:
-    with strategy2.scope():
-        w = mr.Variable(np.zeros(2, np.float32), name="w")
-        optimizer = mr.Optimizer(optax.sgd(0.1), [w])
+    w = variable(np.zeros(2, np.float32), strategy2, name="w")
+    optimizer = mr.Optimizer(optax.sgd(0.1), [w])
     batch, odd = strategy2.distribute_dataset([np.arange(n, dtype=np.float32) for n in (4, 3)])
     run = lambda fn, *args: strategy2.run(fn, args=args)  # noqa: E731
     names = {"monkeypatch": monkeypatch, "folder": tmp_path, "batch": batch, "odd": odd, "run": run}
     return SimpleNamespace(strategy=strategy2, w=w, optimizer=optimizer, **names)
-
-
-def ctx() -> mr.ReplicaContext:
-    return mr.get_replica_context()
 
 
 def step_of(g, loss: Callable[[Any], Any], combine: bool = False) -> Callable[[Any], None]:

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from parameters import slow
+from strategies import variable
 
 import mirrored as mr
 from mirrored._program import cache
@@ -19,8 +20,7 @@ ROWS = np.ones((6, 4), np.float32)
 
 
 def weights(strategy):
-    with strategy.scope():
-        return mr.Variable(np.ones((4, 2)))
+    return variable(np.ones((4, 2)), strategy)
 
 
 def add(w):
@@ -28,8 +28,7 @@ def add(w):
 
 
 def training(strategy, w):
-    with strategy.scope():
-        optimizer = mr.Optimizer(optax.adam(0.1), [w])
+    optimizer = mr.Optimizer(optax.adam(0.1), [w])
 
     def step(x):
         value, gradients = mr.value_and_grad(lambda: jnp.mean(jnp.matmul(x, w)), [w])()

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from named import named
+from strategies import variable
 
 import mirrored as mr
 from mirrored._program.call import ArrayLeaf, argument_names, leaf_names, static_key, take_apart
@@ -22,8 +23,7 @@ from mirrored._program.own_code import look_at
 STRATEGY = mr.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
 
 
-with STRATEGY.scope():
-    WEIGHTS = mr.Variable(np.ones(2))
+WEIGHTS = variable(np.ones(2), STRATEGY)
 
 
 class Color(enum.Enum):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from parameters import slow
+from strategies import variable
 
 import mirrored as mr
 
@@ -53,8 +54,7 @@ CASES = [
 @pytest.mark.parametrize(("owner", "sizes", "names"), CASES, ids=str)
 def test_a_step_computes_with_an_array_that_it_closes_over(strategy3, owner, sizes, names):
     values = np.array([-1.0, 3.0], np.float32)
-    with strategy3.scope():
-        w = mr.Variable(values)
+    w = variable(values, strategy3)
     one = {
         "of this": lambda: strategy3.run(lambda v: v, args=(values,)),
         "of another": lambda: mr.MirroredStrategy(["cpu:4", "cpu:5"]).run(lambda v: v, args=(values,)),
@@ -76,8 +76,7 @@ def test_a_closed_over_array_is_whole_and_the_same_on_every_replica(strategy3):
     """Also one that lies in pieces on the strategy's own devices, under an inner jit."""
     of_each = strategy3.distribute_values_from_function(lambda _: 0.0)._array.sharding
     one, pieces = strategy3.reduce("sum", np.float32(1)), jax.device_put(np.arange(3.0, dtype="float32"), of_each)
-    with strategy3.scope():
-        v = mr.Variable(np.zeros(3, "float32"))
+    v = variable(np.zeros(3, "float32"), strategy3)
     strategy3.run(lambda: v.assign(jax.jit(lambda: pieces * 2)() + jax.nn.relu(one)))
     strategy3.assert_mirrored()
     assert v.numpy().tolist() == [3.0, 5.0, 7.0]

@@ -1,5 +1,6 @@
 """A step that is called in a loop is known by a few looks, and is another one as soon as anything in its key is."""
 
+import functools
 import gc
 import threading
 import types
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from strategies import in_threads, variable
 
 import mirrored as mr
 from mirrored._program import steps
@@ -148,8 +150,7 @@ def test_arguments_of_another_kind_are_another_step(strategy, total, warm, x):
 
 def test_a_fast_path_ends_with_its_program(strategy, warm, x):
     def train(value):
-        with strategy.scope():
-            w = mr.Variable(value)
+        w = variable(value, strategy)
         assert warm(lambda x: jnp.sum(x) * w, x) == 9 * value
         return weakref.ref(w)
 
@@ -172,9 +173,5 @@ def test_threads_share_a_step_and_take_each_their_own(strategy, total, x):
                 if (found := total(step, x)) != expected:
                     wrong.append(found)
 
-    threads = [threading.Thread(target=work, args=(factor,)) for factor in (1.0, 2.0, 3.0)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(functools.partial(work, factor) for factor in (1.0, 2.0, 3.0)))
     assert not wrong and len(list(strategy._steps.programs)) == 4

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from strategies import variable
 
 import mirrored as mr
 
@@ -87,8 +88,7 @@ def in_place(w):
 
 def test_a_mistake_in_a_step_is_one_clear_error(strategy3):
     strategy = strategy3
-    with strategy.scope():
-        w = mr.Variable(1.0, name="w")
+    w = variable(1.0, strategy, name="w")
     even, uneven = (strategy.distribute_dataset([rows]) for rows in (np.ones((6, 3), np.float32), ROWS))
     for what, (mistake, kind, message, remedy) in MISTAKES.items():
         for batch in (next(iter(even)), next(iter(uneven))):
@@ -112,10 +112,10 @@ def test_a_mistake_in_a_step_is_one_clear_error(strategy3):
 
 class Holder:
     def __init__(self):
-        self.seen, self.last, self.shapes = [], None, []
+        self.history, self.last, self.shapes = {"loss": []}, None, []
 
     def step(self, x):
-        self.seen.append(jnp.sum(x))
+        self.history["loss"].append(jnp.sum(x))
         self.last = x
         self.shapes.append(x.shape)
 
@@ -134,7 +134,7 @@ def test_an_array_that_a_step_keeps_is_warned_of(strategy2):
         strategy2.run(step, args=(ROWS,))
         strategy2.run(Holder().step, args=(ROWS,))
     told = [str(warning.message).split("`")[1] for warning in caught]
-    assert sorted(told) == ["by_name", "losses", "self.last", "self.seen"]
+    assert sorted(told) == ["by_name", "losses", "self.history['loss']", "self.last"]
     assert all("x = strategy.run(step), and put x into" in str(warning.message) for warning in caught)
     assert {warning.filename for warning in caught} == {__file__}
     losses.clear()
@@ -143,8 +143,7 @@ def test_an_array_that_a_step_keeps_is_warned_of(strategy2):
 
 
 def test_what_the_messages_say_to_write_works(strategy2):
-    with strategy2.scope():
-        w = {"w": mr.Variable(1.0, name="w")}
+    w = {"w": variable(1.0, strategy2, name="w")}
 
     def step(x):
         ctx = mr.get_replica_context()
@@ -171,8 +170,7 @@ def test_a_mistake_in_a_function_is_explained_too(strategy2):
 
 def test_a_number_that_jax_does_not_name_is_not_blamed(strategy2):
     """Neither beside a variable, nor where it belongs to a verb of ours."""
-    with strategy2.scope():
-        w = mr.Variable(True, name="warm")
+    w = variable(True, strategy2, name="warm")
     for call in (
         lambda: strategy2.run(lambda x, n: x * n if w.value else x, args=(ROWS, 3)),
         lambda: mr.fori_loop(0, 3, lambda i, c: c + (1 if i > 1 else 2), 0),

@@ -1,4 +1,4 @@
-"""A factor of R in an update is noticed, and right programs are left alone; branches on a replica's number are explained."""
+"""A factor of R in an update is noticed, and right programs are left alone."""
 
 import functools
 import re
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from strategies import all_reduce, ctx, numbers, strategy_of, variable
 
 import mirrored as mr
 
@@ -25,11 +26,7 @@ def model(strategy):
 
 
 def own_rows(strategy):
-    return strategy.distribute_values_from_function(lambda ctx: np.arange(SIZE, dtype="float32") + ctx.replica_id_in_sync_group)
-
-
-def all_reduce(op, tree):
-    return mr.get_replica_context().all_reduce(op, tree)
+    return numbers(strategy, range(SIZE))
 
 
 def warnings_of(function, *args):
@@ -50,7 +47,9 @@ def by_hand(op, w, loss):
     """Make a step that combines the loss and its gradient itself, as for parameters that are no variables."""
 
     def step(x):
-        combine = functools.partial(jax.lax.pmean, axis_name="replica") if op == "pmean" else functools.partial(all_reduce, op)
+        combine = (
+            functools.partial(jax.lax.pmean, axis_name="replica") if op == "pmean" else functools.partial(ctx().all_reduce, op)
+        )
         value, gradient = jax.value_and_grad(loss)(w, x)
         return combine(value), combine(gradient)
 
@@ -70,7 +69,7 @@ SHARES = {
 )
 def test_a_mean_of_shares_is_said_with_the_sum_to_write(op, name, num_replicas, num_rows):
     w, loss = np.ones(SIZE, np.float32), SHARES[name]
-    strategy, one = (mr.MirroredStrategy([f"cpu:{i}" for i in range(count)]) for count in (num_replicas, 1))
+    strategy, one = map(strategy_of, (num_replicas, 1))
     [batch], [whole] = (s.distribute_dataset([np.arange(1, num_rows + 1, dtype=np.float32)]) for s in (strategy, one))
     [found] = warnings_of(strategy.run, by_hand(op, w, loss), (batch,))  # one for each line; both are on one
     said = rf"the mean over the replicas at {HERE}:\d+ .* too small \(R = {num_replicas} here\)\. .*all_reduce\('sum', value"
@@ -112,8 +111,8 @@ REDUCTIONS = {
     "sum": lambda gradients: all_reduce("sum", gradients),
     "mean": lambda gradients: all_reduce("mean", gradients),
     "psum": lambda gradients: jax.lax.psum(gradients, "replica"),
-    "gathered": lambda gradients: [jnp.sum(mr.get_replica_context().all_gather(g[None], 0), 0) for g in gradients],
-    "merged": lambda gradients: mr.get_replica_context().merge_call(lambda s, g: s.reduce("mean", g), args=(gradients,)),
+    "gathered": lambda gradients: [jnp.sum(ctx().all_gather(g[None], 0), 0) for g in gradients],
+    "merged": lambda gradients: ctx().merge_call(lambda s, g: s.reduce("mean", g), args=(gradients,)),
     "clipped_afterwards": lambda gradients: [jnp.clip(g, -1, 1) for g in all_reduce("mean", gradients)],
     "decayed_afterwards": lambda gradients: [g + 0.01 for g in all_reduce("mean", gradients)],
     "one_of_two": lambda gradients: [all_reduce("mean", gradients[0]), gradients[1]],
@@ -142,9 +141,8 @@ def test_gradients_that_were_combined_before_are_refused(strategy3):
 
 def test_an_accumulator_that_aggregates_counts_as_combined_and_a_local_one_does_not(strategy3):
     w, _, _, optimizer, _ = model(strategy3)
-    with strategy3.scope():
-        total = mr.Variable(np.zeros(SIZE, "float32"), aggregation="sum")
-        local = mr.Variable(np.zeros(SIZE, "float32"), synchronization="on_read", aggregation="sum")
+    total = variable(np.zeros(SIZE, "float32"), strategy3, aggregation="sum")
+    local = variable(np.zeros(SIZE, "float32"), strategy3, synchronization="on_read", aggregation="sum")
 
     def step(x, accumulator):
         _, [gradient] = mr.value_and_grad(lambda: jnp.sum(w * x), [w])()
@@ -218,7 +216,7 @@ def of_statistics(z):
 
 
 def gathered(z):
-    return mr.get_replica_context().all_gather(z, axis=0)
+    return ctx().all_gather(z, axis=0)
 
 
 def test_a_share_of_a_combined_loss_is_the_gradient_of_one_device(strategy3):
@@ -401,7 +399,7 @@ def test_one_state_of_both_and_one_beside_a_logged_loss_are_found(strategy2):
 
     def step(state: TrainState, x):
         new = TrainState(*forgotten(tx)(*state, x))
-        return new, mr.get_replica_context().all_reduce("mean", x.mean())
+        return new, ctx().all_reduce("mean", x.mean())
 
     state = TrainState(PARAMS, tx.init(PARAMS))
     with pytest.warns(mr.ReplicasDivergeWarning, match=r"`state\.opt\[0\]\.mu\['b'\]`"):
@@ -420,21 +418,3 @@ def test_what_is_meant_so_is_silent(strategy2):
         for _ in range(3):
             own, state_of_each = strategy2.run(forgotten(tx), args=(own, state_of_each, x))
             params, state = alone.run(forgotten(tx), args=(params, state, X))
-
-
-# -- one program
-
-
-def test_a_branch_on_the_replica_number_is_explained(strategy3):
-    def eagerly(step):
-        with mr.eager():
-            strategy3.run(step)
-
-    expected = (
-        rf"(?s)differs by replica, at {HERE}:\d+\. Write\n    jnp\.where.*jax\.lax\.cond.*All replicas run one.*variable\.assign"
-    )
-    for branch in (lambda n: 1 if n == 0 else 2, int, lambda n: "many" if jnp.sum(n + 1.0) > 2 else "few"):
-        step = lambda branch=branch: branch(mr.get_replica_context().replica_id_in_sync_group)  # noqa: E731
-        for run in (strategy3.run, eagerly):
-            with pytest.raises(mr.OneProgramError, match=expected):
-                run(step)

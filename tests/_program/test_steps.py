@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from strategies import all_reduce, ctx, numbers, strategy_of, values_of, variable
 
 import mirrored as mr
 from mirrored import testing
@@ -36,16 +37,8 @@ class Unregistered:
     image: object
 
 
-def replica_numbers(strategy):
-    return strategy.distribute_values_from_function(lambda ctx: np.float32(ctx.replica_id_in_sync_group))
-
-
 def num_programs(strategy):
     return len(list(strategy._steps.programs))
-
-
-def values_of(result):
-    return [value.tolist() for value in result.values]
 
 
 @pytest.fixture
@@ -104,12 +97,11 @@ def test_arguments_by_position_and_by_name_and_static_ones_that_choose(strategy2
 
 
 def test_arguments_stay_valid(strategy2):
-    with strategy2.scope():
-        w = mr.Variable(np.zeros(2, "float32"))
-    per_replica, mirrored, on_host = replica_numbers(strategy2), jnp.ones(2), np.ones(2, "float32")
+    w = variable(np.zeros(2, "float32"), strategy2)
+    per_replica, mirrored, on_host = numbers(strategy2), jnp.ones(2), np.ones(2, "float32")
 
     def step(a, b, c):
-        w.assign(w + mr.get_replica_context().all_reduce("sum", a) + b + c)
+        w.assign(w + all_reduce("sum", a) + b + c)
 
     for _ in range(3):
         strategy2.run(step, args=(per_replica, mirrored, on_host))
@@ -151,7 +143,7 @@ def test_arrays_come_from_anywhere(strategy3, strategy2):
         "split over another mesh": jax.device_put(array, jax.tree.leaves(on_two)[0].sharding),
         "host": array,
     }
-    own = replica_numbers(strategy3)
+    own = numbers(strategy3)
     for name, given in placed.items():
         for result in (
             strategy3.run(lambda x, own: (x * own, x + 1), args=(given, own)),
@@ -172,7 +164,7 @@ def test_structures_are_kept(strategy3):
 
     for context in (contextlib.nullcontext(), mr.eager()):
         with context:
-            result = strategy3.run(step, args=(replica_numbers(strategy3),))
+            result = strategy3.run(step, args=(numbers(strategy3),))
         assert list(result) == ["array", "list", "pair", "static"]
         assert type(result["pair"]) is Pair and result["pair"].second is None
         assert type(result["list"][0]) is Batch and result["list"][0].label == "cat"
@@ -190,10 +182,9 @@ def test_structures_are_kept(strategy3):
 
 def test_a_step_is_traced_once_and_compiled_once(strategy3, compilations):
     strategy = strategy3
-    with strategy.scope():
-        w = mr.Variable(np.zeros(3, "float32"))
-        seen = mr.Variable(0, synchronization="on_read", aggregation="sum")
-        optimizer = mr.Optimizer(optax.adam(0.1), [w])
+    w = variable(np.zeros(3, "float32"), strategy)
+    seen = variable(0, strategy, synchronization="on_read", aggregation="sum")
+    optimizer = mr.Optimizer(optax.adam(0.1), [w])
     rows = strategy.distribute_values_from_function(lambda ctx: np.ones(3, "float32"))
     traced = []
 
@@ -218,10 +209,10 @@ def test_a_step_is_traced_once_and_compiled_once(strategy3, compilations):
 def test_work_of_the_first_call_does_not_depend_on_the_number_of_replicas(compilations):
     counts = []
     for devices in (1, 3, 8):
-        strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(devices)])
-        rows = replica_numbers(strategy)
+        strategy = strategy_of(devices)
+        rows = numbers(strategy)
         compilations.clear()
-        strategy.run(lambda x: mr.get_replica_context().all_reduce("sum", x) * x, args=(rows,))
+        strategy.run(lambda x: all_reduce("sum", x) * x, args=(rows,))
         counts.append({name: compilations[name] for name in ("jaxpr_trace_duration", "backend_compile_duration")})
     assert counts == [{"jaxpr_trace_duration": 1, "backend_compile_duration": 1}] * 3
 
@@ -330,11 +321,10 @@ def test_a_cross_validation_is_silent(strategy2):
     rows = np.ones((4, 3), np.float32)
 
     def step(w, x):
-        return w.assign_add(mr.get_replica_context().all_reduce("sum", x.sum(0)))
+        return w.assign_add(all_reduce("sum", x.sum(0)))
 
     def fold(i):
-        with strategy2.scope():
-            model = mr.Variable(np.zeros(3, np.float32))
+        model = variable(np.zeros(3, np.float32), strategy2)
         for x in strategy2.distribute_dataset(strategy2.make_numpy_dataset(rows).batch(4)):
             strategy2.run(lambda x: step(model, x), args=(x,))
             strategy2.run(step, args=(model, x))
@@ -353,7 +343,7 @@ def test_a_few_programs_of_one_function_are_silent(strategy2):
 
 
 def test_what_jax_cannot_look_into_is_refused_and_leaves_no_program(strategy2):
-    x = replica_numbers(strategy2)
+    x = numbers(strategy2)
     lost = jax.tree.map(jnp.sum, x)
     assert repr(lost).startswith("PerReplica(")
     unregistered = r"returned a Unregistered, whose field 'image' holds an array, .* @jax.tree_util.register_dataclass"
@@ -389,7 +379,7 @@ def test_uneven_values_are_refused_by_name_in_eager_mode(strategy2):
 def test_eager_prints_the_value_of_each_replica(strategy2, capsys):
     def step(x):
         print("x is", x)
-        mean = mr.get_replica_context().all_reduce("mean", x)
+        mean = all_reduce("mean", x)
         print("mean is", mean)
         return x * mean
 
@@ -421,29 +411,28 @@ def test_a_breakpoint_stops_in_the_eager_step_with_values(strategy2, monkeypatch
         return x
 
     with mr.eager():
-        strategy2.run(step, args=(replica_numbers(strategy2),))
+        strategy2.run(step, args=(numbers(strategy2),))
     [(name, shown)] = stops
     assert name == "step" and "0.0" in shown and "1.0" in shown
     assert sys.breakpointhook is hook
 
 
 def test_eager_gives_the_results_of_the_compiled_step(strategy3):
-    with strategy3.scope():
-        w, mean = mr.Variable(np.ones(2, "float32")), mr.Variable(np.float32(0), aggregation="mean")
-        seen = mr.Variable(0, synchronization="on_read", aggregation="sum")
-        optimizer = mr.Optimizer(optax.sgd(0.1), [w])
+    w, mean = variable(np.ones(2, "float32"), strategy3), variable(np.float32(0), strategy3, aggregation="mean")
+    seen = variable(0, strategy3, synchronization="on_read", aggregation="sum")
+    optimizer = mr.Optimizer(optax.sgd(0.1), [w])
 
     def step(x):
         loss, gradients = mr.value_and_grad(lambda: (w - x) ** 2, [w])()
         optimizer.apply_gradients(gradients)
         mean.assign(x)
         seen.assign_add(2)
-        return loss, mr.get_replica_context().all_reduce("sum", loss), jax.random.key_data(mr.get_replica_context().rng(3))
+        return loss, all_reduce("sum", loss), jax.random.key_data(ctx().rng(3))
 
     def outcome(context):
         w.assign(np.ones(2, "float32")), seen.assign(0)
         with context:
-            results = strategy3.run(step, args=(replica_numbers(strategy3),))
+            results = strategy3.run(step, args=(numbers(strategy3),))
         strategy3.assert_mirrored()
         return results, [variable.value for variable in (w, mean, seen)]
 
@@ -458,26 +447,25 @@ def returns_a_branch(n):
 
 WRONG_STEPS = [
     lambda w, optimizer, x: w.assign(x),
-    lambda w, optimizer, x: returns_a_branch(mr.get_replica_context().replica_id_in_sync_group),
+    lambda w, optimizer, x: returns_a_branch(ctx().replica_id_in_sync_group),
     lambda w, optimizer, x: returns_a_branch(x),
     lambda w, optimizer, x: optimizer.apply_gradients(
-        mr.get_replica_context().all_reduce("sum", mr.grad(lambda: w * x, w)())
+        all_reduce("sum", mr.grad(lambda: w * x, w)())
     ),
     lambda w, optimizer, x: Unregistered(x),
     lambda w, optimizer, x: w.assign(jnp.ones(7)),
-    lambda w, optimizer, x: jax.lax.cond(x > 0, lambda: mr.get_replica_context().all_reduce("sum", x), lambda: x),
+    lambda w, optimizer, x: jax.lax.cond(x > 0, lambda: all_reduce("sum", x), lambda: x),
 ]  # fmt: skip
 
 
 def test_eager_gives_the_errors_of_the_compiled_step(strategy2):
-    with strategy2.scope():
-        w = mr.Variable(1.0, name="w")
-        optimizer = mr.Optimizer(optax.sgd(0.1), w)
+    w = variable(1.0, strategy2, name="w")
+    optimizer = mr.Optimizer(optax.sgd(0.1), w)
     for step in WRONG_STEPS:
         errors = []
         for context in (contextlib.nullcontext(), mr.eager(), mr.eager()):
             with pytest.raises(Exception) as caught, context:
-                strategy2.run(functools.partial(step, w, optimizer), args=(replica_numbers(strategy2),))
+                strategy2.run(functools.partial(step, w, optimizer), args=(numbers(strategy2),))
             errors.append((type(caught.value), str(caught.value)))
         assert errors[0] == errors[1] == errors[2]
     assert float(w) == 1
@@ -488,13 +476,13 @@ def test_eager_ends_with_its_block_and_works_in_a_compiled_function(strategy2):
 
     def step(x):
         calls.append(1)
-        return mr.get_replica_context().all_reduce("sum", x)
+        return all_reduce("sum", x)
 
     @mr.function
     def total(x):
         return strategy2.run(step, args=(x,)) * 2
 
-    x = replica_numbers(strategy2)
+    x = numbers(strategy2)
     for _ in range(2):
         strategy2.run(step, args=(x,))
     assert len(calls) == 1

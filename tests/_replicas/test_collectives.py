@@ -10,34 +10,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from strategies import all_reduce, ctx, values_of, variable
 
 import mirrored as mr
 from mirrored._replicas import collectives as _collectives
 
 
-def replica():
-    return mr.get_replica_context()
-
-
 def number():
     """This replica's number plus one, a float that differs by replica."""
-    return replica().replica_id_in_sync_group + 1.0
-
-
-def all_reduce(op, value):
-    return replica().all_reduce(op, value)
+    return ctx().replica_id_in_sync_group + 1.0
 
 
 def all_gather(value, axis=0):
-    return replica().all_gather(value, axis)
+    return ctx().all_gather(value, axis)
 
 
 def merge_call(*arguments, **named):
-    return replica().merge_call(*arguments, **named)
-
-
-def floats(result):
-    return [float(value) for value in result.values]
+    return ctx().merge_call(*arguments, **named)
 
 
 def collectives(strategy, step, is_compiled):
@@ -66,7 +55,7 @@ def test_gathers_along_any_axis_and_the_gradient_of_the_first(strategy3):
     rows = np.float32([[i, 10 * i] for i in (1, 2, 3)])
     for result, expected in zip(gathered, [rows, rows.reshape(1, -1), rows.reshape(1, -1), rows], strict=True):
         np.testing.assert_array_equal(np.asarray(result), expected)
-    assert floats(gradient) == [1 + 2 + 3, 0, 0]
+    assert values_of(gradient) == [1 + 2 + 3, 0, 0]
 
 
 # -- nests and dtypes
@@ -124,7 +113,7 @@ def test_all_gather_takes_nests_of_any_dtype_and_random_keys(strategy3):
     def step():
         x = jnp.atleast_1d(number() - 1)
         tree = {"a": [x.astype(dtype) for dtype in dtypes], "b": [np.ones((1, 2), dtype) for dtype in dtypes], "none": None}
-        return all_gather(tree), all_gather(replica().rng(0)[None])
+        return all_gather(tree), all_gather(ctx().rng(0)[None])
 
     got, keys = strategy3.run(step)
     for dtype, a, b in zip(dtypes, got["a"], got["b"], strict=True):
@@ -135,8 +124,7 @@ def test_all_gather_takes_nests_of_any_dtype_and_random_keys(strategy3):
 
 
 def test_a_variable_is_reduced_by_its_value_and_reduce_takes_axes(strategy3):
-    with strategy3.scope():
-        w, seen = mr.Variable(2.0), mr.Variable(0.0, synchronization="on_read", aggregation="mean")
+    w, seen = variable(2.0, strategy3), variable(0.0, strategy3, synchronization="on_read", aggregation="mean")
 
     def step():
         seen.assign(number())
@@ -189,7 +177,7 @@ def test_small_arrays_of_one_dtype_are_packed_and_large_ones_travel_as_they_are(
     assert operands(bytes_per_pack=1) == whole, "each group ends when it has so many bytes"
     assert operands(bytes_per_pack=16) == [*whole[:2], whole[2], *whole[3:]]
     assert operands(bytes_per_pack=17)[2:] == [((9,), "int32"), ((), "float32")]
-    packed = strategy3.run(lambda: all_reduce("sum", jax.tree.map(lambda x: x * replica().replica_id_in_sync_group, tree)))
+    packed = strategy3.run(lambda: all_reduce("sum", jax.tree.map(lambda x: x * ctx().replica_id_in_sync_group, tree)))
     for result, leaf in zip(packed, tree, strict=True):
         np.testing.assert_array_equal(np.asarray(result), 3 * leaf)
 
@@ -258,13 +246,12 @@ def test_merge_call_sees_all_replicas_and_may_reduce_gather_and_look(strategy3):
 
 
 def test_merge_call_hands_each_replica_its_own_part_and_may_use_variables_and_run_a_step(strategy3):
-    with strategy3.scope():
-        w, mean = mr.Variable(1.0), mr.Variable(0.0, aggregation="mean")
-        seen = mr.Variable(0.0, synchronization="on_read", aggregation="sum")
+    w, mean = variable(1.0, strategy3), variable(0.0, strategy3, aggregation="mean")
+    seen = variable(0.0, strategy3, synchronization="on_read", aggregation="sum")
 
     def inner(x):
         mean.assign_add(x)
-        return all_reduce("sum", x) + replica().replica_id_in_sync_group
+        return all_reduce("sum", x) + ctx().replica_id_in_sync_group
 
     def merge(strategy, variable, tree):
         variable.assign(variable + strategy.reduce("sum", tree["x"]))
@@ -278,7 +265,7 @@ def test_merge_call_hands_each_replica_its_own_part_and_may_use_variables_and_ru
         return result["own"], *result["nested"], w.value, seen.value
 
     own, ran, nested, value, parts = strategy3.run(step)
-    assert [floats(x) for x in (own, ran, nested["flag"], parts)] == [[1, 2, 3], [6, 7, 8], [0, 1, 1], [3, 3, 3]]
+    assert [values_of(x) for x in (own, ran, nested["flag"], parts)] == [[1, 2, 3], [6, 7, 8], [0, 1, 1], [3, 3, 3]]
     assert value == w.numpy() == 8 and seen.numpy() == 9 and mean.numpy() == 2
     strategy3.assert_mirrored()
 
@@ -288,12 +275,11 @@ def test_what_goes_wrong_in_merge_call_reaches_the_user(strategy2, per_replica):
         raise KeyError("in merge")
 
     def with_outer_context():
-        ctx = replica()
-        return ctx.merge_call(lambda strategy: ctx.all_reduce("sum", 1.0))
+        outer = ctx()
+        return outer.merge_call(lambda strategy: outer.all_reduce("sum", 1.0))
 
     uneven = per_replica(strategy2, np.ones(1), np.ones(2))
-    with strategy2.scope():
-        w = mr.Variable(0.0, name="w")
+    w = variable(0.0, strategy2, name="w")
     diverge = lambda: [merge_call(lambda strategy, x: w.assign(x), args=(number(),))]  # noqa: E731
     for step, error, message in (
         (diverge, mr.ReplicasDivergeError, r"assign to variable 'w' was given a PerReplica.*strategy\.reduce\('mean'"),
@@ -318,8 +304,8 @@ def test_a_context_is_of_no_use_outside_its_step(strategy2, strategy3):
         "rng": lambda ctx: ctx.rng(0),
     }
     kept = []
-    strategy2.run(lambda: [kept.append(replica()), [use(kept[-1]) for use in uses.values()]][0])
-    default = replica()
+    strategy2.run(lambda: [kept.append(ctx()), [use(kept[-1]) for use in uses.values()]][0])
+    default = ctx()
     for name, use in uses.items():
         verb = "replica_id_in_sync_group" if name == "rng" else name
         of_two = rf"{verb} of the replica context of mr\.MirroredStrategy\(2 replicas .* outside the step .*mr\.get_replica_cont"
@@ -338,10 +324,10 @@ def test_a_context_is_of_no_use_outside_its_step(strategy2, strategy3):
 
 
 def test_the_default_context_is_one_replica_that_reaches_itself():
-    ctx = replica()
-    assert ctx.strategy is mr.get_strategy() and ctx.num_replicas_in_sync == 1 and ctx.replica_id_in_sync_group == 0
-    assert ctx.all_reduce("sum", [2, 3.0])[1] == ctx.all_reduce("mean", 3.0) == 3.0
-    assert ctx.all_gather(np.arange(3), axis=0).tolist() == [0, 1, 2]
-    assert ctx.merge_call(lambda strategy, x: strategy.reduce("sum", x), args=(jnp.float32(4),)) == 4
-    inner = lambda x: all_reduce("sum", x) + replica().replica_id_in_sync_group  # noqa: E731
-    assert ctx.merge_call(lambda strategy, x: strategy.run(inner, args=(x,)), args=(jnp.float32(3),)) == 3
+    default = ctx()
+    assert default.strategy is mr.get_strategy() and default.num_replicas_in_sync == 1 and default.replica_id_in_sync_group == 0
+    assert default.all_reduce("sum", [2, 3.0])[1] == default.all_reduce("mean", 3.0) == 3.0
+    assert default.all_gather(np.arange(3), axis=0).tolist() == [0, 1, 2]
+    assert default.merge_call(lambda strategy, x: strategy.reduce("sum", x), args=(jnp.float32(4),)) == 4
+    inner = lambda x: all_reduce("sum", x) + ctx().replica_id_in_sync_group  # noqa: E731
+    assert default.merge_call(lambda strategy, x: strategy.run(inner, args=(x,)), args=(jnp.float32(3),)) == 3

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from strategies import variable
 
 import mirrored as mr
 
@@ -24,10 +25,6 @@ def where() -> tuple[Any, int, bool, bool, int | None]:
 def in_scope(strategy: mr.Strategy, function: Callable[[], Any]) -> Any:
     with strategy.scope():
         return function()
-
-
-def floats(result: Any) -> list[float]:
-    return [float(value) for value in result.values]
 
 
 def merge(function: Callable[..., Any]) -> Any:
@@ -138,9 +135,8 @@ def test_verbs_of_another_strategy_in_a_scope(strategy2: mr.MirroredStrategy, st
 def test_rng_is_different_on_each_replica_and_the_same_in_every_run(strategy3: mr.MirroredStrategy) -> None:
     of_replica = jax.jit(lambda i: jax.random.key_data(jax.random.fold_in(jax.random.key(3), i)))
     expected = [of_replica(i).tolist() for i in range(3)]
-    with strategy3.scope():
-        variable = mr.Variable(jax.random.key(3))
-    keys = [3, np.int64(3), jnp.int32(3), jax.random.key(3), variable]
+    in_variable = variable(jax.random.key(3), strategy3)
+    keys = [3, np.int64(3), jnp.int32(3), jax.random.key(3), in_variable]
 
     def rng(key: Any) -> jax.Array:
         return jax.random.key_data(mr.get_replica_context().rng(key))
@@ -148,7 +144,7 @@ def test_rng_is_different_on_each_replica_and_the_same_in_every_run(strategy3: m
     def draw() -> list[Any]:
         traced = jax.lax.fori_loop(0, 3, lambda i, n: n + 1, 0)
         of_the_old_kind = mr.get_replica_context().rng(jax.random.PRNGKey(3))
-        return [of_the_old_kind, *(rng(key) for key in (*keys, variable.value, traced))]
+        return [of_the_old_kind, *(rng(key) for key in (*keys, in_variable.value, traced))]
 
     def lists(result: mr.PerReplica) -> list[Any]:
         return [value.tolist() for value in result.values]
@@ -182,6 +178,7 @@ BRANCHES: dict[str, Callable[[Any], Any]] = {
     "if ==": lambda i: 1 if i == 0 else 2,
     "if": lambda i: 1 if i else 2,
     "and": lambda i: i and 1,
+    "if on what is computed of it": lambda i: "many" if jnp.sum(i + 1.0) > 2 else "few",
     "int": int,
     "float": float,
     "bool": bool,
@@ -207,7 +204,7 @@ def test_python_cannot_branch_on_the_replicas_number(strategy3: mr.MirroredStrat
         with pytest.raises(mr.OneProgramError, match="All replicas run one program") as caught:
             call()
         message = str(caught.value)
-        assert f"at {__file__}:" in message and all(remedy in message for remedy in remedies), how
+        assert f"differs by replica, at {__file__}:" in message and all(remedy in message for remedy in remedies), how
     with pytest.raises(mr.OneProgramError, match="needed the value of an array"):  # a branch on something else
         strategy3.run(lambda x: 1 if x > 0 else 2, args=(np.float32(1),))
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from strategies import strategy_of, variable
 
 import mirrored as mr
 from mirrored._replicas import collectives, cross_replica
@@ -23,11 +24,6 @@ few_examples = hypothesis.settings(
     derandomize=True,
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.filter_too_much],
 )
-
-
-@functools.cache
-def strategy_of(num_replicas):
-    return mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
 
 
 # -- against numpy
@@ -290,8 +286,7 @@ def tree_of(strategy: mr.Strategy, rank: int) -> dict[str, Any]:
     tree = strategy.distribute_values_from_function(values)
     if rank > 1:
         return tree
-    with strategy.scope():
-        variables = {"v": mr.Variable([1.5]), "o": mr.Variable([2.5], synchronization="on_read", aggregation="sum")}
+    variables = {"v": variable([1.5], strategy), "o": variable([2.5], strategy, synchronization="on_read", aggregation="sum")}
     return tree | variables | {"number": [np.float32([3])], "jax": jnp.ones(2)}
 
 
@@ -302,7 +297,7 @@ def is_leaf(value: Any) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("devices, num_replicas", [(3, 3), (2, 6)])
 def test_a_tree_gives_what_its_leaves_give(devices: int, num_replicas: int) -> None:
-    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(devices)], num_replicas=num_replicas)
+    strategy = strategy_of(devices, num_replicas=num_replicas)
     for op, axis, rank in (("sum", None, 0), ("mean", None, 0), ("mean", 0, 1), ("sum", (0, 1), 2), ("gather", 0, 1)):
         verb = strategy.gather if op == "gather" else functools.partial(strategy.reduce, op)
         tree = tree_of(strategy, rank)

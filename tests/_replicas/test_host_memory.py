@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from strategies import variable
 
 import mirrored as mr
 from mirrored._replicas import host_memory
@@ -59,12 +60,11 @@ def test_devices_that_share_memory_do_not_write_into_it(strategy3: mr.Strategy) 
     value, rows = large(strategy3)
     gathered, expected = strategy3.gather(value, 0), np.concatenate(rows)
     assert len({address(shard.data) for shard in gathered.addressable_shards}) == 1
-    with strategy3.scope():
-        variable = mr.Variable(gathered)
-    strategy3.run(lambda: variable.assign_add(jnp.ones_like(variable.value)))
+    own = variable(gathered, strategy3)
+    strategy3.run(lambda: own.assign_add(jnp.ones_like(own.value)))
     np.testing.assert_array_equal(gathered, expected)
     added = jax.jit(lambda x: x + 1, donate_argnums=0)(gathered)
-    for array in (added, variable.value):
+    for array in (added, own.value):
         for shard in array.addressable_shards:
             np.testing.assert_array_equal(shard.data, expected + 1)
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from processes import run_program
+from strategies import numbers, variable
 
 import mirrored as mr
 from mirrored import _process
@@ -189,23 +190,14 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[jax.Array]:
     return witnesses
 
 
-def _variable(strategy: mr.MirroredStrategy, **how: str) -> mr.Variable:
-    with strategy.scope():
-        return mr.Variable(np.ones(3, "float32"), **how)
-
-
-def _value(strategy: mr.MirroredStrategy) -> mr.PerReplica:
-    return strategy.distribute_values_from_function(lambda ctx: np.full(3, ctx.replica_id_in_sync_group, "float32"))
-
-
 VERB_CALLS = {
     "run": lambda s: s.run(lambda: mr.get_replica_context().all_reduce("sum", 1.0)),
-    "run with a variable": lambda s: s.run(lambda w: [w.assign(w + 1)][1:], args=(_variable(s),)),
-    "reduce": lambda s: s.reduce("sum", _value(s)),
-    "gather": lambda s: s.gather(_value(s), axis=0),
-    "function": lambda s: mr.function(lambda x: s.reduce("mean", x))(_value(s)),
-    "read of a sync-on-read variable": lambda s: _variable(s, synchronization="on_read", aggregation="sum").value,
-    "assignment of a PerReplica": lambda s: _variable(s, aggregation="mean").assign(_value(s)),
+    "run with a variable": lambda s: s.run(lambda w: [w.assign(w + 1)][1:], args=(variable(1.0, s),)),
+    "reduce": lambda s: s.reduce("sum", numbers(s)),
+    "gather": lambda s: s.gather(numbers(s, np.zeros(1)), axis=0),
+    "function": lambda s: mr.function(lambda x: s.reduce("mean", x))(numbers(s)),
+    "read of a sync-on-read variable": lambda s: variable(1.0, s, synchronization="on_read", aggregation="sum").value,
+    "assignment of a PerReplica": lambda s: variable(1.0, s, aggregation="mean").assign(numbers(s)),
 }
 
 

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from processes import run_program
+from strategies import variable
 
 import mirrored as mr
 from mirrored._replicas import mesh
@@ -144,8 +145,7 @@ def test_spellings_and_lists_of_devices() -> None:
 
 def test_strategies_on_the_same_devices_are_the_same_place() -> None:
     one, other = mr.MirroredStrategy(["cpu:0", "cpu:1"]), mr.MirroredStrategy([jax.devices()[0], jax.devices()[1]])
-    with one.scope():
-        w = mr.Variable(1.0)
+    w = variable(1.0, one)
     assert float(other.run(lambda: w.value)) == 1.0
     assert float(other.reduce("sum", one.distribute_values_from_function(lambda ctx: np.float32(2)))) == 4.0
     with pytest.raises(mr.StrategyMismatchError, match=r"lives on 2 replicas \(cpu:0, cpu:1\)"):

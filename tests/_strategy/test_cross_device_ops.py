@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from strategies import all_reduce, strategy_of, variable
 
 import mirrored as mr
 from mirrored._replicas.per_replica import carried_sums
@@ -15,23 +16,14 @@ from mirrored._replicas.per_replica import carried_sums
 NAMES = [mr.HierarchicalCopyAllReduce(), mr.HierarchicalCopyAllReduce(0), mr.ReductionToOneDevice()]
 
 
-def strategy_of(num_devices: int, ops: Any, **options: Any) -> mr.MirroredStrategy:
-    return mr.MirroredStrategy([f"cpu:{i}" for i in range(num_devices)], cross_device_ops=ops, **options)
-
-
 def maximum(values: list[Any]) -> Any:
     return functools.reduce(jnp.maximum, values)
 
 
-def all_reduce(op: str, value: Any) -> Any:
-    return mr.get_replica_context().all_reduce(op, value)
-
-
 def test_a_function_of_the_users_takes_the_place_of_the_sum() -> None:
-    strategy = strategy_of(3, mr.ReductionToOneDevice("cpu:1", maximum))
-    with strategy.scope():
-        w, total = mr.Variable(0.0), mr.Variable(0.0, aggregation="sum")
-        optimizer = mr.Optimizer(optax.sgd(1.0), w)
+    strategy = strategy_of(3, cross_device_ops=mr.ReductionToOneDevice("cpu:1", maximum))
+    w, total = variable(0.0, strategy), variable(0.0, strategy, aggregation="sum")
+    optimizer = mr.Optimizer(optax.sgd(1.0), w)
 
     def step(x: Any) -> Any:
         optimizer.apply_gradients(-x, aggregate="sum")
@@ -56,14 +48,14 @@ def test_a_function_of_the_users_takes_the_place_of_the_sum() -> None:
 
 def test_a_function_that_returns_something_else_is_refused() -> None:
     for wrong in (lambda values: 1.0, jnp.stack, lambda values: None, lambda values: values[0].astype(jnp.int32)):
-        strategy = strategy_of(2, mr.ReductionToOneDevice(accumulation_fn=wrong))
+        strategy = strategy_of(2, cross_device_ops=mr.ReductionToOneDevice(accumulation_fn=wrong))
         for use in (lambda s: s.run(lambda: all_reduce("sum", jnp.ones(()))), lambda s: s.reduce("sum", jnp.ones(()))):
             with pytest.raises(TypeError, match=r"fn returned .* for 2 arrays float32\[\]; expected one array like them"):
                 use(strategy)
 
 
 def test_a_mean_with_weights_and_a_shared_out_update_have_no_place_for_a_function() -> None:
-    strategy = strategy_of(2, mr.ReductionToOneDevice(accumulation_fn=maximum))
+    strategy = strategy_of(2, cross_device_ops=mr.ReductionToOneDevice(accumulation_fn=maximum))
     batch = next(iter(strategy.distribute_dataset(strategy.make_numpy_dataset(np.ones((3, 2), np.float32)).batch(3))))
     assert list(strategy.run(lambda x: all_reduce("sum", x.sum(0)), args=(batch,))) == [2.0, 2.0]
     step = lambda x, by_rows: mr.get_replica_context().all_reduce("mean", x.mean(0), by_rows)  # noqa: E731
@@ -71,9 +63,8 @@ def test_a_mean_with_weights_and_a_shared_out_update_have_no_place_for_a_functio
     for by_rows in (None, True):
         with pytest.raises(mr.UnevenReplicasError, match=r"has an accumulation_fn, which knows no weights. Combine with 'sum'"):
             strategy.run(step, args=(batch, by_rows))
-    with strategy.scope():
-        w = mr.Variable(np.ones(4, np.float32))
-        optimizer = mr.Optimizer(optax.adam(0.1), w, shard_state=True)
+    w = variable(np.ones(4, np.float32), strategy)
+    optimizer = mr.Optimizer(optax.adam(0.1), w, shard_state=True)
     with pytest.raises(ValueError, match=r"has no place for its accumulation_fn. Leave shard_state=True out"):
         strategy.run(lambda: optimizer.apply_gradients(jnp.ones(4)))
 
@@ -90,12 +81,12 @@ def test_a_name_alone_changes_nothing() -> None:
         [program] = strategy._steps.programs
         return program.compiled.lower([], [], [], program.constants).as_text()
 
-    plain = strategy_of(3, None)
-    assert [text(strategy_of(3, ops)) for ops in NAMES] == [text(plain)] * 3
+    plain = strategy_of(3)
+    assert [text(strategy_of(3, cross_device_ops=ops)) for ops in NAMES] == [text(plain)] * 3
 
 
 def test_several_replicas_on_a_device_and_the_report_know_the_function(tmp_path: Path) -> None:
-    largest = strategy_of(2, mr.ReductionToOneDevice(accumulation_fn=maximum), num_replicas=6)
+    largest = strategy_of(2, cross_device_ops=mr.ReductionToOneDevice(accumulation_fn=maximum), num_replicas=6)
     numbers = largest.distribute_values_from_function(lambda ctx: ctx.replica_id_in_sync_group)
     assert int(largest.run(lambda x: all_reduce("sum", x), args=(numbers,))) == 5 == int(largest.reduce("sum", numbers))
     way = "mr.ReductionToOneDevice(reduce_to_device=None, accumulation_fn=maximum)"  # without an address: alike on all workers

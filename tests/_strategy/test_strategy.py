@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from strategies import in_threads, strategy_of, variable
 
 import mirrored as mr
 
@@ -54,8 +55,7 @@ def test_verbs_work_on_every_leaf_of_a_nest(strategy3, per_replica):
 
 
 def test_local_results_of_variables_are_their_copies(strategy3):
-    with strategy3.scope():
-        w, seen = mr.Variable(2.0), mr.Variable(0.0, synchronization="on_read", aggregation="sum")
+    w, seen = variable(2.0, strategy3), variable(0.0, strategy3, synchronization="on_read", aggregation="sum")
     strategy3.run(lambda: seen.assign(number()))
     results, pairs = strategy3.local_results(w), strategy3.local_results((w, seen))
     strategy3.run(lambda: (w.assign_add(7.0), seen.assign_add(7.0)))  # they stay what they are
@@ -88,19 +88,18 @@ def test_a_per_replica_that_tree_map_has_changed_is_refused(strategy3, per_repli
 def test_strategies_of_different_sizes_take_turns():
     """TensorFlow breaks all collectives of the process at the first turn."""
     pairs = []
-    for strategy in [mr.MirroredStrategy([f"cpu:{i}" for i in range(n)]) for n in (2, 1, 3)]:
-        with strategy.scope():
-            pairs.append((strategy, mr.Variable(0.0, aggregation="sum")))
+    for strategy in map(strategy_of, (2, 1, 3)):
+        pairs.append((strategy, variable(0.0, strategy, aggregation="sum")))
 
-    def step(variable, x):
-        variable.assign_add(number())
+    def step(own_sum, x):
+        own_sum.assign_add(number())
         return mr.get_replica_context().all_reduce("sum", x * number()), number()[None]
 
     for turn in range(1, 3):
-        for strategy, variable in pairs:
+        for strategy, own_sum in pairs:
             numbers = list(range(1, strategy.num_replicas_in_sync + 1))
-            total, own = strategy.run(step, args=(variable, np.float32(turn)))
-            assert total == variable.numpy() == turn * sum(numbers) and strategy.gather(own, axis=0).tolist() == numbers
+            total, own = strategy.run(step, args=(own_sum, np.float32(turn)))
+            assert total == own_sum.numpy() == turn * sum(numbers) and strategy.gather(own, axis=0).tolist() == numbers
             assert strategy.reduce("mean", own)[0] == sum(numbers) / len(numbers)
             strategy.assert_mirrored()
 
@@ -152,9 +151,8 @@ def test_a_name_of_tensorflow_warns_at_the_users_line(strategy2):
 
 
 def test_explain_says_what_the_programs_communicate_and_how_data_is_split(strategy2):
-    with strategy2.scope():
-        w = mr.Variable(np.zeros(256, np.float32))
-        seen = mr.Variable(0)
+    w = variable(np.zeros(256, np.float32), strategy2)
+    seen = variable(0, strategy2)
 
     def train_step(x, scale):
         ctx = mr.get_replica_context()
@@ -218,8 +216,7 @@ def test_a_copy_of_a_strategy_is_the_strategy_and_pickling_says_what_to_do(strat
 
 
 def test_barrier_waits_for_what_was_dispatched(strategy3):
-    with strategy3.scope():
-        w = mr.Variable(np.ones((200, 200), np.float32))
+    w = variable(np.ones((200, 200), np.float32), strategy3)
     strategy3.run(lambda: w.assign(w @ w.value))
     strategy3.barrier("after the step")
     assert w._array.is_ready()
@@ -237,19 +234,9 @@ def test_a_scope_may_be_entered_again_and_inside_itself(strategy2):
         assert not mr.has_strategy()
     with other:
         assert mr.get_strategy().num_replicas_in_sync == 1
-    inside, found = threading.Barrier(3, timeout=60), []
-
-    @scope
-    def entered_by_a_thread():
-        inside.wait()
-        found.append(mr.get_strategy())
-
-    threads = [threading.Thread(target=entered_by_a_thread) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [strategy2] * 3
+    inside = threading.Barrier(3, timeout=60)
+    entered_by_a_thread = scope(lambda: [inside.wait(), mr.get_strategy()][1])
+    assert in_threads(*[entered_by_a_thread] * 3) == [strategy2] * 3
 
 
 def test_a_function_of_values_may_use_its_memory_again(strategy2):

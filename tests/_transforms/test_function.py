@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from strategies import numbers, strategy_of, variable
 
 import mirrored as mr
 from mirrored._transforms import function
@@ -16,19 +17,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
 ELSEWHERE = mr.MirroredStrategy(["cpu:6", "cpu:7"])
 
 
-def variable(strategy, value, **kwargs):
-    with strategy.scope():
-        return mr.Variable(value, **kwargs)
-
-
-def numbered(strategy):
-    return strategy.distribute_values_from_function(lambda ctx: np.float32(ctx.replica_id_in_sync_group + 1))
-
-
 def test_runs_reductions_gathers_and_variables_are_one_program(strategy3):
-    total, x, traces = variable(strategy3, 0.0), numbered(strategy3), []
-    seen = variable(strategy3, 0, synchronization="on_read", aggregation="sum")
-    mean = variable(strategy3, 0.0, synchronization="on_read", aggregation="mean")
+    total, x, traces = variable(0.0, strategy3), numbers(strategy3, 1), []
+    seen = variable(0, strategy3, synchronization="on_read", aggregation="sum")
+    mean = variable(0.0, strategy3, synchronization="on_read", aggregation="mean")
 
     def step(x):
         traces.append("step")
@@ -60,7 +52,7 @@ def test_runs_reductions_gathers_and_variables_are_one_program(strategy3):
 
 
 def test_arguments_and_results_are_what_run_makes_of_them(strategy2):
-    v, x = variable(strategy2, 1.0), numbered(strategy2)
+    v, x = variable(1.0, strategy2), numbers(strategy2, 1)
     args, kwargs = mr.function(lambda *args, **kwargs: (args, kwargs))(
         1, np.float64(2), np.arange(3), "s", None, x, jnp.ones(2), v, [{}], b=(True,)
     )
@@ -72,7 +64,7 @@ def test_arguments_and_results_are_what_run_makes_of_them(strategy2):
 
 
 def test_what_a_function_returns_stays_and_its_constants_are_held_once(strategy2):
-    big, v = jnp.arange(1000.0), variable(strategy2, np.zeros(2, np.float32))
+    big, v = jnp.arange(1000.0), variable(np.zeros(2, np.float32), strategy2)
 
     @mr.function
     def bump():
@@ -89,20 +81,20 @@ def test_what_a_function_returns_stays_and_its_constants_are_held_once(strategy2
 
 
 def test_it_runs_where_its_values_are(strategy2):
-    x, v = jax.device_put(jnp.ones(2), jax.devices()[5]), variable(strategy2, np.zeros(2, np.float32))
+    x, v = jax.device_put(jnp.ones(2), jax.devices()[5]), variable(np.zeros(2, np.float32), strategy2)
     assert mr.function(lambda x: v.assign(x) + 0)(x).devices() == set(strategy2.devices), "where the variable is"
     assert mr.function(lambda x: x + 1)(jnp.float32(1)).devices() == {jax.devices()[0]}, "else on the default device"
     assert (mr.function(lambda: 3)(), mr.function(lambda: None)()) == (3, None)
     stacked = mr.PerReplica(jnp.arange(2.0))  # on one device only, as `jax.tree.map` may leave it
     with strategy2.scope():
         assert float(mr.function(lambda x: strategy2.reduce("sum", x))(stacked)) == 1.0
-    x = numbered(strategy2)
+    x = numbers(strategy2, 1)
     closed = mr.function(lambda: strategy2.reduce("sum", x) + v)
     assert closed().tolist() == [4.0, 4.0]
 
 
 def test_inside_a_step_and_inside_another_it_is_an_ordinary_call(strategy2):
-    v, calls = variable(strategy2, 0.0), []
+    v, calls = variable(0.0, strategy2), []
 
     @mr.function
     def inner(x):
@@ -114,7 +106,7 @@ def test_inside_a_step_and_inside_another_it_is_an_ordinary_call(strategy2):
     def outer(x):
         return strategy2.reduce("sum", strategy2.run(inner, args=(x,))) + inner(jnp.float32(1))
 
-    assert float(outer(numbered(strategy2))) == 8.0
+    assert float(outer(numbers(strategy2, 1))) == 8.0
     assert float(v) == 2.0
     with mr.eager():
         assert float(inner(jnp.float32(2))) == 4.0
@@ -132,21 +124,21 @@ def test_one_function_works_for_several_strategies(strategy2, strategy3):
 
     for _ in range(2):
         for strategy in (strategy2, strategy3, ELSEWHERE):
-            x = numbered(strategy)
+            x = numbers(strategy, 1)
             with strategy.scope():
                 doubled = double(x)
             assert [float(value) for value in doubled.values] == [2.0 * (i + 1) for i in range(strategy.num_replicas_in_sync)]
             assert [value.devices() for value in same(x).values] == [{device} for device in strategy.devices]
     count = mr.function(lambda: mr.get_strategy().num_replicas_in_sync)
     for num_replicas in (1, 2, 3, 1):  # each may get the address of the one before, which is dead
-        strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+        strategy = strategy_of(num_replicas)
         with strategy.scope():
             assert count() == num_replicas
         del strategy
 
 
 def test_two_strategies_in_one_function_are_refused(strategy2):
-    x, y, v = numbered(strategy2), numbered(ELSEWHERE), variable(ELSEWHERE, 1.0)
+    x, y, v = numbers(strategy2, 1), numbers(ELSEWHERE, 1), variable(1.0, ELSEWHERE)
     double = lambda x: x * 2  # noqa: E731
 
     runs_here = mr.function(lambda x: strategy2.run(double, args=(x,)))
@@ -164,7 +156,7 @@ def test_two_strategies_in_one_function_are_refused(strategy2):
 
 def test_a_factory_of_functions_may_be_used_often_and_one_function_compiled_again_and_again_is_reported(strategy2):
     def made():
-        v = variable(strategy2, 0.0)
+        v = variable(0.0, strategy2)
 
         @mr.function
         def step(x):
@@ -186,7 +178,7 @@ def test_a_factory_of_functions_may_be_used_often_and_one_function_compiled_agai
 def test_a_function_in_a_loop_is_known_by_a_few_looks_and_is_another_with_what_it_reads(strategy2, strategy3, monkeypatch):
     asked, real = [], function.key_of
     monkeypatch.setattr(function, "key_of", lambda *given: [asked.append(given), real(*given)][1])
-    settings, total, x = types.SimpleNamespace(scale=2.0), variable(strategy2, 0.0), numbered(strategy2)
+    settings, total, x = types.SimpleNamespace(scale=2.0), variable(0.0, strategy2), numbers(strategy2, 1)
 
     @mr.function
     def train(x):

@@ -3,36 +3,25 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from strategies import TWO, all_reduce, numbers, variable
 
 import mirrored as mr
 
 pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
 
-STRATEGY = mr.MirroredStrategy(["cpu:0", "cpu:1"])
-
-
-def variable(value, strategy=STRATEGY, **kwargs):
-    with strategy.scope():
-        return mr.Variable(value, **kwargs)
-
-
-def numbered(strategy=STRATEGY):
-    return strategy.distribute_values_from_function(lambda ctx: np.float32(ctx.replica_id_in_sync_group + 1))
-
-
-OUTSIDE_AND_IN_A_STEP = (lambda fn: fn(), lambda fn: STRATEGY.run(fn))
+OUTSIDE_AND_IN_A_STEP = (lambda fn: fn(), lambda fn: TWO.run(fn))
 
 
 def test_gradients_in_a_step_are_this_replicas_own(strategy3):
     w = variable(3.0, strategy3)
     own = variable(1.0, strategy3, synchronization="on_read", aggregation="sum")
-    total = lambda x: mr.get_replica_context().all_reduce("sum", w * x)  # noqa: E731
+    total = lambda x: all_reduce("sum", w * x)  # noqa: E731
 
     def step(x):
         loss, gradient = mr.value_and_grad(lambda: w**2 * x, w)()
         return loss, gradient, mr.grad(lambda: own * x, own)(), mr.grad(total, w)(x)
 
-    results = [[float(value) for value in result.values] for result in strategy3.run(step, args=(numbered(strategy3),))]
+    results = [[float(value) for value in result.values] for result in strategy3.run(step, args=(numbers(strategy3, 1),))]
     # Through a collective come the sums of all replicas' gradients, as in TensorFlow.
     assert results == [[9.0, 18.0, 27.0], [6.0, 12.0, 18.0], [1.0, 2.0, 3.0], [3.0, 6.0, 9.0]]
 
@@ -46,7 +35,7 @@ def test_gradients_are_a_tree_like_the_variables_with_their_dtypes_at_their_valu
         assert (float(found["w"]), found["unused"][0].tolist()) == (10.0 * value, [0.0, 0.0])
     ones = {dtype: variable(np.ones(2, dtype)) for dtype in ("float16", "bfloat16", "complex64")}
     loss = lambda: sum(jnp.sum(jnp.abs(w.value) ** 2).astype(jnp.float32) for w in ones.values())  # noqa: E731
-    found = STRATEGY.run(lambda: mr.grad(loss, ones)())
+    found = TWO.run(lambda: mr.grad(loss, ones)())
     assert {dtype: (gradient.dtype, gradient.shape) for dtype, gradient in found.items()} == {d: (d, (2,)) for d in ones}
 
 
@@ -63,7 +52,7 @@ def test_what_the_loss_writes_is_kept():
         return mean.value, mr.grad(loss, w)(x), mean.value
 
     for _ in range(2):
-        before, gradient, after = STRATEGY.run(step, args=(numbered(),))
+        before, gradient, after = TWO.run(step, args=(numbers(TWO, 1),))
     assert [float(value) for value in gradient.values] == [1.0, 2.0]
     # The mean over the replicas of (old mean / 2 + x): 1.5, then 0.75 + 1.5.
     assert (float(before), float(after), float(mean), int(count)) == (1.5, 2.25, 2.25, 4)
@@ -104,7 +93,7 @@ def test_aux_may_be_anything():
     def step(x):
         return mr.value_and_grad(lambda: (w * x, {"x": x * 2, "text": "t", "number": 3, "none": None, "w": w}), w, has_aux=True)()
 
-    (loss, aux), gradient = STRATEGY.run(step, args=(np.float32(2),))
+    (loss, aux), gradient = TWO.run(step, args=(np.float32(2),))
     assert (float(loss), float(gradient), float(aux["x"])) == (6.0, 2.0, 4.0)
     assert (aux["text"], aux["number"], aux["none"], aux["w"]) == ("t", 3, None, w)
     gradient, aux = mr.grad(lambda: (w * 1.0, "aux"), w, has_aux=True)()

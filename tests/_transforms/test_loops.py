@@ -7,24 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from parameters import slow
+from strategies import all_reduce, numbers, values_of, variable
 
 import mirrored as mr
 
 pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
-
-
-def variable(strategy, value, **kwargs):
-    with strategy.scope():
-        return mr.Variable(value, **kwargs)
-
-
-def numbers(strategy, rows=1.0):
-    """Make 1.0, 2.0 and so on, or these rows, each replica's larger by one than those of the one before."""
-    return strategy.distribute_values_from_function(lambda ctx: np.float32(rows) + ctx.replica_id_in_sync_group)
-
-
-def values(per_replica):
-    return [value.tolist() for value in per_replica.values]
 
 
 CONTEXTS = {
@@ -43,7 +30,7 @@ CONTEXTS = {
     "context", ["in a step", "in mr.scan", *slow(*(c for c in CONTEXTS if c not in ("in a step", "in mr.scan")))]
 )
 def test_variables_are_read_and_written_in_every_context(context, strategy2):
-    w, factor, unused = variable(strategy2, 1.0), variable(strategy2, 2.0), variable(strategy2, 5.0)
+    w, factor, unused = variable(1.0, strategy2), variable(2.0, strategy2), variable(5.0, strategy2)
 
     def loops():
         def scan_body(carry, x):
@@ -70,12 +57,12 @@ def test_variables_are_read_and_written_in_every_context(context, strategy2):
 
 @pytest.mark.parametrize("context", ["outside", "in mr.function"])
 def test_steps_in_a_scan_take_per_replica_rows_carries_and_results(strategy3, context):
-    w, x, rows = variable(strategy3, 0.0), numbers(strategy3), numbers(strategy3, range(4))
-    seen = variable(strategy3, 0, synchronization="on_read", aggregation="sum")
+    w, x, rows = variable(0.0, strategy3), numbers(strategy3, 1), numbers(strategy3, range(4))
+    seen = variable(0, strategy3, synchronization="on_read", aggregation="sum")
 
     def step(carry, row):
         seen.assign_add(1)
-        w.assign_add(mr.get_replica_context().all_reduce("sum", row))
+        w.assign_add(all_reduce("sum", row))
         return carry + row, row * 2
 
     def loop():
@@ -83,7 +70,7 @@ def test_steps_in_a_scan_take_per_replica_rows_carries_and_results(strategy3, co
 
     carry, doubled = CONTEXTS[context](strategy3, loop)
     own = np.arange(4, dtype=np.float32)[None] + np.arange(3)[:, None]
-    assert values(carry) == (np.arange(3) + 1 + own.sum(axis=1)).tolist() and values(doubled) == (2 * own).tolist()
+    assert values_of(carry) == (np.arange(3) + 1 + own.sum(axis=1)).tolist() and values_of(doubled) == (2 * own).tolist()
     assert (float(w), int(seen)) == (own.sum(), 4 * 3)
     strategy3.assert_mirrored()
 
@@ -100,21 +87,21 @@ DIVERGING = [
 
 
 def test_copies_that_would_differ_are_refused_inside_them_too(strategy3):
-    w, rows = variable(strategy3, 1.0, name="w"), numbers(strategy3, range(2))
+    w, rows = variable(1.0, strategy3, name="w"), numbers(strategy3, range(2))
     for loop in DIVERGING:
         with pytest.raises(mr.ReplicasDivergeError, match=r"'w' is mirrored.*test_loops\.py:\d+ .*the argument `rows`"):
             strategy3.run(lambda rows, loop=loop: loop(w, rows), args=(rows,))
     assert float(w) == 1.0
-    total = variable(strategy3, 0.0, aggregation="sum")
+    total = variable(0.0, strategy3, aggregation="sum")
     with pytest.raises(mr.CollectiveHangError, match="condition or loop that may differ by replica"):
         strategy3.run(
-            lambda x: mr.cond(x > 0, lambda: total.assign_add(x).value, lambda: total.value), args=(numbers(strategy3),)
+            lambda x: mr.cond(x > 0, lambda: total.assign_add(x).value, lambda: total.value), args=(numbers(strategy3, 1),)
         )
 
 
 def test_what_is_not_mirrored_may_differ_and_collectives_are_reached_by_all(strategy3):
-    seen = variable(strategy3, 0.0, synchronization="on_read", aggregation="sum")
-    total = variable(strategy3, 0.0, aggregation="sum")
+    seen = variable(0.0, strategy3, synchronization="on_read", aggregation="sum")
+    total = variable(0.0, strategy3, aggregation="sum")
 
     def step(x, rows):
         def body(carry, row):
@@ -122,18 +109,18 @@ def test_what_is_not_mirrored_may_differ_and_collectives_are_reached_by_all(stra
             total.assign_add(row)
             return carry + row, carry
 
-        mean = mr.get_replica_context().all_reduce("mean", x)
+        mean = all_reduce("mean", x)
         added = mr.cond(mean > 0, lambda: total.assign_add(mean).value, lambda: total.value)
         return *mr.scan(body, x, rows), mr.cond(x > 1.5, lambda: seen.assign_add(x).value, lambda: jnp.float32(-1)), added
 
-    carry, before, chosen, added = strategy3.run(step, args=(numbers(strategy3), numbers(strategy3, range(3))))
-    assert values(carry) == [1 + 3, 2 + 6, 3 + 9] and values(before) == [[1, 1, 2], [2, 3, 5], [3, 5, 8]]
-    assert values(chosen) == [-1, 6 + 2, 9 + 3] == [-1, *map(float, strategy3.local_results(seen)[1:])]
+    carry, before, chosen, added = strategy3.run(step, args=(numbers(strategy3, 1), numbers(strategy3, range(3))))
+    assert values_of(carry) == [1 + 3, 2 + 6, 3 + 9] and values_of(before) == [[1, 1, 2], [2, 3, 5], [3, 5, 8]]
+    assert values_of(chosen) == [-1, 6 + 2, 9 + 3] == [-1, *map(float, strategy3.local_results(seen)[1:])]
     assert float(added) == 3 * 2 and float(total) == 3 * 2 + (3 + 6 + 9)
 
 
 def test_they_nest(strategy2):
-    w = variable(strategy2, 0.0)
+    w = variable(0.0, strategy2)
 
     def outer(carry, _):
         mr.scan(lambda carry, _: (carry, w.assign_add(1.0).value), None, length=3)
@@ -146,7 +133,7 @@ def test_they_nest(strategy2):
 
 
 def test_bounds_may_be_arrays_and_variables_and_do_not_compile_again(strategy2):
-    traces, steps = [], variable(strategy2, 3)
+    traces, steps = [], variable(3, strategy2)
 
     def body(i, carry):
         traces.append(None)
@@ -170,7 +157,7 @@ def test_many_different_loops_are_no_recompilation():
 
 
 def test_carries_and_rows_of_every_kind(strategy2):
-    w, rows = variable(strategy2, np.ones(3, np.float32)), variable(strategy2, np.arange(4, dtype=np.float32))
+    w, rows = variable(np.ones(3, np.float32), strategy2), variable(np.arange(4, dtype=np.float32), strategy2)
     carry, ys = mr.scan(lambda c, x: ({"a": c["a"] * 2, "n": c["n"] + 1}, (c["n"], x["r"])), {"a": w, "n": 0}, {"r": rows})
     assert (carry["a"].tolist(), int(carry["n"]), ys[0].tolist(), ys[1].tolist()) == ([16.0] * 3, 4, [0, 1, 2, 3], [0, 1, 2, 3])
     assert w.numpy().tolist() == [1.0] * 3  # the carry started from its value, the variable was not written
@@ -180,7 +167,7 @@ def test_carries_and_rows_of_every_kind(strategy2):
 
 
 def test_cond_takes_the_branch_that_the_condition_says_and_keeps_the_rest(strategy2):
-    a, b = variable(strategy2, 1.0), variable(strategy2, 2.0)
+    a, b = variable(1.0, strategy2), variable(2.0, strategy2)
 
     @mr.function
     def choose(is_first):

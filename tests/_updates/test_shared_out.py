@@ -7,6 +7,7 @@ import optax
 import pytest
 from optax import contrib
 from parameters import slow
+from strategies import variable
 
 import mirrored as mr
 from mirrored._variables.variable import is_variable
@@ -182,8 +183,7 @@ def test_what_differs_by_replica_is_refused_before_it_is_gathered(strategy2):
 
 
 def test_complex_variables_and_several_replicas_on_a_device_are_refused_with_the_ways_out(strategy2):
-    with strategy2.scope():
-        z = mr.Variable(np.zeros(3, np.complex64), name="z")
+    z = variable(np.zeros(3, np.complex64), strategy2, name="z")
     with pytest.raises(TypeError, match=r"variable 'z' has dtype complex64; .* real numbers only.*Leave shard_state=True out"):
         mr.Optimizer(optax.sgd(0.1), [z], shard_state=True)
     with mr.MirroredStrategy(["cpu:0", "cpu:1"], num_replicas=4).scope():

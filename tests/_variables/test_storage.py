@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from hypothesis import given, settings
+from strategies import TWO, numbers, strategy_of, values_of
 
 import mirrored as mr
 from mirrored._program import cache
@@ -22,10 +23,8 @@ from mirrored._workers import joint_programs
 # Many steps here come from one factory.
 pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
 
-STRATEGY = mr.MirroredStrategy(["cpu:0", "cpu:1"])
 
-
-def variables(values, strategy=STRATEGY, **how):
+def variables(values, strategy=TWO, **how):
     with strategy.scope():
         return [mr.Variable(np.full(3, value, np.float32), **how) for value in values]
 
@@ -79,11 +78,11 @@ def check_interleaved(sequence):
             SHARED[index].assign(np.full(3, 100.0, np.float32))
             expected[index] = 100.0
         elif verb == "read":
-            STRATEGY.run(functools.partial(read_and_write, index))
+            TWO.run(functools.partial(read_and_write, index))
             expected[3 - index] = expected[index] + 1
         else:
             with mr.eager() if verb == "eager" else contextlib.nullcontext():
-                FUNCTIONS[index]() if verb == "function" else STRATEGY.run(STEPS[index])
+                FUNCTIONS[index]() if verb == "function" else TWO.run(STEPS[index])
             for written in WRITTEN[index]:
                 expected[written] += 1
         assert [first(variable) for variable in SHARED] == expected
@@ -115,8 +114,8 @@ def test_a_ctrl_c_at_any_call_of_steps_that_share_a_variable_loses_nothing():
 
     def steps():
         a.value, b.value  # taken: to be copied
-        STRATEGY.run(left)
-        STRATEGY.run(right)
+        TWO.run(left)
+        TWO.run(right)
 
     def check():
         assert first(b) == first(a) + first(c)
@@ -147,7 +146,7 @@ def test_what_a_handler_of_a_signal_takes_at_any_call_of_a_step_stays():
     def work():
         a.numpy(), b.value  # borrowed and taken: to be copied
         for step in steps:
-            STRATEGY.run(step)
+            TWO.run(step)
 
     def take():
         taken.extend((variable.value, variable.numpy()) for variable in (a, b, c))
@@ -178,21 +177,21 @@ def test_a_variable_that_dies_frees_its_array_while_others_of_its_home_live():
     assert array() is None
     assert home.arrays[0] is None
     assert first(b) == 2
-    STRATEGY.run(adding_one(b))
+    TWO.run(adding_one(b))
     assert first(b) == 3
 
 
 def test_a_home_that_a_variable_has_left_holds_nothing_of_it():
     a, b = variables([0, 0])
     both = adding_one(a, b)
-    STRATEGY.run(both)
+    TWO.run(both)
     home = home_of(a)
     taken = b.value  # copied before it moves
-    STRATEGY.run(adding_one(b))
+    TWO.run(adding_one(b))
     assert home.arrays[1] is None
     assert not home.is_whole
     assert (home_of(a), first(a), first(b)) == (home, 1, 2) and taken.tolist() == [1] * 3
-    STRATEGY.run(both)
+    TWO.run(both)
     assert (home_of(b), first(a), first(b)) == (home, 2, 3)
 
 
@@ -201,7 +200,7 @@ def test_a_first_step_overwrites_what_was_given_as_numpy_and_as_jax_and_what_an_
     """Copies of all state at the first step were 0.4 of the peak memory of training."""
     copied = []
     monkeypatch.setattr(storage, "_copy", lambda arrays: copied.append(len(arrays)) or [jnp.copy(array) for array in arrays])
-    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+    strategy = strategy_of(num_replicas)
     given = jnp.full(20_000, 2.0)
     with strategy.scope():
         w, v = mr.Variable(np.ones(20_000, np.float32)), mr.Variable(given)
@@ -225,11 +224,11 @@ def test_a_first_step_overwrites_what_was_given_as_numpy_and_as_jax_and_what_an_
 def test_state_that_an_optimizer_makes_of_one_array_is_several():
     shared = jnp.ones(3)
     same = optax.GradientTransformation(lambda params: (params, params, shared, shared), lambda u, s, params=None: (u, s))
-    with STRATEGY.scope():
+    with TWO.scope():
         w = mr.Variable(np.ones(3, np.float32))
         optimizer = mr.Optimizer(same, [w])
-    STRATEGY.run(lambda: optimizer.apply_gradients([jnp.ones(3)], aggregate=False))
-    STRATEGY.run(lambda: optimizer.apply_gradients([jnp.ones(3)], aggregate=False))
+    TWO.run(lambda: optimizer.apply_gradients([jnp.ones(3)], aggregate=False))
+    TWO.run(lambda: optimizer.apply_gradients([jnp.ones(3)], aggregate=False))
     leaves = jax.tree.leaves(optimizer.state, is_leaf=lambda leaf: isinstance(leaf, mr.Variable))
     assert [leaf.numpy().tolist() for leaf in leaves] == [[1.0] * 3] * 4 and w.numpy().tolist() == [3.0] * 3
     assert shared.tolist() == [1.0] * 3
@@ -246,42 +245,41 @@ def warmed():
         return x * scale
 
     for _ in range(2):
-        STRATEGY.run(step, args=(jnp.float32(1),))
+        TWO.run(step, args=(jnp.float32(1),))
     return scale, step
 
 
 def test_a_warm_step_under_a_transformation_is_part_of_it():
     _, step = warmed()
-    run = lambda x: STRATEGY.reduce("mean", STRATEGY.run(step, args=(x,)))[0]  # noqa: E731
+    run = lambda x: TWO.reduce("mean", TWO.run(step, args=(x,)))[0]  # noqa: E731
     with pytest.raises(mr.ContextError, match=r"Use mr\.function instead of jax\.jit"):
         jax.jit(run)(jnp.float32(2))
     assert float(mr.function(run)(jnp.float32(2))) == 6
     assert float(jax.grad(run)(jnp.float32(2))) == 3
     plain = lambda x: x * 3  # noqa: E731
-    assert float(STRATEGY.run(plain, args=(jnp.float32(1),))) == 3
+    assert float(TWO.run(plain, args=(jnp.float32(1),))) == 3
 
     @jax.jit
     def with_concrete_values(x):
         with jax.ensure_compile_time_eval():
-            return STRATEGY.run(plain, args=(x,))
+            return TWO.run(plain, args=(x,))
 
     assert float(with_concrete_values(jnp.float32(2))) == 6
-    assert jax.vmap(lambda x: STRATEGY.run(plain, args=(x,)))(jnp.arange(3.0)).tolist() == [0, 3, 6]
+    assert jax.vmap(lambda x: TWO.run(plain, args=(x,)))(jnp.arange(3.0)).tolist() == [0, 3, 6]
 
 
 def test_a_warm_step_is_eager_in_a_block_takes_arrays_from_elsewhere_and_refuses_other_strategies_values(capsys):
     scale, step = warmed()
     with mr.eager():
-        STRATEGY.run(lambda x: print("here", step(x)), args=(jnp.float32(1),))
+        TWO.run(lambda x: print("here", step(x)), args=(jnp.float32(1),))
     assert capsys.readouterr().out.startswith("here On cpu:0")
     for device in jax.devices()[:4]:
-        result = STRATEGY.run(step, args=(jax.device_put(jnp.float32(1), device),))
-        assert result.sharding.device_set == set(STRATEGY.devices)
-    make = lambda strategy: strategy.distribute_values_from_function(lambda ctx: np.float32(ctx.replica_id_in_sync_group))  # noqa: E731
+        result = TWO.run(step, args=(jax.device_put(jnp.float32(1), device),))
+        assert result.sharding.device_set == set(TWO.devices)
     for _ in range(2):
-        assert [value.tolist() for value in STRATEGY.run(step, args=(make(STRATEGY),)).values] == [[0] * 3, [3] * 3]
+        assert values_of(TWO.run(step, args=(numbers(TWO),))) == [[0] * 3, [3] * 3]
         with pytest.raises(mr.StrategyMismatchError, match=r"`x` is a PerReplica whose values lie on \['"):
-            STRATEGY.run(step, args=(make(mr.MirroredStrategy(["cpu:2", "cpu:3"])),))
+            TWO.run(step, args=(numbers(mr.MirroredStrategy(["cpu:2", "cpu:3"])),))
     assert first(scale) == 3
 
 
@@ -293,5 +291,5 @@ def test_only_some_megabytes_are_copied_at_once(monkeypatch):
     made = variables(range(5))
     for variable in made:
         variable.value  # taken
-    STRATEGY.run(adding_one(*made))
+    TWO.run(adding_one(*made))
     assert sizes == [2, 2, 1] and [first(variable) for variable in made] == [1, 2, 3, 4, 5]

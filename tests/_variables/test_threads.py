@@ -1,6 +1,5 @@
 """Threads that read and write variables: whole values for readers, turns for writers, and nothing lost when a callback fails."""
 
-import concurrent.futures
 import gc
 import threading
 
@@ -8,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from strategies import in_threads
 
 import mirrored as mr
 from mirrored._variables import storage
@@ -18,13 +18,6 @@ ROWS = jax.ShapeDtypeStruct((3,), np.float32)
 def variables(strategy, *names, **how):
     with strategy.scope():
         return [mr.Variable(np.zeros(3, np.float32), name=name, **how) for name in names]
-
-
-def in_threads(*works):
-    """Run functions at once; raise what one of them raises."""
-    with concurrent.futures.ThreadPoolExecutor(len(works)) as pool:
-        for work in [pool.submit(work) for work in works]:
-            work.result()
 
 
 # -- threads

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from strategies import variable
 
 import mirrored as mr
 from mirrored._variables.variable import is_variable
@@ -50,8 +51,7 @@ def equal(one: object, other: object) -> bool:
     ids=["dict", "module", "namedtuple", "list of layers"],
 )
 def test_a_tree_keeps_its_structure_and_what_is_no_array(strategy2: mr.Strategy, value: object) -> None:
-    with strategy2.scope():
-        tree = mr.Variable(value, name="net")
+    tree = variable(value, strategy2, name="net")
     assert isinstance(tree, mr.VariableTree)
     assert equal(jax.tree.map(np.asarray, tree.value), jax.tree.map(np.asarray, value))
     again = strategy2.run(lambda given: given.assign(given.value) and None, args=(tree,))
@@ -66,9 +66,8 @@ def test_what_numpy_makes_one_array_of_is_one_variable() -> None:
 
 def trained(strategy: mr.Strategy) -> Layer:
     rows = np.linspace(-1, 1, 10, dtype=np.float32).reshape(5, 2)
-    with strategy.scope():
-        model = mr.Variable(layer(), name="model")
-        optimizer = mr.Optimizer(optax.adam(0.1), model)
+    model = variable(layer(), strategy, name="model")
+    optimizer = mr.Optimizer(optax.adam(0.1), model)
 
     def step(x: jax.Array) -> None:
         def loss() -> jax.Array:
@@ -93,8 +92,7 @@ def test_a_step_trains_a_module_by_gradients_of_its_floating_arrays(strategy3: m
 
 
 def test_as_a_pytree_it_is_the_tree_of_its_arrays(strategy2: mr.Strategy) -> None:
-    with strategy2.scope():
-        tree = mr.Variable({"w": np.ones(2, np.float32), "n": 3})
+    tree = variable({"w": np.ones(2, np.float32), "n": 3}, strategy2)
     doubled = jax.tree.map(lambda x: x * 2, tree)
     assert doubled["n"] is None and np.array_equal(doubled["w"], [2, 2])
     assert jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_variable), [tree.variables["w"]]) is tree
@@ -102,8 +100,7 @@ def test_as_a_pytree_it_is_the_tree_of_its_arrays(strategy2: mr.Strategy) -> Non
 
 
 def test_what_is_refused_changes_nothing(strategy2: mr.Strategy) -> None:
-    with strategy2.scope():
-        tree = mr.Variable({"a": np.zeros(2, np.float32), "b": np.zeros(3, np.float32), "step": 0}, name="state")
+    tree = variable({"a": np.zeros(2, np.float32), "b": np.zeros(3, np.float32), "step": 0}, strategy2, name="state")
     with pytest.raises(ValueError, match=r"got \['step'\] = 1, which was 0 .*step=jnp\.asarray"):
         tree.assign({"a": np.ones(2), "b": np.ones(3), "step": 1})
     with pytest.raises(ValueError, match=r"state\['b'\].*shape \(4,\)"):

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from strategies import TWO, strategy_of, variable
 
 import mirrored as mr
 from mirrored._replicas.host_memory import empty_rows
@@ -22,21 +23,7 @@ from mirrored._replicas.host_memory import empty_rows
 # An mr.function in a test that runs for many strategies is compiled for each.
 pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
 
-AGGREGATIONS = ["none", "sum", "mean", "only_first_replica"]
-METHODS = {"assign": lambda old, new: new, "assign_add": operator.add, "assign_sub": operator.sub}
-START = 7.0
-LITERAL = 2.0
-
-STRATEGY_2 = mr.MirroredStrategy(["cpu:0", "cpu:1"])
-
-
-def strategy_of(num_replicas):
-    return mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
-
-
-def variable(value, strategy=STRATEGY_2, **kwargs):
-    with strategy.scope():
-        return mr.Variable(value, **kwargs)
+# Every synchronization, aggregation, method and value, in steps and outside: parity/test_tf_numbers.py.
 
 
 def adding(v, delta=1.0):
@@ -55,91 +42,6 @@ def is_taken(v):
 
 def copies(strategy, v):
     return [np.asarray(copy).tolist() for copy in strategy.local_results(v)]
-
-
-def own_number(ctx):
-    return np.float32(10 * (ctx.replica_id_in_sync_group + 1))
-
-
-# -- every synchronization, aggregation, method and value; in steps and outside of all, see parity/test_tf_numbers.py
-
-VALUES = {"literal": lambda x: LITERAL, "tensor": lambda x: jnp.float32(LITERAL), "per_replica": lambda x: x}
-CONTEXTS = {
-    "function": lambda strategy, x, write: mr.function(lambda x: write(x))(x),
-    "merge_call": lambda strategy, x, write: strategy.run(
-        lambda x: mr.get_replica_context().merge_call(lambda _, x: write(x), args=(x,)), args=(x,)
-    ),
-}
-WRITES = [("assign", "literal"), ("assign", "tensor"), ("assign_add", "literal"), ("assign_sub", "tensor")]
-WRITES += [(method, "per_replica") for method in METHODS]
-MODES = [(s, a, m, v) for s in ("auto", "on_read") for a in AGGREGATIONS for m, v in WRITES]
-
-
-def is_refused(synchronization, aggregation, method, value):
-    return aggregation == "none" and (synchronization == "on_read" or value == "per_replica")
-
-
-def aggregated(aggregation, values):
-    return {"sum": sum(values), "mean": sum(values) / len(values)}.get(aggregation, values[0])
-
-
-def expected_copies(synchronization, aggregation, method, value, num_replicas):
-    """What TensorFlow documents, with its two mistakes mended: a literal is a value like any other, SUM keeps the sum."""
-    own = [10.0 * (i + 1) if value == "per_replica" else LITERAL for i in range(num_replicas)]
-    combine = METHODS[method]
-    if synchronization == "on_read" and value == "per_replica":
-        return [combine(START, x) for x in own]
-    if synchronization == "on_read" and aggregation == "sum":
-        return combine(START * num_replicas, LITERAL)  # the sum of the copies
-    one = aggregated(aggregation, own) if value == "per_replica" else LITERAL
-    return [combine(START, one)] * num_replicas
-
-
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_each_write_gives_what_its_mode_says(strategy3, context):
-    modes = [mode for mode in MODES if not is_refused(*mode)]
-    written = [variable(START, strategy3, synchronization=s, aggregation=a) for s, a, _, _ in modes]
-
-    def write(x):
-        for v, (_, _, method, value) in zip(written, modes, strict=True):
-            assert getattr(v, method)(VALUES[value](x)) is v
-
-    CONTEXTS[context](strategy3, strategy3.distribute_values_from_function(own_number), write)
-    for v, mode in zip(written, modes, strict=True):
-        expected = expected_copies(*mode, 3)
-        got = copies(strategy3, v)
-        assert (got if isinstance(expected, list) else sum(got)) == pytest.approx(expected, rel=1e-6), (context, mode)
-    strategy3.assert_mirrored()
-
-
-def test_without_aggregation_values_that_differ_and_writes_from_outside_are_refused_and_change_nothing(strategy3):
-    mirrored, seen = variable(START, strategy3, name="w"), variable(START, strategy3, name="seen", synchronization="on_read")
-    x = strategy3.distribute_values_from_function(own_number)
-    for call in CONTEXTS.values():
-        for method in METHODS:
-            with pytest.raises(mr.ReplicasDivergeError, match=r"'w'.*aggregation='mean'"):
-                call(strategy3, x, lambda x, method=method: getattr(mirrored, method)(x))
-            for value in VALUES.values():
-                with pytest.raises(ValueError, match=r"'seen'.*aggregation NONE.*Nothing was changed"):
-                    call(strategy3, x, lambda x, method=method, value=value: getattr(seen, method)(value(x)))
-    assert copies(strategy3, mirrored) == copies(strategy3, seen) == [START] * 3
-
-
-def test_a_sync_on_read_variable_is_aggregated_when_it_is_read_outside(strategy3):
-    made = {a: variable(0.0, strategy3, synchronization="on_read", aggregation=a) for a in AGGREGATIONS}
-    x = strategy3.distribute_values_from_function(own_number)
-    own = [float(value) for value in x.values]
-    for inside in strategy3.run(lambda x: [v.assign(x).value for v in made.values()], args=(x,)):
-        assert [float(value) for value in inside.values] == own
-    v = made.pop("none")
-    for read in (lambda: v.value, v.numpy, lambda: v + 1, lambda: float(v), lambda: mr.function(lambda: v.value)()):
-        with pytest.raises(ValueError, match=r"one value per replica and aggregation NONE.*local_results"):
-            read()
-    expected = [aggregated(aggregation, own) for aggregation in made]
-    merged = strategy3.run(lambda: mr.get_replica_context().merge_call(lambda _: [v.value for v in made.values()]))
-    compiled = mr.function(lambda: [v.value for v in made.values()])()
-    for got in (made.values(), [v + 0 for v in made.values()], merged, compiled):
-        assert [float(value) for value in got] == expected
 
 
 def test_a_jit_in_a_step_reads_what_was_written_before_it(strategy2):
@@ -182,11 +84,11 @@ TAKE = {
     "np.asarray": lambda v: np.asarray(v),
     "leaf": lambda v: jax.tree.leaves({"v": v})[0],
     "device_put": lambda v: jax.device_put(v.value, jax.devices()[0]),
-    "local_results": lambda v: STRATEGY_2.local_results(v)[1],
-    "reduce": lambda v: STRATEGY_2.reduce("mean", v),
-    "gather": lambda v: STRATEGY_2.gather(v, axis=0),
+    "local_results": lambda v: TWO.local_results(v)[1],
+    "reduce": lambda v: TWO.reduce("mean", v),
+    "gather": lambda v: TWO.gather(v, axis=0),
     "block_until_ready": lambda v: v.block_until_ready(),
-    "result of run": lambda v: STRATEGY_2.run(lambda: v.value),
+    "result of run": lambda v: TWO.run(lambda: v.value),
     "result of mr.function": lambda v: mr.function(lambda: v.value)(),
 }
 
@@ -201,11 +103,11 @@ def test_what_was_taken_out_of_a_variable_stays_valid_and_unchanged():
 
     held = []
     for _ in range(3):
-        for name, take in [*TAKE.items(), ("result of the step that wrote it", lambda _: STRATEGY_2.run(bump))]:
+        for name, take in [*TAKE.items(), ("result of the step that wrote it", lambda _: TWO.run(bump))]:
             held.append((name, array := take(v), np.array(array)))
             array = None  # only the list holds it
     for _ in range(5):
-        STRATEGY_2.run(bump)
+        TWO.run(bump)
     assert [name for name, array, before in held if not np.array_equal(np.array(array), before)] == []
 
 
@@ -217,33 +119,33 @@ def test_only_what_gives_the_array_away_costs_a_copy_and_is_noticed_one_by_one()
         return v.value, v[:], jnp.asarray(v)
 
     for _ in range(2):
-        STRATEGY_2.run(bump)
-        v + 1, v[0], float(v[0]), v.numpy(), np.asarray(v), bool(v[0]), v < 2, repr(v), list(v), STRATEGY_2.local_results(v)
+        TWO.run(bump)
+        v + 1, v[0], float(v[0]), v.numpy(), np.asarray(v), bool(v[0]), v < 2, repr(v), list(v), TWO.local_results(v)
         assert not is_taken(v)
     for name in ("value", "[:]", "[...]", "+", "jnp.asarray", "leaf", "block_until_ready"):
         held, before = TAKE[name](v), v.numpy()
         assert is_taken(v) or name == "+", name
-        STRATEGY_2.run(bump)
+        TWO.run(bump)
         assert not is_taken(v), name
-        STRATEGY_2.run(bump)
+        TWO.run(bump)
         assert np.array_equal(held, before), name
 
 
 def test_arrays_that_went_in_stay_valid_and_unchanged():
-    x = jax.device_put(jnp.ones(4), STRATEGY_2.run(lambda: jnp.zeros(4)).sharding)
+    x = jax.device_put(jnp.ones(4), TWO.run(lambda: jnp.zeros(4)).sharding)
     ways = {
         "initial value": lambda v: None,
         "assign": lambda v: v.assign(x).value,
-        "assign in a step": lambda v: STRATEGY_2.run(lambda x: v.assign(x).value, args=(x,)),
+        "assign in a step": lambda v: TWO.run(lambda x: v.assign(x).value, args=(x,)),
         "assign in a function": lambda v: mr.function(lambda x: v.assign(x).value)(x),
-        "closure": lambda v: STRATEGY_2.run(lambda: v.assign(x).value),
+        "closure": lambda v: TWO.run(lambda: v.assign(x).value),
     }
     for name, give in ways.items():
         v = variable(x if name == "initial value" else np.zeros(4, np.float32))
         returned = give(v)
         bump = adding(v)
         for _ in range(3):
-            STRATEGY_2.run(bump)
+            TWO.run(bump)
         mr.function(bump)()
         assert v.numpy().tolist() == [5.0] * 4, name
         assert np.array(x).tolist() == [1.0] * 4, name
@@ -283,23 +185,23 @@ def test_two_variables_never_share_what_a_step_overwrites():
     one = jnp.ones(4)
     shares = [
         lambda: a.assign(b),
-        lambda: STRATEGY_2.run(give),
+        lambda: TWO.run(give),
         mr.function(give),
         lambda: (a.assign(one), b.assign(one)),
         lambda: (a.assign(b.value), b.assign(a.value)),
     ]
     for share in shares:
-        STRATEGY_2.run(bump_b)
+        TWO.run(bump_b)
         share()
         before = float(b[0])
         assert float(a[0]) == before
-        STRATEGY_2.run(bump_a)
-        STRATEGY_2.run(bump_a)
+        TWO.run(bump_a)
+        TWO.run(bump_a)
         assert (float(a[0]), float(b[0])) == (before + 200, before)
     a.assign(one)
-    total = STRATEGY_2.run(both)
-    STRATEGY_2.run(bump_a)
-    STRATEGY_2.run(bump_b)
+    total = TWO.run(both)
+    TWO.run(bump_a)
+    TWO.run(bump_b)
     assert (float(a[0]) - 100, float(b[0]) - 1, float(one[0])) == (float(total[0]), float(total[0]), 1.0)
 
     def swap():
@@ -309,7 +211,7 @@ def test_two_variables_never_share_what_a_step_overwrites():
 
     a.assign(one * 0)
     b.assign(one)
-    for way in (lambda: STRATEGY_2.run(swap), mr.function(swap)) * 2:
+    for way in (lambda: TWO.run(swap), mr.function(swap)) * 2:
         before = float(a[0]), float(b[0])
         way()
         assert (float(b[0]), float(a[0])) == before
@@ -322,7 +224,7 @@ def test_two_variables_never_share_what_a_step_overwrites():
 def test_every_dtype_and_shape_in_every_mode(strategy3):
     kinds = {"bfloat16": (2,), "float16": (0, 3), "int8": (), "int4": (2,), "bool": (0,), "complex64": ()}
     ones = [np.ones(shape, jnp.dtype(dtype)) for dtype, shape in kinds.items()]
-    modes = [(one, s, a) for one in ones for s in ("auto", "on_read") for a in AGGREGATIONS]
+    modes = [(one, s, a) for one in ones for s in ("auto", "on_read") for a in ("none", "sum", "mean", "only_first_replica")]
     modes = [mode for mode in modes if mode[2] != "mean" or jnp.issubdtype(mode[0].dtype, jnp.inexact)]
     made = [variable(one, strategy3, synchronization=s, aggregation=a) for one, s, a in modes]
 
@@ -456,7 +358,7 @@ def test_names_and_hints():
 def test_arrays_of_another_strategy_are_moved():
     there = variable(3.0, mr.MirroredStrategy(["cpu:6", "cpu:7"]))
     here = variable(there)
-    assert float(here.assign_add(there.value)) == 6.0 and here.devices() == set(STRATEGY_2.devices)
+    assert float(here.assign_add(there.value)) == 6.0 and here.devices() == set(TWO.devices)
 
 
 # -- used as an array
@@ -500,7 +402,7 @@ def test_a_variable_reads_like_its_value():
 
     expected = jax.jit(reads)(W)
     outside = {name: READS[name](w) for name in ("sub", "x @ w", "np.float32 * w", "grad", "w[:, 1:]")}
-    for got in (STRATEGY_2.run(lambda: reads(w)), outside):
+    for got in (TWO.run(lambda: reads(w)), outside):
         for name, array in got.items():
             assert isinstance(array, jax.Array), name
             np.testing.assert_allclose(array, expected[name], rtol=1e-6, err_msg=name)
@@ -532,7 +434,7 @@ def test_host_conversions():
     assert np.asarray(w, dtype=np.float64).dtype == np.float64
     assert np.sqrt(s) == np.sqrt(np.float32(2.5))
     assert np.array_equal(np.matmul(X, w), X @ W)
-    assert (w.shape, w.ndim, w.size, w.nbytes, w.devices()) == ((2, 3), 2, 6, 24, set(STRATEGY_2.devices))
+    assert (w.shape, w.ndim, w.size, w.nbytes, w.devices()) == ((2, 3), 2, 6, 24, set(TWO.devices))
     assert w.tolist() == W.tolist()
     with pytest.raises(TypeError, match=r"is a scalar and has no len\(\)"):
         len(s)

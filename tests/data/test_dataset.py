@@ -16,7 +16,6 @@ from pipelines import STRATEGIES, OneBuffer, Reiterable, batches_of, resumed, ro
 import mirrored as mr
 from mirrored.data import NumpyDataset
 from mirrored.data._passes import SMALL_BYTES
-from mirrored.data._sharing import rows as _rows
 
 few_examples = hypothesis.settings(deadline=None, max_examples=15, derandomize=True)
 X = np.arange(4, dtype="int32")
@@ -66,13 +65,6 @@ def test_wrong_rows_and_wrong_arguments_of_a_dataset(strategy2: mr.MirroredStrat
         NumpyDataset(np.arange(4), num_epochs=0)
 
 
-def test_split_sizes() -> None:
-    for num_rows, num_replicas in itertools.product(range(0, 60), range(1, 21)):
-        sizes = _rows.split_sizes(num_rows, num_replicas)
-        assert len(sizes) == num_replicas and sum(sizes) == num_rows and max(sizes) - min(sizes) <= 1
-        assert sizes == sorted(sizes, reverse=True)
-
-
 @few_examples
 @hypothesis.given(
     count=st.sampled_from([1, 3]),
@@ -90,7 +82,7 @@ def test_the_rows_of_the_replicas_in_order_are_the_batch(count, num_rows, prefet
     kept = [batch[: len(batch) // count * count] if drop_remainder else batch for batch in batches]
     for _ in range(2):
         for batch, (x, by_key) in zip([batch for batch in kept if len(batch)], distributed, strict=True):
-            sizes = _rows.split_sizes(len(batch), count)
+            sizes = [len(part) for part in np.array_split(batch, count)]
             assert [len(value) for value in x.values] == sizes and x.shapes == tuple((size,) for size in sizes)
             assert by_key["y"].shapes == tuple((size, 2) for size in sizes) and x._array.shape == (count, max(sizes))
             assert rows_of((x, by_key["y"])) == (batch.tolist(), np.stack([batch, batch], axis=1).tolist())

@@ -229,13 +229,6 @@ def test_off_divides_each_workers_batches_among_its_own_replicas() -> None:
     assert [step.sizes for step in run.steps[0]] == [(3, 2, 3, 2), (3, 2, 3, 2), (3, 2, 0, 0)]
 
 
-def test_data_works_for_any_source_that_is_the_same_on_all_workers() -> None:
-    rows = mr.data.NumpyDataset(np.arange(11), 4, shuffle_seed=3)
-    whole = [batch.tolist() for batch in rows]
-    run = run_workers(lambda worker: mr.data.NumpyDataset(rows.arrays, 4, shuffle_seed=3), 3)
-    assert [batch.tolist() for batch in run.global_batches()] == whole and kinds(run) == "DATA"
-
-
 class Own(grain.IterDataset):
     """A user's own transformation: nobody knows what it does across files."""
 

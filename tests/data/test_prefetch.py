@@ -1,6 +1,5 @@
 """The feed: ahead of the loop, in a thread that no way of leaving the loop leaves behind."""
 
-import concurrent.futures
 import contextlib
 import contextvars
 import gc
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 from pipelines import WITHOUT_THREAD, Reiterable, batches_of, rows_of
 from processes import run_program
+from strategies import in_threads
 
 import mirrored as mr
 from mirrored.data import _iterator, _prefetch
@@ -295,12 +295,6 @@ def test_closing_does_not_wait_for_ever_for_a_pipeline_that_is_stuck(strategy2, 
     may_go_on.set()
     thread.join(30)
     assert not feeding()
-
-
-def in_threads(*functions: Callable[[], Any]) -> list[Any]:
-    """What the functions return, each in a thread of its own."""
-    with concurrent.futures.ThreadPoolExecutor(len(functions)) as pool:
-        return [future.result(30) for future in [pool.submit(function) for function in functions]]
 
 
 @pytest.mark.parametrize("resume_at", [0, 10])

@@ -97,12 +97,12 @@ class Job:
 
     def strike(self, fault: Fault, last: Hit | None) -> Hit | None:
         """Wait for a fault's moment, in a later attempt than the last hit's, and let it happen; None when it does not come."""
+        first = 0 if last is None else last.attempt + 1
         event = self.wait_for(
             lambda event: (
-                event.name == fault.moment
+                (event.name, event.worker) == (fault.moment, fault.victims[0])
                 and event.number >= fault.step
-                and event.worker == fault.victims[0]
-                and (last is None or event.attempt > last.attempt)
+                and event.attempt >= first
             )
         )
         if event is None:
@@ -144,7 +144,7 @@ class Job:
 def job(folder: Path, num_workers: int, *options: object) -> Iterator[Job]:
     """Run a job; when something is wrong with it, its last lines are in the error."""
     temporary = folder / "temporary"
-    temporary.mkdir(exist_ok=True)
+    temporary.mkdir(parents=True)
     launch = ("launch", "-n", num_workers, "--cpu-devices", 1, "--max-restarts", 20, "--grace", 10)
     with workers(LAUNCHER, 1, *launch, PROGRAM, folder, *options, env={"TMPDIR": str(temporary)}) as (launcher,):
         running = Job(launcher, temporary)

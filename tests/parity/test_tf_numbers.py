@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from parameters import slow
+from strategies import all_reduce, numbers, strategy_of, values_of, variable
 
 import mirrored as mr
 
@@ -40,17 +41,8 @@ def replica_id():
     return mr.get_replica_context().replica_id_in_sync_group.astype(jnp.float32)
 
 
-def all_reduce(op, value):
-    return mr.get_replica_context().all_reduce(op, value)
-
-
 def merge_call(merge_fn, *args):
     return mr.get_replica_context().merge_call(merge_fn, args=args)
-
-
-def variable(strategy, value, **options):
-    with strategy.scope():
-        return mr.Variable(value, **options)
 
 
 def copies(strategy, variable):
@@ -82,10 +74,6 @@ def all_cases(check, cases):
         except Exception as error:
             failed.append(f"{case[0]}: {type(error).__name__}: {error}")
     assert not failed, "\n".join(failed)
-
-
-def strategy_of(num_replicas):
-    return mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
 
 
 # -- reduce and gather
@@ -121,10 +109,10 @@ REDUCE = {
     "plain_tensor_sum_axis0": lambda s: s.reduce("SUM", jnp.float32([1, 2]), axis=0),
     "run_result_constant_tensor_unwrapped_ok": lambda s: s.reduce("SUM", s.run(lambda: jnp.float32(1.5)), axis=None),
     "reduce_python_perreplica_axis0": lambda s: s.reduce("SUM", values(s, lambda i: np.array([i, i])), axis=0),
-    "mirrored_variable_mean": lambda s: s.reduce("MEAN", variable(s, 2.0), axis=None),
-    "mirrored_variable_sum_axis0": lambda s: s.reduce("SUM", variable(s, np.float32([2, 3])), axis=0),
+    "mirrored_variable_mean": lambda s: s.reduce("MEAN", variable(2.0, s), axis=None),
+    "mirrored_variable_sum_axis0": lambda s: s.reduce("SUM", variable(np.float32([2, 3]), s), axis=0),
     "sync_on_read_variable_sum": lambda s: s.reduce(
-        "SUM", variable(s, 2.0, synchronization="on_read", aggregation="mean"), axis=None
+        "SUM", variable(2.0, s, synchronization="on_read", aggregation="mean"), axis=None
     ),
     "reduce_in_function": lambda s: mr.function(lambda v: s.reduce("MEAN", v, axis=0))(uneven(s)),
     "gather_axis0": lambda s: s.gather(vec(s), axis=0),
@@ -132,7 +120,7 @@ REDUCE = {
     "gather_axis1_uneven": lambda s: s.gather(values(s, lambda i: np.full((2, i + 1), float(i))), axis=1),
     "gather_int32": lambda s: s.gather(values(s, lambda i: np.int32([i])), axis=0),
     "gather_empty_replica": lambda s: s.gather(values(s, lambda i: np.ones((1, 2)) if i else np.zeros((0, 2))), axis=0),
-    "gather_variable": lambda s: s.gather(variable(s, np.float32([1, 2])), axis=0),
+    "gather_variable": lambda s: s.gather(variable(np.float32([1, 2]), s), axis=0),
     "gather_in_function": lambda s: mr.function(lambda v: s.gather(v, axis=0))(uneven(s)),
 }
 
@@ -155,7 +143,7 @@ REDUCE_NOT_SO_HERE = {
     "plain_tensor_sum": (lambda s: s.reduce("SUM", jnp.float32(3), axis=None), 6.0),
     "plain_python_sum": (lambda s: s.reduce("SUM", 3.0, axis=None), 6.0),
     "plain_python_zero_sum": (lambda s: s.reduce("SUM", 0, axis=None), 0),
-    "mirrored_variable_sum": (lambda s: s.reduce("SUM", variable(s, 2.0), axis=None), 4.0),
+    "mirrored_variable_sum": (lambda s: s.reduce("SUM", variable(2.0, s), axis=None), 4.0),
     "reduce_python_perreplica_floats": (lambda s: s.reduce("SUM", values(s, float), axis=None), 1.0),
     "gather_plain_tensor": (lambda s: s.gather(jnp.float32([1, 2]), axis=0), [1, 2, 1, 2]),
     "gather_nest": (lambda s: s.gather({"a": vec(s)}, axis=0), {"a": [0, 0, 1, 10]}),
@@ -266,7 +254,7 @@ def as_recorded(strategy, result):
 @pytest.mark.parametrize("num_replicas", ["2", "3"])
 def test_collectives_and_their_gradients_give_the_numbers_of_tensorflow(num_replicas):
     strategy, recorded = strategy_of(int(num_replicas)), RECORDED["replica_context"]
-    v = variable(strategy, 2.0)
+    v = variable(2.0, strategy)
     steps = STEPS | {"ar_variable_mirrored": lambda: all_reduce("SUM", v)}
     names = [name for name in steps if num_replicas in recorded[name]]
     results = strategy.run(lambda: {name: steps[name]() for name in names})
@@ -370,31 +358,34 @@ def ours_where_tensorflow_differs(num_replicas, synchronization, context, aggreg
     return None
 
 
-def assign(v, context, method, value):
-    """Make one assignment of the matrix; in a step for "replica"."""
-    array = jnp.float32(2)
-    if context == "replica":
-        given = {"number": lambda: 2.0, "array": lambda: array, "per_replica": lambda: replica_id() + 1}[value]()
-    else:
-        given = {"number": 2.0, "array": array, "per_replica": values(strategy_of(2), lambda i: i + 1.0)}[value]
-    getattr(v, method)(given)
+#: Where something is assigned: in a step, and where no replica is the writer.
+PLACES = {
+    "replica": lambda s, x, write: s.run(write, args=(x,)),
+    "cross": lambda s, x, write: write(x),
+    "function": lambda s, x, write: mr.function(lambda x: write(x))(x),
+    "merge_call": lambda s, x, write: s.run(lambda x: merge_call(lambda _, x: write(x), x), args=(x,)),
+}
+GIVEN = {"number": lambda x: 2.0, "array": lambda x: jnp.float32(2), "per_replica": lambda x: x}
+REFUSALS = {mr.ReplicasDivergeError: "'w'.*aggregation='mean'", ValueError: "'w'.*aggregation NONE.*Nothing was changed"}
 
 
-@pytest.mark.parametrize("context", ["replica", "cross"])
-def test_the_assign_matrix_is_that_of_tensorflow_where_tensorflow_is_right(strategy2, context):
+@pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")  # one function is each cell that is refused
+@pytest.mark.parametrize("place", PLACES)
+def test_the_assign_matrix_is_that_of_tensorflow_where_tensorflow_is_right(strategy2, place):
     """See `ours_where_tensorflow_differs` for every cell that is not TensorFlow's. All in a step are one program."""
+    context, x = "replica" if place == "replica" else "cross", numbers(strategy2, 1)
     kinds = itertools.product(("ON_WRITE", "ON_READ"), ("NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA"))
-    cells = [(*kind, method, value) for kind in kinds for method in METHODS for value in ("number", "array", "per_replica")]
+    cells = [(*kind, method, value) for kind in kinds for method in METHODS for value in GIVEN]
     assert len(cells) == 72
-    made = {cell: variable(strategy2, 1.0, synchronization=cell[0], aggregation=cell[1]) for cell in cells}
+    made = {cell: variable(1.0, strategy2, name="w", synchronization=cell[0], aggregation=cell[1]) for cell in cells}
     ours = {(s, a, *rest): ours_where_tensorflow_differs(2, s, context, a, *rest) for s, a, *rest in cells}
     right = [cell for cell in cells if not isinstance(ours[cell], type)]
 
-    def all_right():
-        for cell in right:
-            assign(made[cell], context, *cell[2:])
+    def assign(cells, x):
+        for cell in cells:
+            assert getattr(made[cell], cell[2])(GIVEN[cell[3]](x)) is made[cell]
 
-    strategy2.run(all_right) if context == "replica" else all_right()
+    PLACES[place](strategy2, x, lambda x: assign(right, x))
 
     def check(cell):
         synchronization, aggregation, method, value = cell
@@ -403,9 +394,8 @@ def test_the_assign_matrix_is_that_of_tensorflow_where_tensorflow_is_right(strat
             assert ours[cell] != theirs and (ours[cell] is not None or isinstance(theirs, list))
             assert copies(strategy2, made[cell]) == (theirs if ours[cell] is None else ours[cell])
             return
-        with pytest.raises(ours[cell]):
-            refused = lambda: assign(made[cell], context, method, value)  # noqa: E731
-            strategy2.run(refused) if context == "replica" else refused()
+        with pytest.raises(ours[cell], match=f"(?s){REFUSALS[ours[cell]]}"):
+            PLACES[place](strategy2, x, lambda x: assign([cell], x))
         assert copies(strategy2, made[cell]) == [1, 1]
 
     all_cases(check, [(cell,) for cell in cells])
@@ -416,18 +406,23 @@ def test_the_assign_matrix_is_that_of_tensorflow_where_tensorflow_is_right(strat
 
 
 def on_read(strategy, value, aggregation):
-    return variable(strategy, value, synchronization="on_read", aggregation=aggregation)
+    return variable(value, strategy, synchronization="on_read", aggregation=aggregation)
 
 
-def test_a_sync_on_read_variable_reads_outside_as_in_tensorflow(strategy2):
-    recorded = RECORDED["variables"]["read_cross_onread"]
+def test_a_sync_on_read_variable_is_aggregated_as_in_tensorflow_when_it_is_read_outside(strategy2):
+    recorded = dict(RECORDED["variables"]["read_cross_onread"])
     made = {aggregation: on_read(strategy2, 0.0, aggregation) for aggregation in recorded}
-    strategy2.run(lambda: [v.assign(replica_id() + 1) for v in made.values()][:0])
-    theirs = {aggregation: value for aggregation, value in recorded.items() if aggregation != "NONE"}
-    assert recorded["NONE"] == "ValueError" and len(theirs) == 3
-    with pytest.raises(ValueError, match="one value per replica and aggregation NONE"):
-        made["NONE"].numpy()
-    assert {aggregation: made[aggregation].numpy() for aggregation in theirs} == theirs
+    inside = strategy2.run(lambda x: [v.assign(x).value for v in made.values()], args=(numbers(strategy2, 1),))
+    assert [values_of(value) for value in inside] == [[1, 2]] * 4
+    v = made.pop("NONE")
+    assert recorded.pop("NONE") == "ValueError" and len(recorded) == 3
+    for read in (lambda: v.value, v.numpy, lambda: v + 1, lambda: float(v), mr.function(lambda: v.value)):
+        with pytest.raises(ValueError, match=r"one value per replica and aggregation NONE.*local_results"):
+            read()
+    values = lambda *_: {aggregation: v.value for aggregation, v in made.items()}  # noqa: E731
+    ways = values(), strategy2.run(lambda: merge_call(values)), mr.function(values)(), {a: v + 0 for a, v in made.items()}
+    for found in ways:
+        assert {aggregation: float(value) for aggregation, value in found.items()} == recorded
 
 
 def test_what_is_assigned_outside_is_divided_as_in_tensorflow_but_loses_no_remainder(strategy2):
@@ -453,7 +448,7 @@ def test_gradient_descent_by_hand_gives_the_numbers_of_tensorflow(strategy2):
         "sgd_manual_agg_sum": ("sum", ""),
         "sgd_manual_all_reduce_none": ("none", "all_reduce"),
     }
-    made = {name: variable(strategy2, 1.0, aggregation=aggregation) for name, (aggregation, _) in cases.items()}
+    made = {name: variable(1.0, strategy2, aggregation=aggregation) for name, (aggregation, _) in cases.items()}
     strategy2.run(lambda: [gradient_step(made[name], how) for name, (_, how) in cases.items()])
     for name, v in made.items():
         np.testing.assert_allclose(copies(strategy2, v), RECORDED["variables"][name], rtol=1e-6)
@@ -481,7 +476,7 @@ def test_what_is_refused_or_fails_changes_nothing(strategy2):
     def check(name, theirs, start, step, error, message):
         recorded = RECORDED["variables"][name]
         np.testing.assert_allclose(next((copies for copies in recorded if isinstance(copies, list)), recorded), theirs, rtol=1e-6)
-        v = variable(strategy2, start)
+        v = variable(start, strategy2)
         with pytest.raises(error, match=message):
             strategy2.run(step, args=(v,))
         assert copies(strategy2, v) == [start, start]
@@ -495,7 +490,7 @@ def test_what_is_refused_or_fails_changes_nothing(strategy2):
 
 
 def test_reads_after_writes_in_one_step_see_them_as_in_tensorflow(strategy2):
-    v, w = variable(strategy2, 1.0, aggregation="sum"), variable(strategy2, 0.0, aggregation="sum")
+    v, w = variable(1.0, strategy2, aggregation="sum"), variable(0.0, strategy2, aggregation="sum")
 
     def step():
         w.assign_add(replica_id() + 1)
@@ -511,7 +506,7 @@ def test_reads_after_writes_in_one_step_see_them_as_in_tensorflow(strategy2):
 def test_adding_at_one_place_on_each_replica_is_tensorflows_scatter_add(strategy2):
     """Replica i adds i + 2 at place i. Without an aggregation TensorFlow's copies diverge; here that is an error."""
     recorded = RECORDED["variables"]["scatter_add"]
-    made = {aggregation: variable(strategy2, np.ones(3, np.float32), aggregation=aggregation) for aggregation in recorded}
+    made = {aggregation: variable(np.ones(3, np.float32), strategy2, aggregation=aggregation) for aggregation in recorded}
 
     def step(aggregations):
         place = mr.get_replica_context().replica_id_in_sync_group
@@ -528,17 +523,17 @@ def test_adding_at_one_place_on_each_replica_is_tensorflows_scatter_add(strategy
 
 def test_the_rest_of_the_recorded_variable_numbers(strategy2):
     recorded = RECORDED["variables"]
-    v = variable(strategy2, 3.0)
+    v = variable(3.0, strategy2)
     gradient = strategy2.run(lambda: jax.grad(lambda value: value * value * (replica_id() + 1))(v.value))
     assert plain(gradient) == recorded["var_in_gradient_tape"]
     results = [v * 2, 2 * v, v - 1, 1 - v, v / 2, v // 2, v % 2, v**2, -v, abs(v), v > 2, v < 2]
     assert [np.asarray(x).tolist() for x in results] == recorded["operators_cross"]
 
-    w = variable(strategy2, 1.0)
+    w = variable(1.0, strategy2)
     strategy2.run(lambda: merge_call(lambda s, x: w.assign(s.reduce("SUM", x)), replica_id() + 1))
     assert copies(strategy2, w) == recorded["merge_call_assign"]
 
-    not_a_number = variable(strategy2, 0.0, aggregation="mean")
+    not_a_number = variable(0.0, strategy2, aggregation="mean")
     strategy2.run(lambda: not_a_number.assign(jnp.where(replica_id() == 0, jnp.nan, 1.0)))
     np.testing.assert_equal(copies(strategy2, not_a_number), recorded["assign_nan_mean"])
 

@@ -3,16 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from strategies import ctx, strategy_of
 
 import mirrored as mr
 
 DEVICES = [f"cpu:{i}" for i in range(8)]
-STRATEGIES = {r: mr.MirroredStrategy(DEVICES[:r]) for r in (1, 2, 3, 4)}
+STRATEGIES = {r: strategy_of(r) for r in (1, 2, 3, 4)}
 COLUMNS = 4
-
-
-def ctx():
-    return mr.get_replica_context()
 
 
 def total(value):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from strategies import variable
 
 import mirrored as mr
 from mirrored import testing
@@ -48,8 +49,7 @@ def note_of(error):
 
 
 def test_a_step_is_refused_for_the_last_batch_before_it_runs_for_the_first(strategy3):
-    with strategy3.scope():
-        count = mr.Variable(0)
+    count = variable(0, strategy3)
 
     def step(x):
         count.assign_add(1)

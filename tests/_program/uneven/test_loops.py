@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from _program.uneven.rows import COLUMNS, STRATEGIES, assert_equals_one_device, data, run, split, total
 from parameters import slow
+from strategies import variable
 
 import mirrored as mr
 
@@ -112,9 +113,8 @@ def test_loops_and_conditions_of_this_library_assign_in_uneven_steps(num_rows):
     x = data(num_rows)
 
     def outcome(strategy):
-        with strategy.scope():
-            w, chosen = mr.Variable(W), mr.Variable(np.float32(0))
-            own = mr.Variable(np.zeros(COLUMNS, np.float32), synchronization="on_read", aggregation="sum")
+        w, chosen = variable(W, strategy), variable(np.float32(0), strategy)
+        own = variable(np.zeros(COLUMNS, np.float32), strategy, synchronization="on_read", aggregation="sum")
 
         def over_rows(carry, row):
             own.assign_add(row)
@@ -151,8 +151,7 @@ def test_a_number_of_rows_in_a_loop_is_each_replicas_own():
 
 def test_copies_cannot_diverge_in_a_loop():
     strategy, x = STRATEGIES[2], split(STRATEGIES[2], data(3))
-    with strategy.scope():
-        v = mr.Variable(W, name="v")
+    v = variable(W, strategy, name="v")
 
     def assigns(x):
         mr.fori_loop(0, 2, lambda i, c: v.assign(total(jnp.sum(x, axis=0)) / x.shape[0]) * 0 + c, jnp.zeros(COLUMNS))
@@ -214,8 +213,7 @@ BESIDE_ROWS = {
 @pytest.mark.parametrize("name", BESIDE_ROWS)
 def test_what_a_loop_carries_beside_rows_may_not_be_assigned_and_two_loops_may(name):
     strategy, x, compute = STRATEGIES[2], split(STRATEGIES[2], data(3)), BESIDE_ROWS[name]
-    with strategy.scope():
-        n = mr.Variable(1.0, name="n")
+    n = variable(1.0, strategy, name="n")
 
     def one_loop(x):
         n.assign(compute(x, n.value)[1])
@@ -236,8 +234,7 @@ def test_what_a_loop_carries_beside_rows_may_not_be_assigned_and_two_loops_may(n
 
 def test_a_counter_in_the_loop_of_a_step_may_be_assigned_in_each_round_where_no_rows_are_carried():
     strategy, x = STRATEGIES[2], split(STRATEGIES[2], data(3))
-    with strategy.scope():
-        n, v = mr.Variable(0, name="n"), mr.Variable(0.0, name="v")
+    n, v = variable(0, strategy, name="n"), variable(0.0, strategy, name="v")
 
     def right(x):
         mr.fori_loop(0, 3, lambda i, c: n.assign_add(1) * 0 + c, 0)
@@ -272,8 +269,7 @@ def test_a_condition_of_rows_decides_how_often_all_is_done():
 
 
 def test_numbers_of_64_bits_in_an_uneven_step():
-    with STRATEGIES[2].scope():
-        n = mr.Variable(0, name="n")
+    n = variable(0, STRATEGIES[2], name="n")
 
     def step(x):
         with jax.enable_x64(True):

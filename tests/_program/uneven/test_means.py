@@ -1,5 +1,6 @@
 """A mean over the replicas weighs each by its rows, whatever it is the mean of; gradients that come back through one add up."""
 
+import functools
 import sys
 import threading
 import types
@@ -9,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from _program.uneven.rows import DEVICES, STRATEGIES, assert_equals_one_device, run, split, total
+from _program.uneven.rows import STRATEGIES, assert_equals_one_device, run, split, total
 from parameters import slow
+from strategies import ctx, in_threads, strategy_of, variable
 
 import mirrored as mr
 
@@ -24,7 +26,7 @@ PARAMS = {"a": RNG.normal(size=(3, 4)).astype(np.float32), "b": RNG.normal(size=
 
 
 def mean(value, **options):
-    return mr.get_replica_context().all_reduce("mean", value, **options)
+    return ctx().all_reduce("mean", value, **options)
 
 
 def pmean(value, axes="replica"):
@@ -39,7 +41,7 @@ OF_ANYTHING = {
     "of no rows": lambda x: jnp.float32(2),
     "a sum": jnp.sum,
     "a number of rows": lambda x: jnp.float32(x.shape[0]),
-    "a replica's number": lambda x: mr.get_replica_context().replica_id_in_sync_group + 0 * jnp.sum(x),
+    "a replica's number": lambda x: ctx().replica_id_in_sync_group + 0 * jnp.sum(x),
     "a root of a mean": lambda x: jnp.sqrt(jnp.mean(x**2)),
     "a largest value": lambda x: jnp.max(x, initial=0),
     "a mean of chosen rows": lambda x: jnp.mean(x, where=x > 0),
@@ -55,7 +57,7 @@ def test_whatever_it_is_each_replica_weighs_as_much_as_it_has_rows():
     """Three replicas with 4, 3 and 3 rows; and all alike with `by_rows=False`."""
 
     def step(x):
-        nothing = 0.0 * mr.get_replica_context().replica_id_in_sync_group  # makes one value for each replica of a number of rows
+        nothing = 0.0 * ctx().replica_id_in_sync_group  # makes one value for each replica of a number of rows
         own = {name: function(x) + nothing for name, function in OF_ANYTHING.items()}
         some = {name: own[name] for name in ("a mean", "a sum")}
         ways = mean(own), mean(some, by_rows=True), pmean(some), OTHER.mean(some), mr.get_strategy().reduce("mean", some)
@@ -123,7 +125,7 @@ NETS = {
     "checkpointed": lambda p, x: jax.checkpoint(lambda p, x: net(flax, p, x))(p, x),
     "scanned": scanned,
     "sums of sums": lambda p, x: x @ p["a"] + jax.lax.psum(jax.lax.psum(jnp.sum(p["b"]), "replica"), "replica"),
-    "gathered": lambda p, x: x @ p["a"] + jnp.sum(mr.get_replica_context().all_gather(p["b"], axis=0), axis=0),
+    "gathered": lambda p, x: x @ p["a"] + jnp.sum(ctx().all_gather(p["b"], axis=0), axis=0),
 }
 
 
@@ -153,7 +155,7 @@ def test_a_mean_of_gradients_is_that_of_one_device_or_is_refused_where_they_came
     steps = {name: mean_of(name) for name in NETS}
     right = steps.pop("without collectives")
     assert_equals_one_device(lambda strategy: run(strategy, right, ROWS))
-    run(mr.MirroredStrategy(DEVICES[:2]), steps["plain"], ROWS)  # exact where all have as many rows
+    run(strategy_of(2), steps["plain"], ROWS)  # exact where all have as many rows
     message = r"the mean over the replicas at .*test_means\.py:\d+ is of gradients that have come back .* at \S+:\d+"
     for name, step in steps.items():
         with pytest.raises(
@@ -193,9 +195,8 @@ def test_what_was_combined_or_assigned_since_counts_as_new():
     """A loss that is looked at after an update, and statistics of values that depend on collectives, are no gradients."""
 
     def outcome(strategy):
-        with strategy.scope():
-            a = mr.Variable(PARAMS["a"])
-            optimizer = mr.Optimizer(optax.sgd(0.1), a)
+        a = variable(PARAMS["a"], strategy)
+        optimizer = mr.Optimizer(optax.sgd(0.1), a)
 
         def step(x):
             each = lambda a: jnp.sum(flax(x @ a)[:, :2] ** 3, axis=-1)  # noqa: E731
@@ -265,13 +266,9 @@ def test_names_in_jax_lax_are_put_back_after_errors_and_while_threads_trace():
                 inside.wait()  # both are being traced now
             return pmean(x.mean() + k)
 
-        results[k, "mean"] = float(mr.MirroredStrategy(DEVICES[:2]).run(step, args=(split(strategy, [0, 1, 2]),)))
+        results[k, "mean"] = float(strategy_of(2).run(step, args=(split(strategy, [0, 1, 2]),)))
 
-    threads = [threading.Thread(target=run, args=(k,)) for k in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(functools.partial(run, k) for k in range(2)))
     assert (results[0, "mean"], results[1, "mean"]) == (1, 2)
     with pytest.raises(ZeroDivisionError):
         strategy.run(lambda x: pmean(x / (1 // 0)), args=(split(strategy, [0, 1, 2]),))

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from _program.uneven.rows import COLUMNS, DEVICES, STRATEGIES, assert_equals_one_device, ctx, data, run, split, with_nan_padding
+from strategies import variable
 
 import mirrored as mr
 
@@ -118,8 +119,7 @@ def test_arrays_that_a_step_makes_anew_for_each_trace_are_the_same_to_all_replic
     key = jax.random.key(3)
 
     def outcome(strategy):
-        with strategy.scope():
-            v = mr.Variable(np.ones(COLUMNS, np.float32))
+        v = variable(np.ones(COLUMNS, np.float32), strategy)
 
         def step(x):
             with jax.ensure_compile_time_eval():
@@ -136,8 +136,7 @@ def test_arrays_that_a_step_makes_anew_for_each_trace_are_the_same_to_all_replic
 
 def test_a_loop_around_run_trains_on_uneven_rows_and_other_strategies_may_run_in_between():
     def outcome(strategy):
-        with strategy.scope():
-            w = mr.Variable(np.ones(COLUMNS, np.float32))
+        w = variable(np.ones(COLUMNS, np.float32), strategy)
         optimizer = mr.Optimizer(optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)), [w])
         x = split(strategy, data(7))
 

@@ -11,6 +11,7 @@ import pytest
 from _program.uneven.rows import COLUMNS, DEVICES, data, with_nan_padding
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strategies import variable
 
 import mirrored as mr
 
@@ -189,9 +190,8 @@ def expect(names):
 def check_random_program(names, sizes):
     strategy = mr.MirroredStrategy(DEVICES[: len(sizes)])  # new: one step of many programs would warn
     rows = [data(n) + np.float32(i) for i, n in enumerate(sizes)]
-    with strategy.scope():
-        w = mr.Variable(ONES)
-        seen = mr.Variable(0, synchronization="on_read", aggregation="sum")
+    w = variable(ONES, strategy)
+    seen = variable(0, strategy, synchronization="on_read", aggregation="sum")
 
     def program(ctx, rows, w):
         v = jnp.asarray(ONES)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _program.uneven.rows import STRATEGIES, ctx, data, run, split, total
+from strategies import variable
 
 import mirrored as mr
 
@@ -32,8 +33,7 @@ def test_results_have_the_true_rows_verbs_count_them_and_the_next_step_takes_the
 
 def test_merge_call_gets_the_true_rows_and_first_replica_aggregation_works():
     x = data(5)
-    with STRATEGIES[3].scope():
-        first = mr.Variable(0.0, aggregation="only_first_replica")
+    first = variable(0.0, STRATEGIES[3], aggregation="only_first_replica")
 
     def merge(strategy, x, total):
         assert x.shapes == ((2, 4), (2, 4), (1, 4)) and total.shapes == ((),) * 3
@@ -54,8 +54,7 @@ def test_a_jitted_helper_with_collectives_is_cut_like_the_rest():
     def normalized(x, scale):
         return (x - global_mean(x)) * scale, scale + 1
 
-    with STRATEGIES[3].scope():
-        scale = mr.Variable(2.0)
+    scale = variable(2.0, STRATEGIES[3])
 
     def step(x):
         out, new = normalized(x, scale.value)
@@ -80,8 +79,7 @@ def test_rows_of_two_arguments_may_differ():
 
 def test_a_value_that_depends_on_a_replicas_own_rows_is_refused_in_uneven_steps_only():
     strategy = STRATEGIES[3]
-    with strategy.scope():
-        v = mr.Variable(np.zeros(4, np.float32), name="v")
+    v = variable(np.zeros(4, np.float32), strategy, name="v")
 
     def wrong(x):
         v.assign(total(jnp.sum(x, axis=0)) / x.shape[0])
@@ -171,8 +169,7 @@ def test_types_of_results_depend_neither_on_the_batch_nor_on_the_number_of_repli
 
 def test_errors_are_what_they_are_and_only_one_that_another_number_of_rows_does_not_have_is_about_rows():
     strategy, x = STRATEGIES[3], split(STRATEGIES[3], data(7))
-    with strategy.scope():
-        v = mr.Variable(0.0, name="v")
+    v = variable(0.0, strategy, name="v")
     with pytest.raises(mr.ReplicasDivergeError, match=r"depends on the argument `x`, of which each replica has its own"):
         strategy.run(lambda x: v.assign(jnp.sum(x)), args=(x,))
     with pytest.raises(mr.OneProgramError, match="needed the value of something that differs by replica"):

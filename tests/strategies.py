@@ -1,0 +1,53 @@
+"""Strategies and their variables, what steps of many tests say, and threads that do something at once."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+import mirrored as mr
+
+
+def strategy_of(num_devices: int, **options: Any) -> mr.MirroredStrategy:
+    """Make a strategy on the first CPU devices."""
+    return mr.MirroredStrategy([f"cpu:{i}" for i in range(num_devices)], **options)
+
+
+TWO = strategy_of(2)
+
+
+def variable(value: Any, strategy: mr.Strategy = TWO, **options: Any) -> mr.Variable:
+    """Make a variable of a strategy."""
+    with strategy.scope():
+        return mr.Variable(value, **options)
+
+
+def numbers(strategy: mr.Strategy, first: Any = 0.0) -> mr.PerReplica:
+    """Make a PerReplica of 0.0, 1.0 and so on, or of arrays, each larger by one than that of the replica before."""
+    return strategy.distribute_values_from_function(lambda ctx: np.float32(first) + ctx.replica_id_in_sync_group)
+
+
+def ctx() -> mr.ReplicaContext:
+    return mr.get_replica_context()
+
+
+def number() -> jax.Array:
+    """Return this replica's number, in a step."""
+    return ctx().replica_id_in_sync_group
+
+
+def all_reduce(op: str, tree: Any, **options: Any) -> Any:
+    return ctx().all_reduce(op, tree, **options)
+
+
+def values_of(result: mr.PerReplica) -> list[Any]:
+    """Return each replica's value as a number or a list."""
+    return [value.tolist() for value in result.values]
+
+
+def in_threads(*works: Callable[[], Any]) -> list[Any]:
+    """Run functions at once, each in a thread of its own; return what they return, or raise what one of them raises."""
+    with ThreadPoolExecutor(len(works)) as pool:
+        return [future.result() for future in [pool.submit(work) for work in works]]
