@@ -154,7 +154,8 @@ class DistributedDataset:
             if self._options.drop_remainder
             else "every row is used, also when the replicas get different numbers"
         )
-        return f"{type(self._plan.dataset).__name__}: {self._plan.how}; {rule}; {self._num_ahead} batches ahead"
+        ahead = f"{self._num_ahead} batches ahead" if self._num_ahead else "each when it is asked for"
+        return f"{type(self._plan.dataset).__name__}: {self._plan.how}; {rule}; {ahead}"
 
     def _report_dropped(self, dropped: int, num_rows: int) -> None:
         if not self._has_dropped:
