@@ -55,7 +55,7 @@ OFFERS = {
         mesh.ReplicaMesh mesh.cluster_mesh mesh.default_mesh mesh.make_mesh mesh.resolve_devices mesh.with_replicas
         named.seen parts.all_gather_parts parts.join_parts parts.num_real parts.own_part parts.part_size
         parts.reduce_scatter parts.split_parts per_replica.Origin per_replica.PerReplica per_replica.carried_sums
-        per_replica.is_per_replica per_replica.is_share per_replica.of_last_batch per_replica.origin_of
+        per_replica.is_per_replica per_replica.is_share per_replica.origin_of
         per_replica.require_whole per_replica.stack_of per_replica.stack_shapes per_replica.uneven_shapes
         placement.check_later placement.checksum placement.mirror placement.mirror_constants
         placement.own_copy placement.refuse_argument placement.stack spent.Spent spent.forget_pause spent.waited
@@ -85,8 +85,8 @@ OFFERS = {
     """,
     "_program": """
         cache.Programs cache.listeners call.ArrayLeaf call.Call call.argument_names call.array_leaves call.check_replicas
-        call.key_of
-        call.take_apart eager.eager eager.is_eager lift.Lifted lift.plan_result lift.trace mistakes.explain
+        call.key_of call.of_last_batch call.take_apart eager.eager eager.is_eager lift.Lifted lift.plan_result lift.trace
+        mistakes.explain
         program.Program program.annotate program.collectives_of program.describe_program
         program.name_of_collective program.place program.program_compiled refusals.check_outside steps.Steps
     """,

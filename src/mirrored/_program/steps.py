@@ -21,14 +21,14 @@ from .._replicas.collectives import ReplicaAxis
 from .._replicas.context import ReplicaContext, own_parts
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
-from .._replicas.per_replica import PerReplica, of_last_batch
+from .._replicas.per_replica import PerReplica
 from .._replicas.spent import Spent, waited
 from .._typing import PyTree, UserFunction
 from .._variables.access import claimed, load, store
 from .._variables.variable import spec_of
 from . import lift, proof, refusals, virtual
 from .cache import Programs
-from .call import Call, argument_names, array_leaves, check_replicas, key_of, take_apart
+from .call import Call, argument_names, array_leaves, check_replicas, key_of, of_last_batch, take_apart
 from .eager import is_eager, refuse_eager, run_eagerly, silenced
 from .fuse_all_reduces import Joined, join_sums, mean_of
 from .lift import Lifted, trace_step

@@ -13,7 +13,7 @@ import numpy as np
 from .. import _html
 from .._errors import PerReplicaError
 from .._jax import user_code
-from .._typing import REPLICA_AXIS, PyTree, Shape
+from .._typing import REPLICA_AXIS, Shape
 
 _WAYS_OUT = """it has one value for each replica. Write one of
     strategy.run(step, args=(x,))   # computes on each replica
@@ -227,39 +227,6 @@ def stack_shapes(shapes: Sequence[Shape]) -> tuple[Shape, tuple[Shape, ...] | No
     """Return the shape to which all `shapes` are padded, and the shapes themselves when they differ."""
     largest = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
     return largest, None if all(shape == largest for shape in shapes) else tuple(shapes)
-
-
-def of_last_batch(arguments: PyTree) -> PyTree | None:
-    """Return a step's arguments with the shapes, and no values, that they will have in the last batch of their dataset.
-
-    None unless each argument with rows comes from a dataset of which an uneven last batch is known.
-    """
-    values = [v for v in jax.tree.leaves(arguments, is_leaf=is_per_replica) if isinstance(v, PerReplica) and v.ndim]
-    _warn_of_pairs([origin for v in values if (origin := origin_of(v)) is not None])
-    is_known = lambda v: _last_sizes(v) and not uneven_shapes(v) and not isinstance(stack_of(v), jax.core.Tracer)  # noqa: E731
-    if not values or not all(map(is_known, values)):
-        return None
-    is_leaf = lambda leaf: hasattr(leaf, "__jax_array__")  # noqa: E731  # of ours: a variable stays one
-    return jax.tree.map(lambda v: _last(v) if is_per_replica(v) and v.ndim else v, arguments, is_leaf=is_leaf)
-
-
-def _warn_of_pairs(origins: Sequence[Origin]) -> None:
-    if len({origin.dataset for origin in origins}) > 1 and any(origin.is_auto_by_file for origin in origins):
-        user_code.warn(
-            "a step takes batches of two distributed datasets, of which AutoShardPolicy.AUTO shares one by file: on several "
-            "workers other rows meet than on one. If rows belong in pairs, zip the pipelines and distribute them as one dataset. "
-            "If not, say so: mr.InputOptions(auto_shard_policy='file')."
-        )
-
-
-def _last_sizes(value: PerReplica) -> tuple[int, ...]:
-    return () if value._origin is None else value._origin.last_sizes
-
-
-def _last(value: PerReplica) -> PerReplica:
-    array, sizes = value._array, _last_sizes(value)
-    stands_for = jax.ShapeDtypeStruct((len(sizes), max(sizes), *array.shape[2:]), array.dtype, sharding=array.sharding)
-    return PerReplica(stands_for, tuple((size, *array.shape[2:]) for size in sizes))
 
 
 jax.tree_util.register_pytree_node(

@@ -16,13 +16,13 @@ from .._jax import interpreter, jaxprs, user_code
 from .._models import nnx
 from .._program import eager, lift, mistakes
 from .._program.cache import Programs
-from .._program.call import ArrayLeaf, Call, argument_names, array_leaves, check_replicas, key_of, take_apart
+from .._program.call import ArrayLeaf, Call, argument_names, array_leaves, check_replicas, key_of, of_last_batch, take_apart
 from .._program.lift import Lifted
 from .._program.program import Program, place
 from .._replicas import frames, in_flight
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh, default_mesh
-from .._replicas.per_replica import PerReplica, of_last_batch
+from .._replicas.per_replica import PerReplica
 from .._replicas.placement import check_later
 from .._text import shown
 from .._typing import PyTree, UserFunction
