@@ -412,12 +412,12 @@ BUDGETS = {
     "_variables": 1872,  # 1,700
     "_models": 1258,  # 1,050
     "_updates": 264,  # 250
-    "_strategy": 1138,  # 1,100
+    "_strategy": 1136,  # 1,100
     "_transforms": 619,  # 600
     "data": 3458,  # 3,200
     "_workers": 2295,  # 1,700
     "_cluster": 1550,  # 1,080
-    "_checkpoint": 2022,  # 1,800
+    "_checkpoint": 2020,  # 1,800
     "_report": 992,  # 800
     "_testing": 771,  # 750
     "losses optimizer": 645,  # 600
