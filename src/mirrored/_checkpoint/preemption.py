@@ -122,10 +122,8 @@ class PreemptionHandler:
         if not self._previous:
             return
         try:
-            is_preempted = self._is_signalled
-            if self._watch is not None:
-                with progress.phase("the end of preemption handling", waits=True):
-                    is_preempted = any(self._coordination.exchange(_CHANNEL, self._is_signalled or self._is_noticed))
+            with progress.phase("the end of preemption handling", waits=True):
+                is_preempted = any(self._coordination.exchange(_CHANNEL, self._is_signalled or self._is_noticed))
             if is_preempted:
                 self._leave(self._last_step)
         finally:
