@@ -417,7 +417,7 @@ BUDGETS = {
     "data": 3458,  # 3,200
     "_workers": 2295,  # 1,700
     "_cluster": 1550,  # 1,080
-    "_checkpoint": 2000,  # 1,800
+    "_checkpoint": 1992,  # 1,800
     "_report": 992,  # 800
     "_testing": 771,  # 750
     "losses optimizer": 645,  # 600
