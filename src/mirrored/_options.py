@@ -67,7 +67,7 @@ class AutoShardPolicy(NamedChoice):
     OFF = "OFF"
 
 
-@_tf_names.explain_arguments("mr.InputOptions")
+@_tf_names.explain_arguments
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InputOptions:
     """The options of a distributed dataset.

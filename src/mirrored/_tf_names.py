@@ -164,22 +164,18 @@ INSTEAD = {
 }
 
 
-def explain_arguments(owner: str) -> Callable[[ClassT], ClassT]:
+def explain_arguments(kind: ClassT) -> ClassT:
     """Let a class say what to write in place of an argument that it does not have."""
+    owner, init = f"mr.{kind.__name__}", kind.__init__
 
-    def explain(kind: ClassT) -> ClassT:
-        init = kind.__init__
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **given: Any) -> None:
+        for name in given.keys() & INSTEAD[owner].keys():
+            raise TypeError(f"{owner} has no argument {name!r}. {INSTEAD[owner][name]}")
+        init(self, *args, **given)
 
-        @functools.wraps(init)
-        def checked(self: Any, *args: Any, **given: Any) -> None:
-            for name in given.keys() & INSTEAD[owner].keys():
-                raise TypeError(f"{owner} has no argument {name!r}. {INSTEAD[owner][name]}")
-            init(self, *args, **given)
-
-        kind.__init__ = checked
-        return kind
-
-    return explain
+    kind.__init__ = checked
+    return kind
 
 
 def hints(owner: str) -> Callable[[ClassT], ClassT]:

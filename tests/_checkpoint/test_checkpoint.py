@@ -906,7 +906,7 @@ def test_workers_that_differ_are_told_how() -> None:
         ("require_same_kinds", ([{"w": "number"}, {"w": "iterator"}],), "w is iterator on worker 1, and number on worker 0"),
         ("require_same_kinds", ([{"w": "number"}, {}],), "w is not there on worker 1, and number on worker 0"),
         ("require_no_error", ([{"error": evil}, {}], "save"), shown),
-        ("require_seen", ([{"where": "here", "sees": True}, {"where": evil, "sees": False}],), shown),
+        ("refuse_unseen", ([{"where": "here", "sees": True}, {"where": evil, "sees": False}],), shown),
         ("require_shared", ([{"where": "a", "x": 1}, {"where": evil, "x": 2}], "x", str), shown),
     ):
         with pytest.raises(CheckpointError, match=message) as caught:

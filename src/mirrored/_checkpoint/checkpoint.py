@@ -367,7 +367,7 @@ class Checkpoint:
                 return
             reports = self._exchange({"sees": self._files.sees(mark)}, where)
         if not all(report["sees"] for report in reports):
-            same_on_workers.require_seen(self._with_places(reports, where))
+            same_on_workers.refuse_unseen(self._with_places(reports, where))
         self._is_shared = True
 
     def _with_places(self, reports: same_on_workers.Reports, where: str) -> same_on_workers.Reports:

@@ -171,7 +171,8 @@ class StepFiles:
         try:
             new.mkdir()
             with _synced(new / _ARRAYS) as file:
-                stored = {key: _in_numpys_dtype(array) for key, array in arrays.items()}
+                # `np.savez` writes the bits of bfloat16 and others that NumPy does not know.
+                stored = {key: a if a.dtype.isbuiltin == 1 else a.view(f"u{a.dtype.itemsize}") for key, a in arrays.items()}
                 np.savez(file, **stored)  # pyrefly: ignore[bad-argument-type]
             with zipfile.ZipFile(new / _ARRAYS) as zipped:
                 sums = _checksums(zipped)
@@ -259,11 +260,6 @@ def _is_leftover(entry: os.DirEntry[str]) -> bool:
 
 def _is_old(entry: os.DirEntry[str]) -> bool:
     return entry.stat(follow_symlinks=False).st_mtime < time.time() - _STALE_SECONDS
-
-
-def _in_numpys_dtype(array: np.ndarray) -> np.ndarray:
-    """Return an array in a dtype that `np.savez` can write: the bits of bfloat16 and others that NumPy does not know."""
-    return array if array.dtype.isbuiltin == 1 else array.view(f"u{array.dtype.itemsize}")
 
 
 @contextlib.contextmanager

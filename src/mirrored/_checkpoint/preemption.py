@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import _thread
 import atexit
-import contextlib
 import ctypes
 import itertools
 import json
 import logging
 import os
-import queue
 import signal
 import sys
 import threading
@@ -85,11 +83,10 @@ class PreemptionHandler:
         self._last_step: int | None = None
         self._is_signalled = False  # SIGTERM has come to this process
         self._is_noticed = False  # the next `after_step` acts: in a job a little later than the signal, also of another worker
-        self._is_closed = False
         self._quiet_until = 0.0  # the end of the notice
         self._pid = os.getpid()
-        self._said: queue.SimpleQueue[None] = queue.SimpleQueue()  # gets an element when the signal is logged
         self._watch = None if self._coordination.num_workers == 1 else _SignalWatch(self, self._coordination)
+        # The handlers to be restored; none any more when this one has ended.
         self._previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         signal.signal(signal.SIGTERM, self._on_signal)
         _handlers.add(self)
@@ -122,13 +119,11 @@ class PreemptionHandler:
         Raises:
             SystemExit: with code 143, when a signal has come since the last step, and that step has been saved.
         """
-        if self._is_closed:
+        if not self._previous:
             return
         try:
-            is_preempted = self._is_signalled
-            if self._watch is not None:
-                with progress.phase("the end of preemption handling", waits=True):
-                    is_preempted = any(self._coordination.exchange(_CHANNEL, self._is_signalled or self._is_noticed))
+            with progress.phase("the end of preemption handling", waits=True):
+                is_preempted = any(self._coordination.exchange(_CHANNEL, self._is_signalled or self._is_noticed))
             if is_preempted:
                 self._leave(self._last_step)
         finally:
@@ -177,10 +172,7 @@ class PreemptionHandler:
 
     def _say_signal(self, where: str = "") -> None:
         """Log the signal, which has no other effect until `after_step` or `close`: a program may forget to call them."""
-        try:
-            _logger.warning("SIGTERM%s: saving at the next handler.after_step(step), or at handler.close()", where)
-        finally:
-            self._said.put(None)
+        _logger.warning("SIGTERM%s: saving at the next handler.after_step(step), or at handler.close()", where)
 
     def _notice(self) -> int | None:
         """Let the next `after_step` wait for the workers' agreement; return the last step."""
@@ -211,16 +203,12 @@ class PreemptionHandler:
         sys.exit(PREEMPTED)
 
     def _end(self) -> None:
-        if not self._is_closed and self._is_signalled and self._watch is None:
-            with contextlib.suppress(queue.Empty):
-                self._said.get(timeout=1.0)  # else the program may end before the thread has logged the signal
-        self._is_closed = True
+        """Restore the former handlers when the notice is over: a late signal would kill a program that leaves in good order.
+
+        By then a thread has also logged the signal.
+        """
         if self._watch is not None:
             self._watch.stop()
-        self._give_signals_back()
-
-    def _give_signals_back(self) -> None:
-        """Restore the former handlers when the notice is over: a late signal would kill a program that leaves in good order."""
         if self._previous and os.getpid() == self._pid:
             while (left := self._quiet_until - time.monotonic()) > 0:
                 time.sleep(left)

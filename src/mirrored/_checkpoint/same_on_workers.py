@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from .._errors import CheckpointError
 from .._text import escape_titled
@@ -45,16 +45,14 @@ def require_shared(reports: Reports, field: str, describe: Callable[[Any], str])
             )
 
 
-def require_seen(reports: Reports) -> None:
-    """Require that each worker has seen (`sees`) worker 0's mark in its own directory (`where`)."""
+def refuse_unseen(reports: Reports) -> NoReturn:
+    """Name the workers that have not seen (`sees`) worker 0's mark in their own directory (`where`)."""
     blind = [f"worker {worker} ({_shown(report['where'])})" for worker, report in enumerate(reports) if not report["sees"]]
-    if blind:
-        where = _shown(reports[0]["where"])
-        raise CheckpointError(
-            f"the workers do not share the directory of the checkpoint: what worker 0 writes to {where} is not "
-            f"seen by {', '.join(blind)}. Worker 0 writes and all workers read, so give mr.Checkpoint one directory of a file "
-            "system that all of them share, such as NFS; nothing was saved or restored."
-        )
+    raise CheckpointError(
+        f"the workers do not share the directory of the checkpoint: what worker 0 writes to {_shown(reports[0]['where'])} is not "
+        f"seen by {', '.join(blind)}. Worker 0 writes and all workers read, so give mr.Checkpoint one directory of a file "
+        "system that all of them share, such as NFS; nothing was saved or restored."
+    )
 
 
 def require_fit(reports: Reports, step: str) -> None:

@@ -79,9 +79,22 @@ def _lock(path: Path) -> int:
     """Open and lock the file, as soon as another process's lock ends."""
     began, is_said = time.monotonic(), False
     while True:
-        descriptor, other = _try_to_lock(path)
-        if descriptor is not None:
-            return descriptor
+        other: dict[str, Any] = {}
+        with contextlib.ExitStack() as opened:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+            opened.callback(os.close, descriptor)
+            try:
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    raise OSError(errno.EINVAL, "not a regular file", str(path))
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_at(path, descriptor):  # else its last holder has just removed it
+                    opened.pop_all()
+                    return descriptor
+            except BlockingIOError:
+                other = _read_note(descriptor)
+            except OSError as error:
+                if error.errno != errno.ESTALE:  # NFS: the file was removed
+                    raise
         is_here = other.get("host", socket.gethostname()) == socket.gethostname()
         if time.monotonic() - began >= (_HERE_SECONDS if is_here else _ELSEWHERE_SECONDS):
             raise CheckpointError(
@@ -93,27 +106,6 @@ def _lock(path: Path) -> int:
             is_said = True
             _logger.warning("%s: waiting up to %.0f s until %s has ended", path.parent, _ELSEWHERE_SECONDS, _show(other))
         time.sleep(0.05 if is_here else 1.0)
-
-
-def _try_to_lock(path: Path) -> tuple[int | None, dict[str, Any]]:
-    """Return the locked file's descriptor, or None and its holder's note about itself."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    other: dict[str, Any] = {}
-    is_mine = False
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_mine = _is_at(path, descriptor)  # else its last holder has just removed it
-    except BlockingIOError:
-        other = _read_note(descriptor)
-    except OSError as error:
-        if error.errno != errno.ESTALE:  # NFS: the file was removed
-            raise
-    finally:
-        if not is_mine:
-            os.close(descriptor)
-    return (descriptor if is_mine else None), other
 
 
 def _is_at(path: Path, descriptor: int) -> bool:

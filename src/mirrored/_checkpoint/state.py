@@ -224,7 +224,11 @@ def restore_values(named: Mapping[str, PyTree], leaves: Leaves, saved: Snapshot)
     for path, leaf in leaves.items():
         entry = saved.leaves[path]
         if isinstance(leaf, Variable):
-            _restore_variable(leaf, saved, entry)
+            mesh, impl = spec_of(leaf).mesh, entry.get("key")
+            if _takes_copies(leaf, saved, entry):
+                store(leaf, _on_devices(saved.arrays[entry["copies"]], mesh.stacked, impl))
+            else:
+                leaf.assign(_on_devices(saved.arrays[entry["value"]], mesh.mirrored, impl))
         elif entry["kind"] == "number":
             new[path] = NUMBERS[entry["type"]](entry["value"])
         elif isinstance(leaf, np.ndarray) and leaf.flags.writeable:
@@ -233,14 +237,6 @@ def restore_values(named: Mapping[str, PyTree], leaves: Leaves, saved: Snapshot)
             new[path] = _plain_value(leaf, saved.arrays[entry["value"]], entry)
     for name, tree in named.items():
         _replace_leaves(name, tree, new)
-
-
-def _restore_variable(variable: Variable, saved: Snapshot, entry: Mapping[str, Any]) -> None:
-    mesh = spec_of(variable).mesh
-    if _takes_copies(variable, saved, entry):
-        store(variable, _on_devices(saved.arrays[entry["copies"]], mesh.stacked, entry.get("key")))
-    else:
-        variable.assign(_on_devices(saved.arrays[entry["value"]], mesh.mirrored, entry.get("key")))
 
 
 def _on_devices(host: np.ndarray, placement: jax.sharding.Sharding, impl: str | None) -> jax.Array:

@@ -182,15 +182,15 @@ def _communication(facts: Facts) -> Html:
 
 def _memory(facts: Facts) -> Html:
     total = sum(state.num_bytes for state in facts.variables)
-    own = [replica for replica in facts.replicas if replica.in_use is not None][: pictures.MAX_DEVICES]
-    if own:
-        rows = [(f"replica {r.number}, {r.device}", r.in_use or 0, r.limit) for r in own]
+    telling = [replica for replica in facts.replicas if replica.in_use is not None]
+    if telling:
         note = f"In use on each device, by everything in it; the variables take {bytes_in_words(total)} of it."
-    else:
-        rows = [(f"replica {r.number}, {r.device}", total, None) for r in facts.replicas[: pictures.MAX_DEVICES]]
+    elif facts.variables:
         note = "These devices do not say how much memory is in use. The variables take, on each:"
-    if not (own or facts.variables):
+    else:
         return _quiet("There are no variables.")
+    shown = (telling or facts.replicas)[: pictures.MAX_DEVICES]
+    rows = [(f"replica {r.number}, {r.device}", total if r.in_use is None else r.in_use, r.limit) for r in shown]
     largest = sorted(facts.variables, key=lambda state: -state.num_bytes)[:_MAX_VARIABLES]
     kinds = {True: "sync-on-read", False: "mirrored"}
     cells = [(element("code", v.name), str(v.shape), v.dtype, bytes_in_words(v.num_bytes), kinds[v.is_on_read]) for v in largest]

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Sequence
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 import jax
 import numpy as np
@@ -21,7 +21,6 @@ from .._options import (
     CommunicationName,
     CommunicationOptions,
     CrossDeviceOps,
-    HierarchicalCopyAllReduce,
     NcclAllReduce,
     ReductionToOneDevice,
 )
@@ -34,7 +33,6 @@ from .strategy import Strategy
 _logger = logging.getLogger("mirrored")
 
 T = TypeVar("T")
-_KINDS = (NcclAllReduce, HierarchicalCopyAllReduce, ReductionToOneDevice)
 
 
 class MirroredStrategy(Strategy):
@@ -186,11 +184,11 @@ def _refuse_options(cluster: object, options: object) -> None:
 
 def _parse_ops(given: object) -> CrossDeviceOps | None:
     """Return the user's `cross_device_ops`, None for "auto"; refuse anything else, such as a class that is not called."""
-    if given is None or isinstance(given, _KINDS):
+    if given is None or isinstance(given, CrossDeviceOps):
         return given
     if isinstance(given, str) and given == "auto":
         return None
-    if isinstance(given, type) and given in _KINDS:
+    if isinstance(given, type) and given in get_args(CrossDeviceOps):
         name = given.__name__
         raise TypeError(f"cross_device_ops is the class mr.{name}; expected an object. Write cross_device_ops=mr.{name}().")
     error = ValueError if isinstance(given, str) else TypeError

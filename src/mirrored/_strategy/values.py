@@ -49,8 +49,8 @@ def distribute(mesh: ReplicaMesh, coordination: Coordination, trees: Iterable[Py
         arrays.append(list(map(_array, leaves)))
         kinds = [[list(a.shape), str(a.dtype)] for a in arrays[-1]]
         own.append({"structure": str(treedef), "leaves": kinds})
-    with progress.phase(_VERB, waits=not mesh.is_alone):
-        every = [replica for worker in ([own] if mesh.is_alone else coordination.exchange(_VERB, own)) for replica in worker]
+    with progress.phase(_VERB, waits=True):
+        every = [replica for worker in coordination.exchange(_VERB, own) for replica in worker]
     for replica, described in enumerate(every):
         if described["structure"] != every[0]["structure"]:
             raise ValueError(
