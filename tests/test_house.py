@@ -416,12 +416,12 @@ BUDGETS = {
     "_transforms": 619,  # 600
     "data": 3458,  # 3,200
     "_workers": 2265,  # 1,700
-    "_cluster": 1513,  # 1,080
+    "_cluster": 1508,  # 1,080
     "_checkpoint": 1992,  # 1,800
     "_report": 992,  # 800
     "_testing": 771,  # 750
     "losses optimizer": 645,  # 600
-    "_command launch": 1380,  # 1,000
+    "_command launch": 1373,  # 1,000
     "__init__ __main__ _public testing": 120,
     "_process": 90,  # was in _replicas, _jax, _strategy and _models
     "_env _errors _html _libraries _options _text _tf_names _typing": 1006,  # 950

@@ -20,8 +20,7 @@ MAGIC = "mirrored-preflight-1"
 MAX_LINE = 8192
 #: Characters of a message for a person, and of all addresses together; both fit a line with room to spare.
 MAX_TEXT = 3000
-_MAX_PROCESS, _MAX_WORD = 200, 300
-_MAX_VERSIONS = 16
+_MAX_WORD, _MAX_VERSIONS = 300, 16
 #: What worker 0 answers: that it waits for others, that all are there, or the error that all raise. And what jax's service says.
 WAITING, GO, RUNNING = "waiting", "go", "running"
 #: The settings of HTTP/2, which gRPC and so jax's service sends first, from the fourth byte on.
@@ -51,9 +50,7 @@ def introduce(cluster: Cluster, versions: Mapping[str, str], process: str, token
     """Make the hello of this worker."""
     workers = tuple(address or "" for address in cluster.workers)
     workers = workers if sum(map(len, workers)) + 4 * len(workers) <= MAX_TEXT else ()
-    return Hello(
-        cluster.worker_index, cluster.num_workers, cluster.digest(), workers, dict(versions), process[:_MAX_PROCESS], token
-    )
+    return Hello(cluster.worker_index, cluster.num_workers, cluster.digest(), workers, dict(versions), process, token)
 
 
 def encode(message: Mapping[str, Any]) -> bytes:

@@ -250,7 +250,7 @@ def _resolve(host: str, port: int, cluster: Cluster, clock: Clock) -> list[_Addr
 
 
 def _names_come_late() -> bool:
-    """Tell whether this is a pod, whose name may appear in the DNS only once it runs."""
+    """Tell whether this is a pod of Kubernetes, where a name may appear in the DNS only once its pod runs."""
     return _env.KUBERNETES_SERVICE_HOST.get() is not None
 
 

@@ -248,14 +248,12 @@ def _is_host(host: str, is_v6: bool) -> bool:
 
 
 def _check_distinct(spec: ClusterSpec) -> None:
-    seen: dict[tuple[str, int], str] = {}
+    seen: dict[str, str] = {}
     for role, addresses in spec.tasks:
         for i, address in enumerate(addresses):
-            if address:
-                host, port = split_address(address)
-                other = seen.setdefault((host.lower(), port), where := f"cluster.{role}[{i}]")
-                if other != where:
-                    refuse(f"{other} and {where} are both {describe(address)}; every task has an address of its own")
+            other = seen.setdefault(str(address).lower(), where := f"cluster.{role}[{i}]")
+            if other != where:
+                refuse(f"{other} and {where} are both {describe(address)}; every task has an address of its own")
 
 
 def refuse(text: str) -> NoReturn:
