@@ -17,7 +17,7 @@ from .._options import ReduceOp
 from .._process import is_keras_update
 from .._replicas.context import ReplicaContext, axis_of, current_replica
 from . import keras_parts
-from .keras_variables import UndiscoveredError, scope_mesh, update
+from .keras_variables import UndiscoveredError, scope_mesh
 
 if TYPE_CHECKING:
     import keras
@@ -76,10 +76,13 @@ def apply(
     _require_built(optimizer, variables)
     trained = variables or keras_parts.trained_by(optimizer)
     summed = _summed(replica, grads, trained)
-    with update():
+    token = is_keras_update.set(True)
+    try:
         if not isinstance(optimizer, sys.modules["keras"].optimizers.LossScaleOptimizer):
             return old(optimizer, summed, variables)
         return _apply_scaled(optimizer, {id(v): g for g, v in zip(summed, trained, strict=True)})
+    finally:
+        is_keras_update.reset(token)
 
 
 def _apply_scaled(optimizer: keras.optimizers.Optimizer, by_variable: dict[int, Any]) -> None:

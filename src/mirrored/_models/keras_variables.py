@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -153,16 +153,6 @@ def _require_support(variable: keras.Variable) -> None:
             "Keras is in its NNX mode, in which its variables belong to Flax; with a strategy it must be off: leave out "
             "KERAS_NNX_ENABLED, which has to be so before keras is imported."
         )
-
-
-@contextlib.contextmanager
-def update() -> Iterator[None]:
-    """Let an optimizer that has summed its gradients over the replicas write variables inside this block."""
-    token = _process.is_keras_update.set(True)
-    try:
-        yield
-    finally:
-        _process.is_keras_update.reset(token)
 
 
 def scope_mesh() -> ReplicaMesh | None:
