@@ -33,14 +33,6 @@ _FIT_OUTSIDE = (
 )
 
 
-def _as_in_keras() -> contextlib.AbstractContextManager[Any]:
-    """Return a block in which a variable is read as Keras does: outside of steps an eager scan or cond closes over its value."""
-    frame = frames.current()
-    is_in_step = frame is not None and frame.bindings is not None
-    is_passing = not is_in_step and tracing.is_staging() and tracing.is_for_this_call()
-    return tracing.untraced() if is_passing else contextlib.nullcontext()
-
-
 class View:
     """The methods of a view's class; the array is that of an `mr.Variable`, made with the first value."""
 
@@ -51,7 +43,11 @@ class View:
             return None
         if keras_parts.is_shape_inference(sys.modules["keras"]):
             return jnp.zeros(ours.shape, ours.dtype)
-        with _as_in_keras():
+        frame = frames.current()
+        is_in_step = frame is not None and frame.bindings is not None
+        # Outside of steps an eager scan or cond closes over the value, as in Keras.
+        is_passing = not is_in_step and tracing.is_staging() and tracing.is_for_this_call()
+        with tracing.untraced() if is_passing else contextlib.nullcontext():
             return ours.value
 
     @_value.setter

@@ -179,11 +179,6 @@ class NumpyDataset:
         self._passes[0] += num_passes * (self.num_epochs or 1)
         return made
 
-    def _order(self, epoch: int) -> np.ndarray:
-        if self.shuffle_seed is None:
-            return np.arange(self.num_rows)
-        return np.random.default_rng([self.shuffle_seed, epoch]).permutation(self.num_rows)
-
     def _num_batches_of_epoch(self) -> int:
         complete, rest = divmod(self.num_rows, self._rows_per_batch())
         count = complete + (rest > 0 and not self.drop_remainder)
@@ -224,7 +219,9 @@ class _NumpyIterator:
             raise StopIteration
         number = self._begin() + epoch
         if self._order is None or self._order[0] != number:
-            self._order = number, dataset._order(number)
+            is_shuffled, count = dataset.shuffle_seed is not None, dataset.num_rows
+            order = np.random.default_rng([dataset.shuffle_seed, number]).permutation(count) if is_shuffled else np.arange(count)
+            self._order = number, order
         rows = self._order[1][row : min(row + size, self._end)]
         self._place = epoch, row + len(rows)
         return dataset._mapped(jax.tree.map(lambda array: _take_rows(array, rows), dataset.arrays))
