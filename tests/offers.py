@@ -81,7 +81,7 @@ OFFERS = {
         equinox.places_in_modules keras.build_by keras.in_scope keras.traced_until_found keras.tracing
         keras_fit.describe keras_state.state_of keras_variables.has_strangers keras_variables.own_variable
         nnx.arrays_by_name nnx.holds_objects nnx.is_object nnx.run_with_objects nnx.set_arrays nnx.variables_of
-        normalization.over_replicas
+        replaced.over_replicas
     """,
     "_program": """
         cache.Programs cache.listeners call.ArrayLeaf call.Call call.argument_names call.array_leaves call.check_replicas

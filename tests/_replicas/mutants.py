@@ -7,6 +7,6 @@ MUTANTS = [
      "tests/_replicas/test_cross_replica.py::test_a_mean_neither_overflows_nor_rounds_to_zero"),
     ("_replicas/placement.py", "on_difference(position, sorted(", "on_difference(column, sorted(",
      "tests/_replicas/test_placement.py::test_workers_that_differ_are_named"),
-    ("_replicas/in_flight.py", "len(_process.in_flight) >= MAX_IN_FLIGHT:\n", "len(_process.in_flight) > MAX_IN_FLIGHT:\n",
+    ("_replicas/in_flight.py", "len(_process.in_flight) < MAX_IN_FLIGHT:\n", "len(_process.in_flight) <= MAX_IN_FLIGHT:\n",
      "tests/_replicas/test_in_flight.py::test_older_programs_are_waited_for_before_there_are_too_many"),
 ]  # fmt: skip

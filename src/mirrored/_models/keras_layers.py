@@ -15,9 +15,9 @@ from .._jax import user_code
 from .._jax.marks import Mark, Purpose, mark
 from .._options import ReduceOp
 from .._process import is_keras_update
-from .._replicas.context import ReplicaContext, axis_of, current_replica
+from .._replicas.context import axis_of, current_replica
 from . import keras_parts
-from .keras_variables import UndiscoveredError, scope_mesh, update
+from .keras_variables import UndiscoveredError, scope_mesh
 
 if TYPE_CHECKING:
     import keras
@@ -75,11 +75,20 @@ def apply(
     variables = None if trainable_variables is None else list(trainable_variables)
     _require_built(optimizer, variables)
     trained = variables or keras_parts.trained_by(optimizer)
-    summed = _summed(replica, grads, trained)
-    with update():
+    # Marked, as by `mr.Optimizer`, so that none is summed twice.
+    where, grads = user_code.user_line(), list(grads)
+    paths = [variable.path for variable in trained] + ["?"] * len(grads)  # Keras says it when their numbers differ
+    present = [i for i, gradient in enumerate(grads) if gradient is not None]
+    marked = [mark(jnp.asarray(grads[i]), Mark(Purpose.GRADIENT, paths[i], where)) for i in present]
+    totals = dict(zip(present, replica.all_reduce(ReduceOp.SUM, marked), strict=True))
+    summed = [totals.get(i) for i in range(len(grads))]
+    token = is_keras_update.set(True)
+    try:
         if not isinstance(optimizer, sys.modules["keras"].optimizers.LossScaleOptimizer):
             return old(optimizer, summed, variables)
         return _apply_scaled(optimizer, {id(v): g for g, v in zip(summed, trained, strict=True)})
+    finally:
+        is_keras_update.reset(token)
 
 
 def _apply_scaled(optimizer: keras.optimizers.Optimizer, by_variable: dict[int, Any]) -> None:
@@ -104,13 +113,3 @@ def _require_built(optimizer: keras.optimizers.Optimizer, variables: list[Any] |
 
     if not optimizer.built and variables:
         raise UndiscoveredError([], scope_mesh(), build)
-
-
-def _summed(replica: ReplicaContext, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-    """Sum gradients over the replicas, as `mr.Optimizer` does: marked, so that none is summed twice."""
-    where, grads = user_code.user_line(), list(grads)
-    paths = [variable.path for variable in variables] + ["?"] * len(grads)  # Keras says it when their numbers differ
-    present = [i for i, gradient in enumerate(grads) if gradient is not None]
-    marked = [mark(jnp.asarray(grads[i]), Mark(Purpose.GRADIENT, paths[i], where)) for i in present]
-    totals = dict(zip(present, replica.all_reduce(ReduceOp.SUM, marked), strict=True))
-    return [totals.get(i) for i in range(len(grads))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -33,14 +33,6 @@ _FIT_OUTSIDE = (
 )
 
 
-def _as_in_keras() -> contextlib.AbstractContextManager[Any]:
-    """Return a block in which a variable is read as Keras does: outside of steps an eager scan or cond closes over its value."""
-    frame = frames.current()
-    is_in_step = frame is not None and frame.bindings is not None
-    is_passing = not is_in_step and tracing.is_staging() and tracing.is_for_this_call()
-    return tracing.untraced() if is_passing else contextlib.nullcontext()
-
-
 class View:
     """The methods of a view's class; the array is that of an `mr.Variable`, made with the first value."""
 
@@ -51,7 +43,11 @@ class View:
             return None
         if keras_parts.is_shape_inference(sys.modules["keras"]):
             return jnp.zeros(ours.shape, ours.dtype)
-        with _as_in_keras():
+        frame = frames.current()
+        is_in_step = frame is not None and frame.bindings is not None
+        # Outside of steps an eager scan or cond closes over the value, as in Keras.
+        is_passing = not is_in_step and tracing.is_staging() and tracing.is_for_this_call()
+        with tracing.untraced() if is_passing else contextlib.nullcontext():
             return ours.value
 
     @_value.setter
@@ -153,16 +149,6 @@ def _require_support(variable: keras.Variable) -> None:
             "Keras is in its NNX mode, in which its variables belong to Flax; with a strategy it must be off: leave out "
             "KERAS_NNX_ENABLED, which has to be so before keras is imported."
         )
-
-
-@contextlib.contextmanager
-def update() -> Iterator[None]:
-    """Let an optimizer that has summed its gradients over the replicas write variables inside this block."""
-    token = _process.is_keras_update.set(True)
-    try:
-        yield
-    finally:
-        _process.is_keras_update.reset(token)
 
 
 def scope_mesh() -> ReplicaMesh | None:

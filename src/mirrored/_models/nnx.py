@@ -155,7 +155,10 @@ def _on_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
         [whole] = [leaf for leaf in leaves if isinstance(leaf, _StandIn) and leaf.graph is not None]
         objects = _nnx().unflatten(whole.graph, list(whole.arrays))
         replica = current_replica()
-        keys, norms = (_make_own(objects, replica), _normalize_together(objects)) if replica else ([], [])
+        keys = _make_own(objects, replica) if replica else []
+        norms = [norm for norm in _nodes(objects, _nnx().BatchNorm) if replica and norm.axis_name is None]
+        for norm in norms:  # they see the rows of all replicas
+            norm.axis_name = REPLICA_AXIS
         _, by_path = _take_apart(objects)
         held = [*_arrays_of(by_path).values(), *(key for _, key in keys)]  # held, so that no other array gets their ids
         given = set(map(id, held))
@@ -194,14 +197,6 @@ def _make_own(objects: list[Any], replica: ReplicaContext) -> list[tuple[Any, ja
         is_first = replica.replica_id_in_sync_group == 0
         state.set_value(jnp.where(is_first, state.get_value(), jnp.zeros_like(state.get_value())))
     return keys
-
-
-def _normalize_together(objects: list[Any]) -> list[Any]:
-    """Let BatchNorm layers without an axis name see the rows of all replicas, and return them."""
-    norms = [norm for norm in _nodes(objects, _nnx().BatchNorm) if norm.axis_name is None]
-    for norm in norms:
-        norm.axis_name = REPLICA_AXIS
-    return norms
 
 
 def _metrics_of(objects: list[Any]) -> list[Any]:

@@ -1,15 +1,17 @@
-"""The table of methods that are replaced in Keras and Equinox: inside scopes and traces, until the last one is left."""
+"""What is replaced in Keras, Equinox and Linen: inside scopes and traces, until the last one is left."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .. import _process
 from .._jax import user_code
+from .._replicas.context import current_replica
+from .._typing import REPLICA_AXIS
 from . import equinox, keras_fit, keras_layers, keras_parts, keras_variables
 
 if TYPE_CHECKING:
@@ -89,6 +91,23 @@ def in_place() -> Iterator[None]:
             _process.num_replacing -= 1
             if not _process.num_replacing:
                 _undo()
+
+
+@contextlib.contextmanager
+def over_replicas() -> Iterator[None]:
+    """Trace, or run, a step inside this block, whose BatchNorm layers normalize over the replicas too."""
+    linen = sys.modules.get("flax.linen")
+    with in_place(), contextlib.nullcontext() if linen is None else linen.intercept_methods(_intercept):
+        yield
+
+
+def _intercept(method: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], context: Any) -> Any:
+    """Call a method of a Linen module; a BatchNorm without an axis name is called as a clone with the replicas' name."""
+    layer = context.module
+    is_own = isinstance(layer, sys.modules["flax.linen"].BatchNorm) and layer.axis_name is None
+    if is_own and context.method_name == "__call__" and current_replica() is not None:
+        return layer.clone(parent=layer.scope, axis_name=REPLICA_AXIS)(*args, **kwargs)
+    return method(*args, **kwargs)
 
 
 def _replace(owner: type, name: str, method: Callable[..., Any]) -> tuple[Callable[..., Any], Any]:

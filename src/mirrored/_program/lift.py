@@ -19,7 +19,7 @@ import numpy as np
 
 from .._jax import jaxprs, tracing, user_code
 from .._jax.jaxprs import ClosedJaxpr, Var
-from .._models import keras, normalization
+from .._models import keras, replaced
 from .._replicas import context, frames, named
 from .._replicas.frames import Frame
 from .._replicas.per_replica import PerReplica, stack_of, uneven_shapes
@@ -277,7 +277,7 @@ def trace_step(call: Call, shapes: Sequence[Shape], frame: Frame) -> Traced:
     avals = [leaf.aval(shape) for leaf, shape in zip(call.array_leaves(), shapes, strict=True)]
     assert frame.replica is not None
     try:
-        with normalization.over_replicas(), named.seen():
+        with replaced.over_replicas(), named.seen():
             apply = lambda arrays: call.apply(arrays, lambda _, array: array)  # noqa: E731
             return trace(apply, avals, frame, lambda variable: spec_of(variable).shape, call.function)
     except Exception as error:

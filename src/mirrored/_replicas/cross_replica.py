@@ -125,18 +125,15 @@ def split_stack(value: jax.Array, num_replicas: int) -> jax.Array:
         raise TypeError(f"a value of dtype {value.dtype} cannot be split into a sum over replicas.")
     if jnp.issubdtype(value.dtype, jnp.complexfloating):
         return jax.lax.complex(split_stack(value.real, num_replicas), split_stack(value.imag, num_replicas))
-    part = _part(value, num_replicas)
+    if jnp.issubdtype(value.dtype, jnp.integer):
+        part = jax.lax.div(value, jnp.full_like(value, num_replicas))  # rounds towards zero
+    else:
+        magnitude = jnp.abs(value)
+        spacing = magnitude - jnp.nextafter(magnitude, jnp.zeros_like(magnitude))
+        part = jnp.trunc(value / num_replicas / spacing) * spacing
+        part = jnp.where(jnp.isfinite(value) & (magnitude > 0) & jnp.isfinite(part), part, 0).astype(value.dtype)
     first = jnp.where(part == 0, value, value - part * (num_replicas - 1))
     return jnp.concatenate([first[None], jnp.broadcast_to(part, (num_replicas - 1, *value.shape))])
-
-
-def _part(value: jax.Array, num_replicas: int) -> jax.Array:
-    if jnp.issubdtype(value.dtype, jnp.integer):
-        return jax.lax.div(value, jnp.full_like(value, num_replicas))  # rounds towards zero
-    magnitude = jnp.abs(value)
-    spacing = magnitude - jnp.nextafter(magnitude, jnp.zeros_like(magnitude))
-    part = jnp.trunc(value / num_replicas / spacing) * spacing
-    return jnp.where(jnp.isfinite(value) & (magnitude > 0) & jnp.isfinite(part), part, 0).astype(value.dtype)
 
 
 def require_equal_except(axes: Axes, value: PerReplica, verb: str) -> None:

@@ -52,10 +52,8 @@ def gathers(mesh: ReplicaMesh, stack: jax.Array) -> bool:
 
 def gather(mesh: ReplicaMesh, stack: jax.Array, axis: int, shapes: Sequence[Shape] | None) -> jax.Array:
     """Concatenate the replicas' values along `axis` in memory that all devices share; `shapes` are given if they differ."""
-    parts: dict[int, np.ndarray] = {}
-    for shard in stack.addressable_shards:
-        first = shard.index[0].start or 0
-        parts |= {first + i: row for i, row in enumerate(np.asarray(shard.data))}
+    shards = [(shard.index[0].start or 0, np.asarray(shard.data)) for shard in stack.addressable_shards]
+    parts = {first + i: row for first, rows in shards for i, row in enumerate(rows)}
     rows = [parts[i] if shapes is None else parts[i][tuple(map(slice, shapes[i]))] for i in range(stack.shape[0])]
     size = sum(row.shape[axis] for row in rows)
     [joined] = empty_rows(1, (*rows[0].shape[:axis], size, *rows[0].shape[axis + 1 :]), stack.dtype)

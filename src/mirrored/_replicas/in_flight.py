@@ -75,8 +75,16 @@ def is_joint(placement: NamedSharding) -> bool:
 def started(witness: jax.Array) -> None:
     """Note a dispatched program by a result of it that nobody donates; when too many are in flight, wait for older ones."""
     _process.in_flight.append(witness)
-    if len(_process.in_flight) >= MAX_IN_FLIGHT:
-        _wait()
+    if len(_process.in_flight) < MAX_IN_FLIGHT:
+        return
+    with _process.in_flight_lock:
+        waited_for = [_process.in_flight.popleft() for _ in range(WAIT_FOR)] if len(_process.in_flight) >= MAX_IN_FLIGHT else []
+    for old in reversed(waited_for):
+        if not old.is_deleted():  # XLA runs them one after the other, so the last that can be waited for is enough
+            start = time.perf_counter()
+            old.block_until_ready()
+            waited.devices += time.perf_counter() - start
+            return
 
 
 def joined(witness: jax.Array, check: Callable[[Any], None] | None = None) -> None:
@@ -105,14 +113,3 @@ def finish(left: int = 0) -> None:
 
 
 progress.finish = finish  # at the end of a program nothing comes later that would wait
-
-
-def _wait() -> None:
-    with _process.in_flight_lock:
-        waited_for = [_process.in_flight.popleft() for _ in range(WAIT_FOR)] if len(_process.in_flight) >= MAX_IN_FLIGHT else []
-    for old in reversed(waited_for):
-        if not old.is_deleted():  # XLA runs them one after the other, so the last that can be waited for is enough
-            start = time.perf_counter()
-            old.block_until_ready()
-            waited.devices += time.perf_counter() - start
-            return

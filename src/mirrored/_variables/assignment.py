@@ -112,7 +112,10 @@ class Assignment:
         if not isinstance(array, jax.core.Tracer) and (array.committed or not spec.mesh.is_alone):
             if array is operand and not frames.is_traced():
                 placement.check_later(spec.mesh, [array], lambda _: f"what variable {spec.name!r} was given by {self.method}")
-            array = _moved(array, spec.mesh)
+            if spec.mesh.is_alone or not frames.is_traced():
+                array = placed(array, spec.mesh)
+            elif array.is_fully_addressable:
+                array = jnp.asarray(np.asarray(array))  # a constant of the program
         if tuple(array.shape) != spec.shape:
             raise ValueError(
                 f"{what} of shape {spec.shape} was given a value of shape "
@@ -161,10 +164,3 @@ def placed_copy(array: jax.Array | np.ndarray, mesh: ReplicaMesh) -> jax.Array:
 
 def _own(stack: jax.Array, axis: ReplicaAxis | None) -> jax.Array:
     return stack if axis is None else jax.lax.dynamic_index_in_dim(stack, axis.index(), keepdims=False)
-
-
-def _moved(array: jax.Array, mesh: ReplicaMesh) -> jax.Array:
-    """Bring an array to the variable's devices, as the chief has it; in a trace, as a constant of the program."""
-    if mesh.is_alone or not frames.is_traced():
-        return placed(array, mesh)
-    return jnp.asarray(np.asarray(array)) if array.is_fully_addressable else array

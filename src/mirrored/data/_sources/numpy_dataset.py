@@ -55,7 +55,15 @@ class NumpyDataset:
     _passes: list[int] = dataclasses.field(default_factory=lambda: [0], init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _check_arrays(self.arrays)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(self.arrays, is_leaf=is_per_replica)[0]:
+            name = jax.tree_util.keystr(path) or "the array"
+            if not isinstance(leaf, np.ndarray):
+                kind = type(leaf).__name__
+                raise TypeError(f"{name} is {shown(leaf)} of type {kind}; expected a numpy array whose first axis counts rows.")
+            refuse_mask(leaf, lambda name=name: f"{name} is")
+            if not is_numeric(leaf.dtype):
+                raise TypeError(f"{name} has dtype {leaf.dtype}, which no device can hold. Encode it as numbers first.")
+        count_rows(self.arrays, "make_numpy_dataset got", "Each row must be one example, of all arrays.")
         if self.batch_size is not None:
             check_int("batch_size is", self.batch_size, 1, "the number of rows")
         if not isinstance(self.drop_remainder, bool):
@@ -179,11 +187,6 @@ class NumpyDataset:
         self._passes[0] += num_passes * (self.num_epochs or 1)
         return made
 
-    def _order(self, epoch: int) -> np.ndarray:
-        if self.shuffle_seed is None:
-            return np.arange(self.num_rows)
-        return np.random.default_rng([self.shuffle_seed, epoch]).permutation(self.num_rows)
-
     def _num_batches_of_epoch(self) -> int:
         complete, rest = divmod(self.num_rows, self._rows_per_batch())
         count = complete + (rest > 0 and not self.drop_remainder)
@@ -227,7 +230,9 @@ class _NumpyIterator:
             raise StopIteration
         number = self._begin() + epoch
         if self._order is None or self._order[0] != number:
-            self._order = number, dataset._order(number)
+            is_shuffled, count = dataset.shuffle_seed is not None, dataset.num_rows
+            order = np.random.default_rng([dataset.shuffle_seed, number]).permutation(count) if is_shuffled else np.arange(count)
+            self._order = number, order
         rows = self._order[1][row : min(row + size, self._end)]
         self._place = epoch, row + len(rows)
         return dataset._mapped(jax.tree.map(lambda array: _take_rows(array, rows), dataset.arrays))
@@ -279,20 +284,6 @@ def _take_rows(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Copy rows to where devices can have them without a further copy."""
     [copy] = empty_rows(1, (len(rows), *array.shape[1:]), array.dtype)
     return np.take(array, rows, axis=0, out=copy, mode="clip")  # the default mode copies once more; all rows are there
-
-
-def _check_arrays(arrays: PyTree) -> None:
-    """Refuse a nest whose leaves are not arrays of numbers with one common number of rows."""
-    for path, leaf in jax.tree_util.tree_flatten_with_path(arrays, is_leaf=is_per_replica)[0]:
-        name = jax.tree_util.keystr(path) or "the array"
-        if not isinstance(leaf, np.ndarray):
-            raise TypeError(
-                f"{name} is {shown(leaf)} of type {type(leaf).__name__}; expected a numpy array whose first axis counts rows."
-            )
-        refuse_mask(leaf, lambda name=name: f"{name} is")
-        if not is_numeric(leaf.dtype):
-            raise TypeError(f"{name} has dtype {leaf.dtype}, which no device can hold. Encode it as numbers first.")
-    count_rows(arrays, "make_numpy_dataset got", "Each row must be one example, of all arrays.")
 
 
 def stacked_lists(arrays: PyTree) -> PyTree:

@@ -116,7 +116,12 @@ def rows_of(batch: PyTree) -> int:
 
 def open_source(dataset: Any, state: Any = None, maps: Sequence[Callable[..., PyTree]] = ()) -> Source:
     """Start an iterator over the global batches of a dataset, from a position on if one is given, each passed through `maps`."""
-    own = _own_stream(dataset, state) if is_hugging_face(dataset) and hasattr(dataset, "load_state_dict") else dataset
+    own = dataset
+    if is_hugging_face(dataset) and hasattr(dataset, "load_state_dict"):
+        # A copy for one pass: the user's begins each pass of an epoch at the position that it was given.
+        own = dataset.with_format("numpy")
+        if hasattr(dataset, "epoch"):
+            own.set_epoch(dataset.epoch if state is None else state.get("epoch", dataset.epoch))
 
     def start() -> Any:
         if grain.is_pipeline(own):
@@ -128,14 +133,6 @@ def open_source(dataset: Any, state: Any = None, maps: Sequence[Callable[..., Py
     iterator = start() if state is None else _resume(own, start, state)
     is_owned = isinstance(own, NumpyDataset) and not (own.maps or maps)
     return Source(own, iterator, is_owned, maps)
-
-
-def _own_stream(dataset: Any, state: dict[str, Any] | None) -> Any:
-    """Copy a Hugging Face stream for one pass: the user's begins each pass of an epoch at the position that it was given."""
-    own = dataset.with_format("numpy")
-    if hasattr(dataset, "epoch"):
-        own.set_epoch(dataset.epoch if state is None else state.get("epoch", dataset.epoch))
-    return own
 
 
 def is_sequence(dataset: object) -> bool:
