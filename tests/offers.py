@@ -17,8 +17,8 @@ OFFERS = {
         primitives.DEVICE_RANDOM primitives.DIVISIONS primitives.DOT_PRODUCTS primitives.ELEMENTWISE primitives.FILLS
         primitives.HOST_EFFECTS primitives.LINEAR primitives.LOOPS primitives.MAKE_SAME primitives.PURE
         primitives.RANDOM primitives.SAID_TWICE primitives.SCATTER_SUMS primitives.SPREADS primitives.SUMS
-        tracing.NO_TRACE tracing.bind tracing.context tracing.current_trace tracing.is_for_this_call
-        tracing.is_mapped_over tracing.is_staging tracing.is_wide tracing.keeps_a_mesh tracing.key_kind tracing.lowered
+        tracing.NO_TRACE tracing.bind tracing.context tracing.current_trace tracing.have_mesh tracing.is_for_this_call
+        tracing.is_mapped_over tracing.is_staging tracing.is_wide tracing.key_kind tracing.lowered
         tracing.new_operand tracing.operand_p tracing.room_for tracing.separate_caches tracing.settings tracing.trace
         tracing.trace_state tracing.untraced user_code.equation_line user_code.hide_lines user_code.leave_out
         user_code.line_of user_code.raising_line user_code.shorten_errors user_code.show_users_lines user_code.user_line
@@ -84,10 +84,9 @@ OFFERS = {
         replaced.over_replicas
     """,
     "_program": """
-        cache.Programs cache.listeners call.ArrayLeaf call.Call call.argument_names call.array_leaves call.check_replicas
+        cache.Programs cache.listeners call.Call call.argument_names call.array_leaves call.check_replicas
         call.key_of call.of_last_batch call.take_apart eager.eager eager.is_eager lift.Lifted lift.plan_result lift.trace
-        mistakes.explain
-        program.Program program.annotate program.collectives_of program.describe_program
+        program.Program program.StepProgram program.annotate program.collectives_of program.describe_program
         program.name_of_collective program.place program.program_compiled refusals.check_outside steps.Steps
     """,
     "_transforms": """

@@ -295,7 +295,6 @@ STATE = {
 }
 #: Functions whose results are kept: each is a pure function of its arguments, but for those in ONCE, which do something once.
 CACHES = {
-    "_jax.tracing": "_settings_in",
     "_models.equinox": "_places_in",
     "_models.keras_fit": "_distribution",
     "_models.keras_parts": "subclass_of",
@@ -406,14 +405,14 @@ def test_sizes() -> None:
 #: Lines of each wing. A commit may lower a budget, and never raises one; beside it what is to be reached. The ground is together,
 #: and so are small wings that stand for one thing. `python tests/test_house.py` prints today's.
 BUDGETS = {
-    "_program": 4150,  # 4,000
-    "_jax": 1335,  # 1,300
+    "_program": 4135,  # 4,000
+    "_jax": 1304,  # 1,300
     "_replicas": 2314,  # 2,100
     "_variables": 1863,  # 1,700
     "_models": 1237,  # 1,050
     "_updates": 264,  # 250
     "_strategy": 1136,  # 1,100
-    "_transforms": 619,  # 600
+    "_transforms": 607,  # 600
     "data": 3419,  # 3,200
     "_workers": 2265,  # 1,700
     "_cluster": 1508,  # 1,080

@@ -74,7 +74,7 @@ def test_what_is_no_array_is_compiled_in(static):
     assert call.arrays == []
     assert call.leaves == ([] if static is None else [(static,)])
     hash((call.key, static_key(static)))
-    assert call.apply([], lambda leaf, array: array) is static
+    assert call.apply([]) is static
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_an_array_is_passed(array, shape, dtype, is_weak):
     assert call.leaves == [ArrayLeaf(shape, jnp.dtype(dtype), is_weak, False)]
     assert (call.arrays[0] is array) is not isinstance(array, np.ndarray | np.generic)  # what lies on the host is copied
     np.testing.assert_array_equal(call.arrays[0], array)
-    assert call.apply(["own"], lambda leaf, own: (leaf, own)) == (call.leaves[0], "own")
+    assert call.apply(["own"]) == "own"
 
 
 def test_a_random_key_is_an_array_and_a_per_replica_is_one_replicas_array():

@@ -13,6 +13,7 @@ from strategies import TWO, variable
 import mirrored as mr
 from mirrored._jax import jaxprs
 from mirrored._program import lift
+from mirrored._program.call import take_apart
 from mirrored._replicas.frames import Frame
 from mirrored._transforms import function
 
@@ -203,7 +204,7 @@ def test_state_is_not_made_inside_a_trace():
 
 
 def lifted_of(step):
-    return lift.trace(lambda _: step(), [], Frame(None, None), lambda v: v.shape, step).lifted()
+    return lift.trace(take_apart(step, (), {}), [], Frame(None, None)).lifted()
 
 
 def test_variables_become_operands_of_the_step_wherever_they_are_read():

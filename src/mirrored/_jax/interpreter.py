@@ -18,7 +18,7 @@ from .primitives import INLINE_CALLS
 
 Value = TypeVar("Value")
 #: The rules for primitives that run jaxprs other than by calling them once.
-_RULES = {"scan": "scan", "while": "while_loop", "cond": "cond", "custom_linear_solve": "solve"}
+_RULES = {"scan": "loop", "while": "loop", "cond": "cond", "custom_linear_solve": "solve"}
 #: What a loop or condition runs: takes values and returns values.
 Body = Callable[..., Sequence[Any]]
 
@@ -78,7 +78,7 @@ class Interpreter(abc.ABC, Generic[Value]):
         """Handle an equation that names the axis of the replicas: the replica's number, or a collective."""
         return self.plain(equation, values)
 
-    scan = while_loop = cond = solve = over_replicas
+    loop = cond = solve = over_replicas
 
 
 class Flattening(Interpreter[Value]):
@@ -118,16 +118,16 @@ class Evaluation(Interpreter[Any]):
     def plain(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
         return tracing.bind(equation, values)
 
-    def scan(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
+    def loop(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
         walk, parts = self.run_closed, jaxprs.loop_of(equation).parts
         return run_parts(equation, values, [lambda *arguments, part=part: walk(part.closed, arguments) for part in parts])
 
-    while_loop = cond = scan
+    cond = loop
 
 
 def evaluate(closed: ClosedJaxpr, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
     """Run a traced function on arrays, in whatever trace is current."""
-    if tracing.knows_a_mesh(closed):
+    if tracing.have_mesh(jaxprs.all_equations(closed.jaxpr)):
         return Evaluation().run(closed.jaxpr, constants, arguments)
     return jax.core.eval_jaxpr(closed.jaxpr, constants, *arguments)
 
@@ -200,7 +200,7 @@ class Analysis(Interpreter[Value]):
         branches = [inside.run_closed(closed, operands) for closed in equation.params["branches"]]
         return [self.chosen(decision, self.merged(results)) for results in zip(*branches, strict=True)]
 
-    def scan(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
+    def loop(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
         """Walk through the body, and the condition of a `while`, until the carry is settled."""
         loop = jaxprs.loop_of(equation)
         *conditions, body = loop.parts
@@ -221,8 +221,6 @@ class Analysis(Interpreter[Value]):
         final = self.inside(equation, decide(carry))
         *_, results = [walk(final, part, carry) for part in loop.parts]
         return [*carry, *results[len(carry) :]]
-
-    while_loop = scan
 
     def settled(self, carry: Sequence[Value], one_round: Callable[[Sequence[Value]], Sequence[Value]]) -> list[Value]:
         """Return the properties of a loop's carry, after as many rounds as it takes until another changes nothing."""

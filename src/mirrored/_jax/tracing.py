@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from .. import _process
 from .._typing import REPLICA_AXIS
-from .jaxprs import ClosedJaxpr, Equation, Jaxpr, Var, all_equations, inside
+from .jaxprs import ClosedJaxpr, Equation, Jaxpr, Var, all_equations
 
 
 class Axis(Protocol):
@@ -159,11 +159,6 @@ def _room_for(avals: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if _WIDE.isdisjoint(names) else jax.enable_x64(True)
 
 
-def knows_a_mesh(closed: ClosedJaxpr) -> bool:
-    """Tell whether a function was traced with arrays of ours."""
-    return _have_mesh(all_equations(closed.jaxpr))
-
-
 def bind(equation: Equation, operands: Sequence[Any]) -> list[Any]:
     """Apply one equation of a jaxpr to values, also in place of its literals, in whatever trace is current."""
     variables: list[Any] = [Var(atom.aval) for atom in equation.invars]
@@ -173,12 +168,8 @@ def bind(equation: Equation, operands: Sequence[Any]) -> list[Any]:
     return [_in_this_mesh(result) for result in jax.core.eval_jaxpr(jaxpr, (), *operands)]
 
 
-def keeps_a_mesh(equation: Equation) -> bool:
-    """Tell whether functions inside an equation were traced with arrays of ours: their operations run in no other mesh."""
-    return _have_mesh(inside(equation))
-
-
-def _have_mesh(equations: Iterable[Equation]) -> bool:
+def have_mesh(equations: Iterable[Equation]) -> bool:
+    """Tell whether some equations were traced with arrays of ours: inside a function, they run in no other mesh."""
     return any(map(_has_mesh, {atom.aval for equation in equations for atom in (*equation.invars, *equation.outvars)}))
 
 
@@ -194,6 +185,9 @@ def own_axes_first(equation: Equation) -> tuple[ClosedJaxpr, Equation]:
     return closed, equation.replace(params=params, invars=variables)
 
 
+_NO_MESH = AbstractMesh((), ())
+
+
 def _for_meshes_of(operands: Sequence[Any], equation: Equation) -> Equation:
     """Return an equation with the mesh of the operands that it is to run with.
 
@@ -207,22 +201,9 @@ def _for_meshes_of(operands: Sequence[Any], equation: Equation) -> Equation:
     mesh = here if here in meshes else meshes[0]
     is_in_type = lambda value: isinstance(value, NamedSharding) and isinstance(value.mesh, AbstractMesh)  # noqa: E731
     params = {name: NamedSharding(mesh, v.spec) if is_in_type(v) else v for name, v in equation.params.items()}
-    return equation.replace(params=params, ctx=_settings_in(mesh, equation.ctx))
-
-
-@functools.lru_cache
-def _settings_in(mesh: AbstractMesh, settings: Any) -> Any:
-    try:
-        with settings.manager, jax.sharding.use_abstract_mesh(mesh):
-            return _settings_here()
-    except ValueError:  # JAX lets no mesh be entered inside one of another size
-        with jax.sharding.use_abstract_mesh(mesh):
-            return _settings_here()
-
-
-def _settings_here() -> Any:
-    [equation] = jax.make_jaxpr(jax.lax.neg)(0.0).eqns
-    return equation.ctx
+    enter = jax.sharding.use_abstract_mesh
+    with equation.ctx.manager, enter(_NO_MESH), enter(mesh):  # inside a mesh of another size JAX lets none be entered
+        return equation.replace(params=params, ctx=core.JaxprEqnContext())
 
 
 def _in_this_mesh(value: Any) -> Any:

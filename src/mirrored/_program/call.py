@@ -64,10 +64,10 @@ class Call(NamedTuple):
         """The user's name of the function."""
         return getattr(self.function, "__qualname__", type(self.function).__name__)
 
-    def apply(self, arrays: Sequence[Any], wrap: Callable[[ArrayLeaf, Any], Any]) -> PyTree:
+    def apply(self, arrays: Sequence[Any]) -> PyTree:
         """Call the function with other arrays in place of the given ones."""
         remaining = iter(arrays)
-        leaves = [wrap(leaf, next(remaining)) if isinstance(leaf, ArrayLeaf) else leaf[0] for leaf in self.leaves]
+        leaves = [next(remaining) if isinstance(leaf, ArrayLeaf) else leaf[0] for leaf in self.leaves]
         args, kwargs = jax.tree.unflatten(self.treedef, leaves)
         return self.function(*args, **kwargs)
 

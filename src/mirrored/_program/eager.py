@@ -73,7 +73,7 @@ def run_eagerly(frame_with: Callable[..., Frame], mesh: ReplicaMesh, program: St
         with caches() as renew:
             bindings = Bindings(dict(zip(lifted.variables, local, strict=True)), _refuse_unknown, renew)
             with keras.tracing(mesh), replaced.over_replicas(), frames.entered(frame_with(bindings=bindings)):
-                new_lifted["plan"], results = lift.plan_result(call.apply(own, lambda _, array: array))
+                new_lifted["plan"], results = lift.plan_result(call.apply(own))
         for variable in bindings.written.keys() - set(lifted.written):
             _refuse_unknown(variable)
         return [jnp.asarray(x)[None] for x in (*results, *bindings.values(lifted.written))]

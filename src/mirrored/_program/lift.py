@@ -112,13 +112,6 @@ class Lifted:
         )
 
 
-class Touched(NamedTuple):
-    """The variables that a function writes, and those that it only reads."""
-
-    written: tuple[Variable, ...]
-    read_only: tuple[Variable, ...]
-
-
 class Traced(NamedTuple):
     """A function that was traced once."""
 
@@ -126,24 +119,21 @@ class Traced(NamedTuple):
     operands: dict[Variable, int]  # the variables that were read -> the numbers of their operands
     written: dict[Variable, str]  # the variables that were written -> the user's lines of their last writes
     plan: ResultPlan
-    shape_of: Callable[[Variable], Shape]  # the shape of a variable's operand
-    axis: Any
+    frame: Frame
 
-    @property
-    def touched(self) -> Touched:
-        return Touched(tuple(self.written), tuple(variable for variable in self.operands if variable not in self.written))
-
-    def lifted(self, touched: Touched | None = None) -> Lifted:
-        """Make touched variables, of this or several traces, the first arguments, and their new values the last results."""
-        touched = touched or self.touched
+    def lifted(self, among: Sequence[Traced] = ()) -> Lifted:
+        """Make the variables that are touched, here or `among` several traces, arguments, and their new values results."""
+        traces = among or (self,)
+        written = dict.fromkeys(variable for traced in traces for variable in traced.written)
+        read_only = dict.fromkeys(variable for traced in traces for variable in traced.operands if variable not in written)
         jaxpr, num_results = self.closed.jaxpr, len(self.closed.jaxpr.outvars) - len(self.written)
         asked = {e.params["number"]: e.outvars[0] for e in jaxpr.eqns if e.primitive is tracing.operand_p}
         first = [
-            asked[self.operands[variable]] if variable in self.operands else Var(_aval(variable, self.shape_of))
-            for variable in (*touched.written, *touched.read_only)
+            asked[self.operands[variable]] if variable in self.operands else Var(_aval(variable, self.frame))
+            for variable in (*written, *read_only)
         ]
         new = dict(zip(self.written, jaxpr.outvars[num_results:], strict=True))
-        kept = [new.get(variable, value) for variable, value in zip(touched.written, first, strict=False)]
+        kept = [new.get(variable, value) for variable, value in zip(written, first, strict=False)]
         jaxpr = jaxpr.replace(
             invars=[*first, *jaxpr.invars],
             eqns=[equation for equation in jaxpr.eqns if equation.primitive is not tracing.operand_p],
@@ -152,50 +142,54 @@ class Traced(NamedTuple):
         # Copied, because `jax.device_put` may use a numpy array's own memory, which its owner may change.
         own = [np.array(constant) if isinstance(constant, np.ndarray) else constant for constant in self.closed.consts]
         closed = ClosedJaxpr(jaxpr, own)
-        lines = tuple(self.written.get(variable, "<unknown>") for variable in touched.written)
-        shown = tracing.lowered(closed, self.axis)
-        return Lifted(closed, shown, WeakVariables(touched.written), lines, WeakVariables(touched.read_only), self.plan)
+        lines = tuple(self.written.get(variable, "<unknown>") for variable in written)
+        shown = tracing.lowered(closed, self.frame.axis)
+        return Lifted(closed, shown, WeakVariables(tuple(written)), lines, WeakVariables(tuple(read_only)), self.plan)
 
 
-def _aval(variable: Variable, shape_of: Callable[[Variable], Shape]) -> jax.core.ShapedArray:
-    return jax.core.ShapedArray(shape_of(variable), variable.dtype)
+def _aval(variable: Variable, frame: Frame) -> jax.core.ShapedArray:
+    """Return the type of a variable's operand: of a replica's own value, or of all that is stored."""
+    spec = spec_of(variable)
+    return jax.core.ShapedArray(spec.stored_shape if frame.replica is None else spec.shape, variable.dtype)
 
 
-def trace(
-    function: Callable[[Sequence[Any]], PyTree],
-    arrays: Sequence[jax.ShapeDtypeStruct],
-    frame: Frame,
-    shape_of: Callable[[Variable], Shape],
-    user_function: Any,
-) -> Traced:
-    """Trace a function of arrays in a frame, with an operand for each variable that it reads, of the shape of `shape_of`.
+def trace(call: Call, shapes: Sequence[Shape], frame: Frame) -> Traced:
+    """Trace the function of a call in a frame, with arrays of these shapes, and an operand for each variable that it reads.
 
-    JAX's messages speak of `user_function`.
+    A step has a replica's own arrays; another function has a PerReplica of the stack.
     """
+    leaves, in_step = call.array_leaves(), frame.replica is not None
+    avals = [leaf.aval(shape) for leaf, shape in zip(leaves, shapes, strict=True)]
 
     def traced() -> Traced:
         seen: dict[str, Any] = {}
 
         def record(arguments: Sequence[jax.Array]) -> list[jax.Array]:
             outermost, values = tracing.current_trace(), dict[Variable, jax.Array]()
+            own = zip(leaves, arguments, strict=True)
+            given = arguments if in_step else [PerReplica(a, leaf.shapes) if leaf.is_per_replica else a for leaf, a in own]
 
             def ask_for(variable: Variable) -> jax.Array:
                 if variable not in values:
-                    values[variable] = tracing.new_operand(outermost, len(values), _aval(variable, shape_of))
+                    values[variable] = tracing.new_operand(outermost, len(values), _aval(variable, frame))
                 return values[variable]
 
             with tracing.separate_caches() as renew:
                 bindings = Bindings({}, ask_for, renew)
                 with frames.entered(dataclasses.replace(frame, bindings=bindings)):
-                    seen["plan"], results = plan_result(function(arguments))
+                    seen["plan"], results = plan_result(call.apply(given))
             seen["operands"] = {variable: number for number, variable in enumerate(values)}
             seen["written"] = bindings.written
             return [*results, *bindings.values(tuple(bindings.written))]
 
-        closed = tracing.trace(record, (list(arrays),), frame.axis, user_function)
-        return Traced(closed, **seen, shape_of=shape_of, axis=frame.axis)
+        closed = tracing.trace(record, (avals,), frame.axis, call.function)
+        return Traced(closed, **seen, frame=frame)
 
-    return keras.traced_until_found(traced, frame.mesh)  # type: ignore[no-any-return]
+    try:
+        return keras.traced_until_found(traced, frame.mesh)  # type: ignore[no-any-return]
+    except Exception as error:
+        mistakes.explain(error, call, in_step and context.knows_id(frame.replica))
+        raise
 
 
 def plan_result(result: PyTree) -> tuple[ResultPlan, list[jax.Array]]:
@@ -274,12 +268,5 @@ def _ends_with_traced(value: Any) -> bool:
 
 def trace_step(call: Call, shapes: Sequence[Shape], frame: Frame) -> Traced:
     """Trace a step for replicas on which its array arguments have these shapes."""
-    avals = [leaf.aval(shape) for leaf, shape in zip(call.array_leaves(), shapes, strict=True)]
-    assert frame.replica is not None
-    try:
-        with replaced.over_replicas(), named.seen():
-            apply = lambda arrays: call.apply(arrays, lambda _, array: array)  # noqa: E731
-            return trace(apply, avals, frame, lambda variable: spec_of(variable).shape, call.function)
-    except Exception as error:
-        mistakes.explain(error, call, context.knows_id(frame.replica))
-        raise
+    with replaced.over_replicas(), named.seen():
+        return trace(call, shapes, frame)

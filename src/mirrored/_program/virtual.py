@@ -96,7 +96,7 @@ class _Course:
         """Run nodes of one level on each replica."""
         is_whole = self.device.mesh.one_by_one or any(map(_has_reference, nodes))
         # Together, slow nodes and those with a mesh would do something else.
-        is_alone = lambda node: is_whole or _is_slow(node.equation) or tracing.keeps_a_mesh(node.equation)  # noqa: E731
+        is_alone = lambda node: is_whole or _is_slow(node.equation) or tracing.have_mesh(jaxprs.inside(node.equation))  # noqa: E731
         for one_by_one, group in itertools.groupby(nodes, is_alone):
             self._run_group(list(group), one_by_one)
 

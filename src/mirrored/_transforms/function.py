@@ -8,15 +8,14 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-import jax
 from jax.sharding import Mesh, NamedSharding
 
 from .._errors import StrategyMismatchError
 from .._jax import interpreter, jaxprs, user_code
 from .._models import nnx
-from .._program import eager, lift, mistakes
+from .._program import eager, lift
 from .._program.cache import Programs
-from .._program.call import ArrayLeaf, Call, argument_names, array_leaves, check_replicas, key_of, of_last_batch, take_apart
+from .._program.call import Call, argument_names, array_leaves, check_replicas, key_of, of_last_batch, take_apart
 from .._program.lift import Lifted
 from .._program.program import Program, place
 from .._replicas import frames, in_flight
@@ -134,15 +133,8 @@ class FunctionProgram(Program):
 
 def _make(frame: Frame, call: Call) -> FunctionProgram:
     leaves = call.array_leaves()
-    avals = [
-        leaf.aval(array.shape if leaf.is_per_replica else leaf.shape) for leaf, array in zip(leaves, call.arrays, strict=True)
-    ]
-    try:
-        stored_shape = lambda variable: spec_of(variable).stored_shape  # noqa: E731
-        lifted = lift.trace(lambda arrays: call.apply(arrays, _rewrap), avals, frame, stored_shape, call.function).lifted()
-    except Exception as error:
-        mistakes.explain(error, call)
-        raise
+    shapes = [array.shape if leaf.is_per_replica else leaf.shape for leaf, array in zip(leaves, call.arrays, strict=True)]
+    lifted = lift.trace(call, shapes, frame).lifted()
     mesh, name = _mesh_of(frame, lifted, call), call.name
     check_replicas(call.arrays, leaves, lambda: argument_names(call), mesh.num_replicas)
     placements = (
@@ -159,10 +151,6 @@ def _pure(lifted: Lifted, mesh: ReplicaMesh, written: Any, read_only: Any, array
     outputs = interpreter.evaluate(lifted.closed, constants, [*written, *read_only, *arrays])
     witness = in_flight.new_witness(mesh.mirrored)
     return outputs[: lifted.num_results], outputs[lifted.num_results :], witness
-
-
-def _rewrap(leaf: ArrayLeaf, array: jax.Array) -> PerReplica | jax.Array:
-    return PerReplica(array, leaf.shapes) if leaf.is_per_replica else array
 
 
 def _mesh_of(frame: Frame, lifted: Lifted, call: Call) -> ReplicaMesh:

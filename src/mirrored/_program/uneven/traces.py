@@ -24,7 +24,7 @@ from ..._typing import Shape
 from ..._variables.variable import spec_of
 from .. import proof, refusals
 from ..call import ArrayLeaf, Call, is_same
-from ..lift import Lifted, ResultPlan, Touched, Traced, static_value, trace_step
+from ..lift import Lifted, ResultPlan, Traced, static_value, trace_step
 from ..proof import Findings, State
 from . import match_collectives, merge, nodes, value_numbering
 from .kinds import Kinds, find_kinds
@@ -140,9 +140,7 @@ def _trace_all(call: Call, kinds: Kinds, frame_with: Callable[[Any], Frame]) -> 
                 raise errors[kind]
         elif is_stuck:
             raise UnevenReplicasError(_different_questions(kinds, asked))
-    written = dict.fromkeys(variable for traced in traces for variable in traced.touched.written)
-    read = dict.fromkeys(variable for traced in traces for variable in traced.touched.read_only if variable not in written)
-    return [traced.lifted(Touched(tuple(written), tuple(read))) for traced in traces]
+    return [traced.lifted(traces) for traced in traces]
 
 
 def _different_questions(kinds: Kinds, asked: Sequence[Sequence[int]]) -> str:
