@@ -42,7 +42,7 @@ class Position(NamedTuple):
     is_patient: bool  # whether what it does may take as long as it likes
     has_ended: bool  # whether its program has come to its end
     still: float  # seconds in which nothing of this has changed
-    done: int  # length of its history of programs, batches and variables; -1 where that cannot be compared
+    done: int  # length of its history of programs, batches and variables
     trail: int  # the checksum of that history
     batch: list[int]  # the batch taken last of those that all workers read: the first numbers of a `BatchPlace`, or empty
     ends: list[list[int]]  # the last batches of data that has ended here, while the others are asked about theirs
