@@ -56,11 +56,6 @@ class Position(NamedTuple):
         return self.waits and not self.phase
 
     @property
-    def may_be_stuck(self) -> bool:
-        """Whether it waits for other workers, or for what its own input gives: then `judge` says whether in vain."""
-        return self.waits or self.phase == NEXT_BATCH
-
-    @property
     def waits_between(self) -> bool:
         """Whether it waits for other workers, and not for a program: in a phase that they must come to, or for their input."""
         return self.waits_in_phase or (self.phase == NEXT_BATCH and self.detail == OTHERS_INPUT)
@@ -196,7 +191,7 @@ def judge_all(view: JobView, limit: float) -> str | None:
     """
     longest: dict[object, int] = {}
     for worker, here in sorted(view.positions.items()):
-        if view.silence(worker) < _OLD_SECONDS and not here.has_ended and here.may_be_stuck:
+        if view.silence(worker) < _OLD_SECONDS and not here.has_ended:
             place = (here.started, here.phase, here.detail, here.waits)
             if here.still > view.positions[longest.setdefault(place, worker)].still:
                 longest[place] = worker
@@ -210,6 +205,8 @@ def judge(own: int, view: JobView, limit: float, sees_all: bool = True) -> str |
     Where all that are seen have come to the same place, nobody is late: no verdict, unless the view is of all workers.
     """
     here = view.positions[own]
+    if not here.waits and here.phase != NEXT_BATCH:  # for a batch it may wait
+        return None
     others = {worker: there for worker, there in sorted(view.positions.items()) if worker != own}
     for worker, there in others.items():
         is_old = view.silence(worker) >= _OLD_SECONDS and not there.has_ended
