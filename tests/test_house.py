@@ -414,7 +414,7 @@ BUDGETS = {
     "_strategy": 1136,  # 1,100
     "_transforms": 607,  # 600
     "data": 3419,  # 3,200
-    "_workers": 2265,  # 1,700
+    "_workers": 2257,  # 1,700
     "_cluster": 1508,  # 1,080
     "_checkpoint": 1992,  # 1,800
     "_report": 992,  # 800

@@ -26,7 +26,7 @@ from .neighbours import Neighbours
 from .progress import Progress, in_main_thread
 from .same_program import ONE_DATASET, data_ended, other_order, require_same_history
 from .shutdown import CALL, DONE, LAST_RESORT_SECONDS, THREADS, Shutdown, told_apart
-from .stall import SETTLED_SECONDS, JobView, Others, Own, Position, decode, judge, judge_all, shorter_data
+from .stall import SETTLED_SECONDS, JobView, Others, Own, Position, judge, judge_all, shorter_data
 from .verdict import Verdict, exit_code_of, last_error, tells_of_loss, tells_of_lost_service, title_of
 
 _logger = logging.getLogger("mirrored")
@@ -235,12 +235,9 @@ class Guard:
         limit = self._own.limit
         if self._worker == 0:
             text = judge_all(view, limit)
-        elif not view.positions[self._worker].may_be_stuck:
-            return None
         elif text := judge(self._worker, view, limit, sees_all=False):
-            texts = self._coordination.by_worker(_POSITION)  # now those of all, to name all
-            everyone = {worker: there for worker, text in texts.items() if (there := decode(text))}
-            text = judge(self._worker, view._replace(positions={**everyone, **view.positions}), limit) or text
+            view = self._others.look(self._coordination.by_worker(_POSITION), 0.0)  # now of all, to name all
+            text = judge(self._worker, view, limit) or text
         if not text:
             return None
         title, _, detail = text.partition("\n")

@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
+import stat
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from .._text import numbered
@@ -25,16 +26,14 @@ _logger = logging.getLogger("mirrored")
 STUCK_RETRIES = 4
 #: After so many more seconds it is lost; by then JAX takes a worker for lost from which worker 0 hears nothing.
 LOST_SECONDS = 8.0
-#: Between two looks: the kernel takes some 8 ms to list the connections.
-LOOK_SECONDS = 2.0
-_TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
-_ESTABLISHED, _SENDS_AGAIN = "01", "01"
-_IPV4_IN_IPV6 = "0000000000000000FFFF0000"
+_OPEN = "/proc/self/fd"
+_ESTABLISHED = 1  # of the kernel's states
+_IPV4_IN_IPV6 = "::ffff:"
 _KEY = "guard/links"
 
 
 class Connection(NamedTuple):
-    """A TCP connection of this process: its ends as the kernel writes them, and the number of retransmissions in vain."""
+    """A TCP connection of this process: its ends as host and port, and the number of retransmissions in vain."""
 
     local: str
     remote: str
@@ -47,20 +46,15 @@ class Links:
     def __init__(self, coordination: Coordination) -> None:
         self._coordination = coordination
         self._has_told = False
-        self._since_look = LOOK_SECONDS  # the first look is at once
         self._stuck: dict[int, float] = {}  # worker -> seconds
 
     def look(self, step: int, elapsed: float) -> Verdict | None:
         """Publish the connections without an answer, and return the verdict when one to this worker is lost; for one that waits.
 
         The kernel knows addresses, not workers: one worker publishes both ends of a connection, and the worker that has the other
-        end knows the two workers. Does nothing until it is time again, `elapsed` seconds after the last call.
+        end knows the two workers. The last look was `elapsed` seconds ago.
         """
-        self._since_look += elapsed
-        if self._since_look < LOOK_SECONDS:
-            return None
-        since, self._since_look = self._since_look, 0.0
-        before, self._stuck = self._stuck, {worker: self._stuck.get(worker, -since) + since for worker in self._unreached()}
+        before, self._stuck = self._stuck, {worker: self._stuck.get(worker, -elapsed) + elapsed for worker in self._unreached()}
         for worker, seconds in self._stuck.items():
             pair = numbered(sorted((worker, self._coordination.worker)))
             if seconds >= LOST_SECONDS:
@@ -85,26 +79,19 @@ class Links:
 
 def connections(min_retries: int = 0) -> Iterator[Connection]:
     """Yield the TCP connections of this process, with at least so many retries; none where the kernel does not say."""
-    own: set[str] | None = None  # the numbers of its sockets, which take longer to find than the rest
-    for table in _TABLES:
+    for number in map(int, os.listdir(_OPEN) if os.path.exists(_OPEN) else ()):
         try:
-            lines = Path(table).read_text().splitlines()[1:]
-        except OSError:
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue
+            # SOCK_NONBLOCK keeps Python from setting a mode: it is one with that of the socket, which is another library's.
+            with socket.fromfd(number, -1, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as copy:
+                state, _, retries = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 3)
+                if state == _ESTABLISHED and retries >= min_retries:
+                    yield Connection(_end(copy.getsockname()), _end(copy.getpeername()), retries)
+        except OSError:  # closed in this moment, or no TCP
             continue
-        for fields in map(str.split, lines):
-            _, local, remote, state, _, timer, retries, _, _, inode, *_ = fields
-            count = int(retries, 16) if timer.startswith(f"{_SENDS_AGAIN}:") else 0
-            if state == _ESTABLISHED and count >= min_retries:
-                own = set(_sockets()) if own is None else own
-                if inode in own:
-                    yield Connection(local.removeprefix(_IPV4_IN_IPV6), remote.removeprefix(_IPV4_IN_IPV6), count)
 
 
-def _sockets() -> Iterator[str]:
-    for number in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{number}")
-        except OSError:  # closed in this moment
-            continue
-        if target.startswith("socket:["):
-            yield target[len("socket:[") : -1]
+def _end(address: tuple[str, int]) -> str:
+    host, port, *_ = address
+    return f"{host.removeprefix(_IPV4_IN_IPV6)}:{port}"

@@ -6,6 +6,7 @@ docs/design/failures.md.
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -77,14 +78,13 @@ class Agreement:
 
     def _exchange_excerpts(self, channel: str, text: str) -> list[str]:
         """Return each worker's lines around the first difference; few bytes are sent, however long the programs are."""
-        same, differ = 0, max(map(_count, self._coordination.exchange(channel, len(text))))
-        while differ - same > 1:  # the first `same` characters are equal everywhere, the first `differ` are not
-            middle = (same + differ) // 2
-            digests = self._coordination.exchange(channel, digest(text[:middle]))
-            if all(other == digests[0] for other in digests):
-                same = middle
-            else:
-                differ = middle
+
+        def differ(count: int) -> bool:
+            digests = self._coordination.exchange(channel, digest(text[:count]))
+            return any(other != digests[0] for other in digests)
+
+        longest = max(map(_count, self._coordination.exchange(channel, len(text))))
+        same = bisect.bisect_left(range(1, longest), True, key=differ)  # so many characters are equal everywhere
         return [str(other) for other in self._coordination.exchange(channel, _excerpt(text, same))]
 
 

@@ -42,28 +42,19 @@ class Position(NamedTuple):
     is_patient: bool  # whether what it does may take as long as it likes
     has_ended: bool  # whether its program has come to its end
     still: float  # seconds in which nothing of this has changed
-    done: int  # length of its history of programs, batches and variables; -1 where that cannot be compared
+    done: int  # length of its history of programs, batches and variables
     trail: int  # the checksum of that history
     batch: list[int]  # the batch taken last of those that all workers read: the first numbers of a `BatchPlace`, or empty
     ends: list[list[int]]  # the last batches of data that has ended here, while the others are asked about theirs
-
-    @property
-    def waits_in_phase(self) -> bool:
-        return self.waits and bool(self.phase)
 
     @property
     def waits_in_program(self) -> bool:
         return self.waits and not self.phase
 
     @property
-    def may_be_stuck(self) -> bool:
-        """Whether it waits for other workers, or for what its own input gives: then `judge` says whether in vain."""
-        return self.waits or self.phase == NEXT_BATCH
-
-    @property
     def waits_between(self) -> bool:
         """Whether it waits for other workers, and not for a program: in a phase that they must come to, or for their input."""
-        return self.waits_in_phase or (self.phase == NEXT_BATCH and self.detail == OTHERS_INPUT)
+        return self.waits and bool(self.phase) or (self.phase == NEXT_BATCH and self.detail == OTHERS_INPUT)
 
     def encode(self) -> str:
         """Return the text that `decode` takes."""
@@ -196,7 +187,7 @@ def judge_all(view: JobView, limit: float) -> str | None:
     """
     longest: dict[object, int] = {}
     for worker, here in sorted(view.positions.items()):
-        if view.silence(worker) < _OLD_SECONDS and not here.has_ended and here.may_be_stuck:
+        if view.silence(worker) < _OLD_SECONDS and not here.has_ended:
             place = (here.started, here.phase, here.detail, here.waits)
             if here.still > view.positions[longest.setdefault(place, worker)].still:
                 longest[place] = worker
@@ -210,6 +201,8 @@ def judge(own: int, view: JobView, limit: float, sees_all: bool = True) -> str |
     Where all that are seen have come to the same place, nobody is late: no verdict, unless the view is of all workers.
     """
     here = view.positions[own]
+    if not here.waits and here.phase != NEXT_BATCH:  # for a batch it may wait
+        return None
     others = {worker: there for worker, there in sorted(view.positions.items()) if worker != own}
     for worker, there in others.items():
         is_old = view.silence(worker) >= _OLD_SECONDS and not there.has_ended
@@ -226,8 +219,7 @@ def judge(own: int, view: JobView, limit: float, sees_all: bool = True) -> str |
         late = sorted([*late, own])
     if not (late or sees_all) or any(view.positions[worker].is_patient and worker not in silent for worker in late):
         return None
-    is_between = here.waits_in_phase or here.phase == NEXT_BATCH
-    place = escape(here.phase if is_between else f"step {here.started} (program {here.program!r})", _MAX_WORD)
+    place = escape(here.phase or f"step {here.started} (program {here.program!r})", _MAX_WORD)
     who = f"{named(late)} not entered {place}" if late else f"no worker has finished {place}"
     if late and all(view.positions[worker].phase == NEXT_BATCH for worker in late):
         who = f"the input of {numbered(late)} has given no batch"
@@ -239,7 +231,7 @@ def _never_meet(here: Position, there: Position) -> str | None:
     """Say why a worker waits in vain for another one that has ended, or that waits for it in turn."""
     still = min(here.still, there.still)
     if there.has_ended:
-        has_arrived = still >= (_ARRIVED_SECONDS if here.waits_in_phase else SETTLED_SECONDS)
+        has_arrived = still >= (_ARRIVED_SECONDS if here.waits else SETTLED_SECONDS)
         is_stuck = here.started > there.started or (here.waits_between and has_arrived)
         return "All workers must take the same number of steps and batches, and come to the same barriers." if is_stuck else None
     between, other = (here, there) if here.waits_between else (there, here)
