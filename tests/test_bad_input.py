@@ -84,6 +84,7 @@ WORDS_OF = {
     "TRACED": r"under a JAX transformation",
     "NOT_IN_A_STEP": r"was called inside a step that strategy\.run is running",
     "NO_NUMBERS": r"expected arrays or numbers, in any nest",
+    "KNOWN_OPS": r"expected one of 'sum', 'mean' or a member of mr\.ReduceOp, for example mr\.ReduceOp\.SUM",
     "NO_MASKS": r"masked array, and no device holds masks\. Write array\.filled\(value\)",
 }
 #: Below a public name, rows `expression => error: regular expression of its message`. A line that begins with `=>` belongs to the
@@ -157,6 +158,12 @@ Strategy.run
     step(lambda: step(lambda: 1)) => ContextError: NOT_IN_A_STEP
     in_three(lambda: step(lambda: 1)) => StrategyMismatchError: run of .*scope of
 Strategy.reduce
+    two.reduce("min", x) => ValueError: reduce_op is 'min'; KNOWN_OPS
+    two.reduce("", x) => ValueError: reduce_op is ''; KNOWN_OPS
+    two.reduce(3, x) => TypeError: reduce_op is 3.*; KNOWN_OPS
+    two.reduce(None, x) => TypeError: reduce_op is None.*; KNOWN_OPS
+    two.reduce(mr.VariableAggregation.SUM, x) => TypeError: reduce_op is .*; KNOWN_OPS
+    two.reduce(sum, x) => TypeError: reduce_op is .*; KNOWN_OPS
     two.reduce("sum", {"a": [x, "b"]}) => TypeError: strategy\.reduce got 'b' of type str; NO_NUMBERS
     two.reduce("sum", WORDS) => TypeError: of type ndarray; NO_NUMBERS
     two.reduce("sum", np.zeros(2, [("a", int)])) => TypeError: of type ndarray; NO_NUMBERS
@@ -367,6 +374,9 @@ value_and_grad
 Optimizer
     mr.Optimizer(optax.adam, [w]) => TypeError: tx is <function adam
     mr.Optimizer(optax.sgd(0.1), [seen]) => ValueError: variable 'seen' is sync-on-read
+    mr.Optimizer(optax.sgd(0.1), [w], aggregate="max") => ValueError: aggregate is 'max'; expected one of 'sum', 'mean'
+    mr.Optimizer(optax.sgd(0.1), [w], aggregate="") => ValueError: aggregate is ''; expected one of 'sum', 'mean'
+    mr.Optimizer(optax.sgd(0.1), [w], aggregate=1) => TypeError: aggregate is 1.*; expected one of 'sum', 'mean'
     mr.Optimizer(optax.sgd(0.1), [w, w]) => ValueError: 'w' is listed twice
     mr.Optimizer(optax.sgd(0.1), [w, of_three]) => StrategyMismatchError: 'w' and 'of_three' belong to different strategies
     step(lambda: mr.Optimizer(optax.sgd(0.1), [w])) => ContextError: was created inside a step.*next to the variables
@@ -377,6 +387,7 @@ Optimizer.minimize
     optimizer.minimize(lambda: mean[0], [mean]) => ValueError: is not one that this optimizer was made for
     step(lambda: optimizer.minimize(w[0])) => TypeError: of type \w+ as its loss; .*minimize\(lambda: loss_of
 Optimizer.apply_gradients
+    apply([ONES], aggregate="average") => ValueError: aggregate is 'average'
     apply(None) => ValueError: got gradients of structure .*; expected .*zip\(
     apply([ONES, ONES]) => ValueError: got gradients of structure
     apply([None]) => ValueError: got no gradient for any variable: every one is None
