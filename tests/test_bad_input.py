@@ -84,6 +84,7 @@ WORDS_OF = {
     "TRACED": r"under a JAX transformation",
     "NOT_IN_A_STEP": r"was called inside a step that strategy\.run is running",
     "NO_NUMBERS": r"expected arrays or numbers, in any nest",
+    "KNOWN_OPS": r"expected one of 'sum', 'mean' or a member of mr\.ReduceOp, for example mr\.ReduceOp\.SUM",
     "NO_MASKS": r"masked array, and no device holds masks\. Write array\.filled\(value\)",
 }
 #: Below a public name, rows `expression => error: regular expression of its message`. A line that begins with `=>` belongs to the
@@ -95,6 +96,18 @@ MirroredStrategy
     mr.MirroredStrategy("cpu:0") => TypeError: devices is 'cpu:0'; expected a list, for example devices=\['cpu:0'\]
     mr.MirroredStrategy({"cpu:0"}) => TypeError: devices is .* of type set; expected a list
     mr.MirroredStrategy([None]) => TypeError: devices contains None of type NoneType; expected strings such as 'gpu:0'
+    mr.MirroredStrategy({"cpu:0": 1}) => TypeError: of type dict; expected a list .* in replica order
+    mr.MirroredStrategy(["cpu:"]) => DeviceError: expected the form 'gpu:0', '/gpu:0', 'GPU:0' or 'cpu:3'
+    mr.MirroredStrategy(["cpu:-1"]) => DeviceError: expected the form
+    mr.MirroredStrategy(["cpu:0\n"]) => DeviceError: expected the form
+    mr.MirroredStrategy(["cpu:0 "]) => DeviceError: expected the form
+    mr.MirroredStrategy(["/job:worker/cpu:0"]) => DeviceError: expected the form
+    mr.MirroredStrategy(["npu:0"]) => DeviceError: expected the form
+    mr.MirroredStrategy(["gpu:0"]) => DeviceError: has 0 gpu devices \(none\)\. It has cpu:0, .* Leave devices out
+    mr.MirroredStrategy(["cpu:0", "cpu:8"]) => DeviceError: contains 'cpu:8', but this process has 8 .*JAX_NUM_CPU_DEVICES=9
+    mr.MirroredStrategy(["cpu:1024"]) => DeviceError: at most 1024 virtual CPU devices are made
+    mr.MirroredStrategy([jax.devices()[1], "cpu:0", "/CPU:1"])
+        => DeviceError: names .* twice, as .* and '/CPU:1'\. Each replica needs its own
     mr.MirroredStrategy(["cpu:0"], cross_device_ops="ring") => ValueError: cross_device_ops is 'ring'; expected None
     mr.MirroredStrategy(["cpu:0"], cross_device_ops=mr.NcclAllReduce) => TypeError: is the class .* Write .*NcclAllReduce\(\)
     mr.MirroredStrategy(["cpu:0"], cross_device_ops=mr.NcclAllReduce()) => ValueError: connects GPUs, but the devices are
@@ -145,6 +158,12 @@ Strategy.run
     step(lambda: step(lambda: 1)) => ContextError: NOT_IN_A_STEP
     in_three(lambda: step(lambda: 1)) => StrategyMismatchError: run of .*scope of
 Strategy.reduce
+    two.reduce("min", x) => ValueError: reduce_op is 'min'; KNOWN_OPS
+    two.reduce("", x) => ValueError: reduce_op is ''; KNOWN_OPS
+    two.reduce(3, x) => TypeError: reduce_op is 3.*; KNOWN_OPS
+    two.reduce(None, x) => TypeError: reduce_op is None.*; KNOWN_OPS
+    two.reduce(mr.VariableAggregation.SUM, x) => TypeError: reduce_op is .*; KNOWN_OPS
+    two.reduce(sum, x) => TypeError: reduce_op is .*; KNOWN_OPS
     two.reduce("sum", {"a": [x, "b"]}) => TypeError: strategy\.reduce got 'b' of type str; NO_NUMBERS
     two.reduce("sum", WORDS) => TypeError: of type ndarray; NO_NUMBERS
     two.reduce("sum", np.zeros(2, [("a", int)])) => TypeError: of type ndarray; NO_NUMBERS
@@ -171,7 +190,11 @@ Strategy.distribute_dataset
     two.distribute_dataset(ONES) => TypeError: got ndarray, one set of arrays; .*make_numpy_dataset
     two.distribute_dataset({"x": ONES}) => TypeError: got dict, one set of arrays
     two.distribute_dataset(x) => TypeError: got PerReplica, one set of arrays
-    two.distribute_dataset(iter([ONES])) => TypeError: an iterator that can be used only once
+    two.distribute_dataset((ONES, {"label": ONES})) => TypeError: got tuple, one set of arrays
+    two.distribute_dataset(()) => TypeError: got tuple, one set of arrays
+    two.distribute_dataset(jnp.ones(2)) => TypeError: one set of arrays; .*make_numpy_dataset\(arrays\)\.batch\(global_b
+    two.distribute_dataset(b"train") => TypeError: got b'train'
+    two.distribute_dataset(zip([ONES])) => TypeError: got <zip object .*, an iterator that can be used only once; a second epoch
     two.distribute_dataset(rows) => ValueError: the dataset has rows, not batches
     two.distribute_dataset(distributed) => TypeError: the dataset is distributed already
     two.distribute_dataset([ONES], 2) => TypeError: options is 2; expected mr\.InputOptions
@@ -189,6 +212,10 @@ Strategy.distribute_datasets_from_function
 Strategy.make_numpy_dataset
     two.make_numpy_dataset(None) => TypeError: got None, which holds no array
     two.make_numpy_dataset(3) => ValueError: got a scalar
+    two.make_numpy_dataset((ONES, np.float32(1))) => ValueError: a scalar at \[1\]; expected arrays whose first axis counts rows
+    two.make_numpy_dataset(np.zeros(2, [("a", int)])) => TypeError: has dtype \[\('a', '<i8'\)\]
+    two.make_numpy_dataset({"x": MASKED}) => TypeError: \['x'\] is a NO_MASKS
+    two.make_numpy_dataset({"x": [[1, 2], [3]]}) => ValueError: \['x'\] is a list whose elements have different shapes
     two.make_numpy_dataset(WORDS) => TypeError: has dtype <U1, which no device can hold
     two.make_numpy_dataset({"x": object()}) => TypeError|ValueError: \['x'\] (has dtype object|is a scalar)
     two.make_numpy_dataset((np.ones(2), np.ones(3))) => ValueError: different numbers of rows
@@ -347,6 +374,9 @@ value_and_grad
 Optimizer
     mr.Optimizer(optax.adam, [w]) => TypeError: tx is <function adam
     mr.Optimizer(optax.sgd(0.1), [seen]) => ValueError: variable 'seen' is sync-on-read
+    mr.Optimizer(optax.sgd(0.1), [w], aggregate="max") => ValueError: aggregate is 'max'; expected one of 'sum', 'mean'
+    mr.Optimizer(optax.sgd(0.1), [w], aggregate="") => ValueError: aggregate is ''; expected one of 'sum', 'mean'
+    mr.Optimizer(optax.sgd(0.1), [w], aggregate=1) => TypeError: aggregate is 1.*; expected one of 'sum', 'mean'
     mr.Optimizer(optax.sgd(0.1), [w, w]) => ValueError: 'w' is listed twice
     mr.Optimizer(optax.sgd(0.1), [w, of_three]) => StrategyMismatchError: 'w' and 'of_three' belong to different strategies
     step(lambda: mr.Optimizer(optax.sgd(0.1), [w])) => ContextError: was created inside a step.*next to the variables
@@ -357,6 +387,7 @@ Optimizer.minimize
     optimizer.minimize(lambda: mean[0], [mean]) => ValueError: is not one that this optimizer was made for
     step(lambda: optimizer.minimize(w[0])) => TypeError: of type \w+ as its loss; .*minimize\(lambda: loss_of
 Optimizer.apply_gradients
+    apply([ONES], aggregate="average") => ValueError: aggregate is 'average'
     apply(None) => ValueError: got gradients of structure .*; expected .*zip\(
     apply([ONES, ONES]) => ValueError: got gradients of structure
     apply([None]) => ValueError: got no gradient for any variable: every one is None
@@ -408,6 +439,8 @@ export
     jax.jit(lambda: mr.export(w))() => ContextError: TRACED
 # datasets
 InputOptions
+    mr.InputOptions(True) => TypeError: positional
+    setattr(mr.InputOptions(), 'prefetch', 3) => AttributeError: cannot assign to field 'prefetch'
     mr.InputOptions(prefetch=-1) => ValueError: prefetch is -1; expected 0 or more batches
     mr.InputOptions(drop_remainder=1) => TypeError: drop_remainder is 1; expected True or False
     mr.InputOptions(auto_shard_policy="files") => ValueError: auto_shard_policy is 'files'; expected one of
@@ -435,6 +468,9 @@ data.NumpyDataset
     NumpyDataset(np.float32(1)) => TypeError: expected a numpy array
     NumpyDataset(x) => TypeError: of type PerReplica; expected a numpy array
     NumpyDataset(ONES, batch_size=0) => ValueError: batch_size is 0; expected at least 1
+    NumpyDataset(ONES, num_epochs=0) => ValueError: num_epochs is 0; expected at least
+    len(NumpyDataset(ONES)) => ValueError: the dataset has rows, not batches\. .*\.batch\(global_batch_size\)
+    next(iter(NumpyDataset(ONES))) => ValueError: the dataset has rows, not batches\. .*\.batch\(global_batch_size\)
 data.NumpyDataset.batch
     rows.batch(0) => ValueError: batch_size is 0; expected at least 1
     rows.batch(2, "no") => TypeError: drop_remainder is 'no'; expected True or False
@@ -446,11 +482,26 @@ data.NumpyDataset.shuffle
     rows.shuffle(buffer_size=10, seed=3) => TypeError: buffer_size=10, seed=3; .*: \.shuffle\(seed=3\)\.
 data.NumpyDataset.repeat
     rows.repeat(0) => ValueError: num_epochs is 0; expected at least 1
-# files; more rows are in test_tfrecord.py and test_example.py
+# files
 data.tfrecord_dataset
     mr.data.tfrecord_dataset(3) => TypeError: files is 3 of type int; expected a path, a pattern
     mr.data.tfrecord_dataset([]) => ValueError: files is empty; expected at least one path
     mr.data.tfrecord_dataset("missing") => FileNotFoundError: there is no file 'missing'
+    mr.data.tfrecord_dataset([__file__, "missing"]) => FileNotFoundError: missing
+    mr.data.tfrecord_dataset(["missing-*"]) => FileNotFoundError: expand a pattern with sorted\(glob\.glob\(pattern\)\)
+    mr.data.tfrecord_dataset(".") => IsADirectoryError: '\.' is a directory; name its files: '\./\*\.tfrecord'
+    mr.data.tfrecord_dataset({"a"}) => TypeError: of type set; .* in the order in which they are to be read
+    mr.data.tfrecord_dataset([3]) => TypeError: files contains 3 of type int; expected paths
+    mr.data.tfrecord_dataset([b"a"]) => TypeError: files contains b'a' of type bytes
+    mr.data.tfrecord_dataset(b"a") => TypeError: files is b'a' of type bytes
+    mr.data.tfrecord_dataset(__file__, "") => ValueError: compression is ''; expected
+    mr.data.tfrecord_dataset(__file__, 3) => ValueError: compression is 3; expected
+    mr.data.tfrecord_dataset(__file__, None, -1) => ValueError: max_record_bytes is -1; expected
+    mr.data.tfrecord_dataset(__file__).batch(0) => ValueError: batch_size is 0; expected an int
+    mr.data.tfrecord_dataset(__file__).batch(-1) => ValueError: batch_size is -1; expected an int
+    mr.data.tfrecord_dataset(__file__).batch(2.0) => ValueError: batch_size is 2.0; expected an int
+    mr.data.tfrecord_dataset(__file__).batch("2") => ValueError: batch_size is '2'; expected an int
+    mr.data.tfrecord_dataset(__file__).batch(True) => ValueError: batch_size is True; expected an int
     mr.data.tfrecord_dataset("missing-*") => FileNotFoundError: no file matches 'missing-\*'
     mr.data.tfrecord_dataset(["."]) => IsADirectoryError: '\.' is a directory; name its files
     mr.data.tfrecord_dataset(__file__, "LZ4") => ValueError: compression is 'LZ4'; expected None, 'GZIP'
@@ -464,6 +515,8 @@ data.write_tfrecords
 data.parse_example
     mr.data.parse_example("a", {}) => TypeError: records is str; expected bytes or a list of bytes
     mr.data.parse_example([1], {}) => TypeError: record 0 of the batch is 1 of type int
+    mr.data.parse_example(WORDS, {}) => TypeError: is ndarray; .* a shuffle, write \.batch\(n, batch_fn=list\)
+    mr.data.parse_example(b"", {3: int}) => TypeError: spec has 3
     mr.data.parse_example(b"", None) => TypeError: spec is NoneType; expected a dict
     mr.data.parse_example(b"", {"x": int}) => TypeError: spec has 'x': <class 'int'>
     mr.data.parse_example(b"\xff", {}) => ValueError: the record is no tf\.train\.Example
@@ -472,9 +525,22 @@ data.parse_example
 data.make_example
     mr.data.make_example([1]) => TypeError: features is list; expected a dict
     mr.data.make_example({"x": "a"}) => TypeError: feature 'x' is 'a' of type str; expected bytes, ints or
+    mr.data.make_example({1: 2}) => TypeError: features has the key 1; expected a string
+    mr.data.make_example({"x": []}) => TypeError: feature 'x' is \[\] .* np\.zeros\(0, np\.float32\) for an empty list
+    mr.data.make_example({"x": [b"a", "b"]}) => TypeError: feature 'x' is .* text\.encode\(\)
+    mr.data.make_example({"x": np.array([b"a\0"])}) => TypeError: feature 'x' is array
+    mr.data.make_example({"x": None}) => TypeError: feature 'x' is None
+    mr.data.make_example({"x": 1j}) => TypeError: feature 'x' is 1j
+    mr.data.make_example({"x": 1e300}) => ValueError: feature 'x' has values that float32 cannot hold
     mr.data.make_example({"x": 2**63}) => ValueError: feature 'x' has the value 9223372036854775808
 data.FixedLenFeature
     mr.data.FixedLenFeature(2, np.int64) => TypeError: shape is 2; expected a tuple of ints
+    mr.data.FixedLenFeature((-1,), np.int64) => TypeError: shape is \(-1,\)
+    mr.data.FixedLenFeature((True,), np.int64) => TypeError: shape is \(True,\)
+    mr.data.FixedLenFeature((), None) => TypeError: dtype is None
+    mr.data.FixedLenFeature((), np.int64, 1.5) => TypeError: default_value is 1\.5; expected np\.int64
+    mr.data.FixedLenFeature((), np.float32, b"a") => TypeError: default_value is b'a'; expected np\.float32
+    mr.data.FixedLenFeature((), bytes, "a") => TypeError: default_value is 'a'; expected bytes
     mr.data.FixedLenFeature((), str) => TypeError: dtype is <class 'str'>; expected bytes, np\.float32
     mr.data.FixedLenFeature((), np.uint8, 256) => TypeError: default_value is 256; expected np\.uint8
     mr.data.FixedLenFeature((2,), np.uint8, ONES[:0]) => ValueError: expected a value of shape \(2,\)

@@ -5,22 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from mirrored._jax.marks import Mark, Purpose, mark, mark_p
-from mirrored._program import proof
-from mirrored._program.proof import SAME, varying
-from mirrored._typing import REPLICA_AXIS as AXIS
 
 NOTE = Mark(Purpose.GRADIENT, "w", "here.py:1")
 VECTOR = np.linspace(0.1, 1, 4, dtype="float32")
-
-
-def prove(function):
-    """Prove a function of a mirrored and a per-replica vector."""
-    jaxpr = jax.make_jaxpr(function, axis_env=[(AXIS, 3)])(VECTOR, VECTOR).jaxpr
-    return proof.prove(jaxpr, [SAME, varying("v")])
-
-
-def noted(value, name="a", purpose=Purpose.GRADIENT):
-    return mark(value, Mark(purpose, name, "here.py:1"))
 
 
 def test_a_mark_is_the_identity_and_leaves_no_trace_in_the_compiled_program():
@@ -48,24 +35,6 @@ def test_a_mark_does_not_change_derivatives_or_batches():
     for name, transform in transforms.items():
         marked = transform(lambda x: mark(jnp.sin(mark(x, NOTE)), NOTE))
         np.testing.assert_allclose(marked, transform(jnp.sin), rtol=1e-6, err_msg=name)
-
-
-def test_the_proof_sees_each_mark_once_with_the_state_of_its_value():
-    cases = {
-        "plain": (lambda m, v: noted(v) + noted(m, "b"), [("a", "VARYING"), ("b", "SAME")]),
-        "reduced": (lambda m, v: noted(jax.lax.psum(v, AXIS)), [("a", "REDUCED")]),
-        "jit": (lambda m, v: jax.jit(noted)(v), [("a", "VARYING")]),
-        "vmap": (lambda m, v: jax.vmap(noted)(v), [("a", "VARYING")]),
-        "grad": (lambda m, v: jax.grad(lambda x: noted((x * v).sum()))(m), [("a", "VARYING")]),
-        "cond": (lambda m, v: jax.lax.cond(m[0] > 0, lambda: noted(v), lambda: m), [("a", "VARYING")]),
-        "scan_late": (lambda m, v: jax.lax.scan(lambda c, _: (v, noted(c)), m, None, length=2), [("a", "VARYING")]),
-        "scan": (lambda m, v: jax.lax.scan(lambda c, _: (2 * c, noted(c)), m, None, length=2), [("a", "SAME")]),
-        "while": (lambda m, v: jax.lax.while_loop(lambda c: c[0] < 1, lambda c: noted(c) + v, m), [("a", "VARYING")]),
-        "fori": (lambda m, v: jax.lax.fori_loop(0, 2, lambda i, c: noted(c), m), [("a", "SAME")]),
-        "remat": (lambda m, v: jax.checkpoint(noted)(v), [("a", "VARYING")]),
-    }
-    seen = {name: [(note.name, state.sameness.name) for note, state in prove(f).marks] for name, (f, _) in cases.items()}
-    assert seen == {name: expected for name, (_, expected) in cases.items()}
 
 
 def test_notes_are_values_and_their_text_is_the_same_on_all_workers():

@@ -152,25 +152,10 @@ def test_strategies_on_the_same_devices_are_the_same_place() -> None:
         mr.MirroredStrategy(["cpu:1", "cpu:0"]).run(lambda: w.value)
 
 
-# -- refusing devices; more is in test_bad_input.py
+# -- refusing devices: more is in test_bad_input.py
 
 
-def test_wrong_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    odd_names = ("cpu:", "cpu:-1", "cpu:0\n", "cpu:0 ", "/job:worker/cpu:0", "npu:0")
-    for devices, error, message in (
-        ({"cpu:0": 1}, TypeError, r"of type dict; expected a list .* in replica order"),
-        *(([name], mr.DeviceError, r"expected the form 'gpu:0', '/gpu:0', 'GPU:0' or 'cpu:3'") for name in odd_names),
-        (["gpu:0"], mr.DeviceError, r"has 0 gpu devices \(none\)\. It has cpu:0, .* Leave devices out"),
-        (["cpu:0", "cpu:8"], mr.DeviceError, r"devices contains 'cpu:8', but this process has 8 .*JAX_NUM_CPU_DEVICES=9"),
-        (["cpu:1024"], mr.DeviceError, r"at most 1024 virtual CPU devices are made"),
-        (
-            [jax.devices()[1], "cpu:0", "/CPU:1"],
-            mr.DeviceError,
-            r"names .* twice, as .* and '/CPU:1'\. Each replica needs its own",
-        ),
-    ):
-        with pytest.raises(error, match=message):
-            mr.MirroredStrategy(devices)
+def test_devices_of_two_kinds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "local_devices", lambda backend: [SimpleNamespace(platform=backend)])
     with pytest.raises(mr.DeviceError, match=r"devices mixes cpu and gpu devices .* Name only gpu devices"):
         mesh.resolve_devices(["cpu:0", "gpu:0"])

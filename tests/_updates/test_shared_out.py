@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from optax import contrib
+from optax_rows import ROWS
 from parameters import slow
 from strategies import variable
 
@@ -15,17 +16,14 @@ from mirrored._variables.variable import is_variable
 # One test function makes a step for each optimizer.
 pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
 
-SCHEDULE = optax.cosine_decay_schedule(0.1, 10)
+#: What changes each number by itself is laid out in parts; norms, factors, matrices, conditions and labels need more.
 TRANSFORMATIONS = {
-    "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
-    "mask that asks for shapes": lambda: optax.adamw(SCHEDULE, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
-    "clip by norm": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1)),
-    "norms of each": lambda: optax.lamb(0.1),
-    "factored": lambda: optax.adafactor(0.1, min_dim_size_to_factor=1),
-    "noise": lambda: optax.chain(optax.add_noise(0.01, 0.5, 0), optax.sgd(0.1)),
-    "condition": lambda: optax.MultiSteps(optax.adam(0.1), 2),
-    "matrices": lambda: contrib.muon(0.1),
-    "hyperparameters": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=SCHEDULE),
+    name: ROWS[name].make
+    for name in "sgd clip_by_global_norm lamb adafactor add_noise MultiSteps contrib.muon inject_hyperparams".split()  # noqa: SIM905
+} | {
+    "mask that asks for shapes": lambda: optax.adamw(
+        optax.cosine_decay_schedule(0.1, 10), mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
+    ),
     "labels": lambda: optax.multi_transform({"a": optax.adam(0.1), "s": optax.sgd(0.1)}, {"w": "a", "b": "s", "scale": "a"}),
 }
 
@@ -83,7 +81,7 @@ def check_transformations(strategy, names):
 
 
 def test_the_numbers_are_those_without_shards(strategy3):
-    check_transformations(strategy3, ["momentum", "clip by norm"])
+    check_transformations(strategy3, ["sgd", "clip_by_global_norm"])
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flips import flip
 
 import mirrored as mr
 from mirrored._variables import equal_copies
@@ -36,16 +37,6 @@ def _no_copy_stays_changed():
 def made(strategy: mr.Strategy, *names: str, value: object = 1.0) -> list[mr.Variable]:
     with strategy.scope():
         return [mr.Variable(np.full(20, value, np.float32), name=name) for name in names]
-
-
-def flip(variable: mr.Variable, replica: int, word: int = 0, bit: int = 0) -> None:
-    """Flip one bit of one replica's real copy, behind the library's back."""
-    array = variable._array
-    shards = {shard.device: np.array(shard.data) for shard in array.addressable_shards}
-    device = variable._spec.mesh.devices[replica]
-    shards[device].view(np.uint32).reshape(-1)[word] ^= np.uint32(1 << bit)
-    arrays = [jax.device_put(shards[d], d) for d in variable._spec.mesh.devices]
-    variable._array = jax.make_array_from_single_device_arrays(array.shape, array.sharding, arrays)
 
 
 def differ(name: str, replica: int | str, other: str = ""):

@@ -416,27 +416,3 @@ def test_bytes_that_are_no_example() -> None:
                 parse_example([image_record(1), *[record] * num_records], IMAGES)
         with pytest.raises(ValueError, match=r"the record is no tf\.train\.Example"):
             parse_example(record, IMAGES)
-
-
-def test_wrong_arguments() -> None:
-    """More rows are in test_bad_input.py."""
-    fixed, no_list, spec = FixedLenFeature, np.array([b"a"]), {"x": FixedLenFeature((), np.int64)}
-    for call, error, message in [
-        (lambda: parse_example(no_list, spec), TypeError, r"is ndarray; .* a shuffle, write \.batch\(n, batch_fn=list\)"),
-        (lambda: parse_example(b"", {3: spec["x"]}), TypeError, "spec has 3: "),
-        (lambda: fixed((-1,), np.int64), TypeError, r"shape is \(-1,\)"),
-        (lambda: fixed((True,), np.int64), TypeError, r"shape is \(True,\)"),
-        (lambda: fixed((), None), TypeError, r"dtype is None"),
-        (lambda: fixed((), np.int64, 1.5), TypeError, r"default_value is 1\.5; expected np\.int64"),
-        (lambda: fixed((), np.float32, b"a"), TypeError, r"default_value is b'a'; expected np\.float32"),
-        (lambda: fixed((), bytes, "a"), TypeError, r"default_value is 'a'; expected bytes"),
-        (lambda: make_example({1: 2}), TypeError, "features has the key 1; expected a string"),
-        (lambda: make_example({"x": []}), TypeError, r"feature 'x' is \[\] .* np\.zeros\(0, np\.float32\) for an empty list"),
-        (lambda: make_example({"x": [b"a", "b"]}), TypeError, r"feature 'x' is .* text\.encode\(\)"),
-        (lambda: make_example({"x": np.array([b"a\0"])}), TypeError, "feature 'x' is array"),
-        (lambda: make_example({"x": None}), TypeError, "feature 'x' is None"),
-        (lambda: make_example({"x": 1j}), TypeError, "feature 'x' is 1j"),
-        (lambda: make_example({"x": 1e300}), ValueError, "feature 'x' has values that float32 cannot hold"),
-    ]:
-        with pytest.raises(error, match=message):
-            call()

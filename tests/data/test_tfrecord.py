@@ -382,28 +382,6 @@ def test_no_file_stays_open(tmp_path: Path) -> None:
         assert open_files(tmp_path) == [], leave
 
 
-def test_arguments_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("here.tfrecord").write_bytes(b"")
-    for files, error, message in [
-        (["missing-*.tfrecord"], FileNotFoundError, r"expand a pattern with sorted\(glob\.glob\(pattern\)\)"),
-        (["here.tfrecord", "missing.tfrecord"], FileNotFoundError, "missing"),
-        (".", IsADirectoryError, r"'\.' is a directory; name its files: '\./\*\.tfrecord'"),
-        ({"here.tfrecord"}, TypeError, "of type set; .* in the order in which they are to be read"),
-        ([3], TypeError, "files contains 3 of type int; expected paths"),
-        ([b"here.tfrecord"], TypeError, "files contains b'here.tfrecord' of type bytes"),
-        (b"here.tfrecord", TypeError, "files is b'here.tfrecord' of type bytes"),
-    ]:
-        with pytest.raises(error, match=message):
-            mr.data.tfrecord_dataset(files)
-    for name, value in [("compression", ""), ("compression", 3), ("max_record_bytes", -1)]:
-        with pytest.raises(ValueError, match=rf"{name} is {value!r}; expected "):
-            mr.data.tfrecord_dataset("here.tfrecord", **{name: value})
-    for size in (0, -1, 2.0, "2", True):
-        with pytest.raises(ValueError, match=rf"batch_size is {size!r}; expected an int"):
-            mr.data.tfrecord_dataset("here.tfrecord").batch(size)
-
-
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = tmp_path / "out.tfrecord"
     for compression, decompress in DECOMPRESS.items():

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flips import flip
 
 import mirrored as mr
 from mirrored._checkpoint import files, sole_writer
@@ -120,7 +121,7 @@ def refuse(directory: Path) -> None:
     found["steps"] = error_of(lambda: checkpoint.save(1 + worker))
     good = w._array
     if worker == 1:
-        w._array = _with_flipped_bit(good)
+        flip(w, word=1)
     found["diverged"] = error_of(lambda: checkpoint.save(1))
     w._array = good
     found["written"] = sorted(path.name for path in (directory / "shared").glob("[!.]*"))
@@ -152,13 +153,6 @@ def refuse(directory: Path) -> None:
 
     files._synced = full
     found["full"] = [error_of(lambda step=step: checkpoint.save(step)) for step in (7, 8, 9)]
-
-
-def _with_flipped_bit(array: jax.Array) -> jax.Array:
-    shards = [np.array(shard.data) for shard in array.addressable_shards]
-    shards[-1].view(np.uint8)[5] ^= 4
-    placed = [jax.device_put(data, shard.device) for data, shard in zip(shards, array.addressable_shards, strict=True)]
-    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, placed)
 
 
 def preempt(directory: Path, victim: str, at: str, last: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flips import flip
 
 import mirrored as mr
 from mirrored._variables import equal_copies
@@ -216,12 +217,7 @@ def flipped_bit() -> None:
     equal_copies.MAX_COST = 1.0  # compare every 20 steps
     for number in range(20_000):
         if number == 70 and is_last:
-            array = variable._array
-            copies = [np.array(shard.data) for shard in array.addressable_shards]
-            copies[-1].view(np.uint32)[...] ^= np.uint32(1 << 7)
-            devices = [shard.device for shard in array.addressable_shards]
-            parts = [jax.device_put(copy, device) for copy, device in zip(copies, devices, strict=True)]
-            variable._array = jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+            flip(variable)
         strategy.run(lambda: variable.assign_add(1.0))
 
 
