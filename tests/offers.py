@@ -86,7 +86,7 @@ OFFERS = {
     "_program": """
         cache.Programs cache.listeners call.Call call.argument_names call.array_leaves call.check_replicas
         call.key_of call.of_last_batch call.take_apart eager.eager eager.is_eager lift.Lifted lift.plan_result lift.trace
-        program.Program program.StepProgram program.annotate program.collectives_of program.describe_program
+        program.Program program.annotate program.collectives_of program.describe_program
         program.name_of_collective program.place program.program_compiled refusals.check_outside steps.Steps
     """,
     "_transforms": """
