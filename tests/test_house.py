@@ -448,9 +448,9 @@ def test_wings_only_shrink() -> None:
 ANYS = {
     "_checkpoint": 1992,
     "_cluster": 1508,
-    "_jax": 1304,
+    "_jax": 4,
     "_models": 1217,
-    "_program": 4173,
+    "_program": 49,
     "_replicas": 2297,
     "_report": 992,
     "_strategy": 1136,
@@ -460,7 +460,7 @@ ANYS = {
     "_updates": 264,
     "_variables": 1859,
     "_workers": 2246,
-    "data": 3435,
+    "data": 12,
     "losses": 2,
     "optimizer": 3,
 }
