@@ -210,10 +210,8 @@ def test_ctrl_c_in_a_pipeline_that_nobody_reads_ahead_loses_none_or_says_so(stra
     while len(seen) < 12:
         try:
             seen.append(rows_of(next(iterator)))
-        except KeyboardInterrupt:
-            with pytest.raises(RuntimeError, match=r"the input failed before, with KeyboardInterrupt\(\), and the batches"):
-                next(iterator)
-            iterator.set_state(iterator.get_state())  # the line of the message
+        except KeyboardInterrupt:  # it goes on after the last batch that it gave
+            assert len(seen) == 2
     assert len(calls) == 13 and next(iterator, None) is None and seen[:6] != seen[6:]
     assert np.sort(seen[:6], axis=None).tolist() == np.sort(seen[6:], axis=None).tolist() == list(range(12))
 

@@ -83,6 +83,7 @@ class Program:
     constants: list[Any]  # the arrays that the function closes over, placed on the mesh
     watch: Watch | None  # compares the copies of the written variables now and then
     calls_host: bool  # may raise when it runs, so the arrays of written variables are not donated
+    has_run: list[bool]  # not empty when it has, so that JAX starts it without Python code
 
     @classmethod
     def compile(
@@ -109,7 +110,7 @@ class Program:
         closed_over = lifted.closed.consts
         constants = closed_over and placement.mirror_constants(mesh, closed_over, f"an array that {name} closes over")
         home, watch = storage.home_of(lifted.writes.slots), equal_copies.watch(mesh, lifted.variables)
-        return cls(name, mesh, lifted, home, compiled, jax_name, constants, watch, calls_host, **more)
+        return cls(name, mesh, lifted, home, compiled, jax_name, constants, watch, calls_host, [], **more)
 
     def execute(self, arrays: list[Any]) -> list[Any]:
         """Run on placed arrays, keep the new values of the variables, and return the arrays of the result."""
@@ -120,8 +121,12 @@ class Program:
         try:
             if self.calls_host:
                 outputs = storage.overwrite_when_done(self._until_done, self.home, written, read_only, arrays, self.constants)
-            else:
+            elif self.has_run:
                 outputs = storage.overwrite(self.compiled, self.home, written, read_only, arrays, self.constants)
+            else:
+                with storage.delaying_ctrl_c():
+                    outputs = storage.overwrite(self.compiled, self.home, written, read_only, arrays, self.constants)
+                self.has_run.append(True)
         finally:
             if end_mark is not None:
                 end_mark(outputs[0])

@@ -99,8 +99,7 @@ class DistributedIterator:
                 with self._lock:
                     self._position, self._extra = step.position, step.extra
             except BaseException as error:
-                # Ctrl-C interrupts the waiting for a thread, and not its pipeline.
-                if not (self._prefetch and isinstance(error, KeyboardInterrupt)):
+                if not isinstance(error, KeyboardInterrupt) or not self._goes_on():
                     self._is_closed = True
                     self._failure = self._failure or ("" if isinstance(error, StopIteration) else repr(error))
                 raise
@@ -110,6 +109,15 @@ class DistributedIterator:
         if in_main_thread():
             waited.input += time.perf_counter() - start
         return batch
+
+    def _goes_on(self) -> bool:
+        """Tell whether the next batch comes after a Ctrl-C: it interrupts the waiting for a thread, and not its pipeline."""
+        if self._prefetch:
+            return True
+        if not isinstance(self._position, str) or self._layout.worker.count > 1:
+            return False
+        self._free()  # the source is opened again, after the last batch that was given
+        return True
 
     def _next(self) -> tuple[PyTree, Step]:
         batches = self._started()
