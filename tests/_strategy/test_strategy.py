@@ -77,6 +77,9 @@ def test_a_per_replica_that_tree_map_has_changed_is_refused(strategy3, per_repli
             use(jax.tree.map(change, odd))
     with pytest.raises(mr.PerReplicaError, match=r"a PerReplica without replicas: jax\.tree\.map\(jnp\.sum"):
         use(jax.tree.map(jnp.sum, odd))
+    if verb != "run":
+        with pytest.raises(mr.PerReplicaError, match=rf"{verb} got the array of all replicas .* strategy\.{verb}\(.*nest"):
+            jax.tree.map(use, odd)
     doubled = jax.tree.map(lambda a: a * 2, odd)
     assert [value.tolist() for value in doubled.values] == [[2], [2, 2], [2, 2, 2]]
     use(doubled)

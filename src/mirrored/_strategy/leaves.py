@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from .._errors import StrategyMismatchError
+from .._errors import PerReplicaError, StrategyMismatchError
 from .._jax import user_code
 from .._jax.marks import Mark, Purpose
 from .._options import ReduceOp, ReductionToOneDevice, VariableSynchronization
@@ -18,7 +18,7 @@ from .._replicas import arrays, collectives, cross_replica, frames, host_memory,
 from .._replicas.cross_replica import Task
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica, carried_sums, is_per_replica, is_share, require_whole, stack_of, uneven_shapes
-from .._typing import PyTree
+from .._typing import REPLICA_AXIS, PyTree
 from .._variables.access import all_copies, lent
 from .._variables.variable import Variable, local_arrays, note_use, spec_of, use_value
 
@@ -34,6 +34,8 @@ class Leaves:
     def local_results(self, value: PyTree) -> tuple[Any, ...]:
         """Return a nest's values on this worker, one nest for each local replica; a 1-tuple when nothing in it differs."""
         leaves, treedef = jax.tree.flatten(value, is_leaf=_is_distributed)
+        for leaf in leaves:
+            _refuse_stack(leaf, "local_results")
         if not any(map(_is_distributed, leaves)):
             return (value,)
         columns = [self._local_values(leaf) if _is_distributed(leaf) else None for leaf in leaves]
@@ -112,6 +114,7 @@ class Leaves:
             self._note(leaf, verb)
             return all_copies(leaf)
         array = arrays.as_array(leaf, f"strategy.{verb}")
+        _refuse_stack(array, verb)
         if self.mesh.is_alone and not self._is_elsewhere(array):
             return array
         if not self.mesh.is_alone and (frames.is_traced() or isinstance(array, jax.core.Tracer)):
@@ -167,6 +170,17 @@ def _carried_sum(op: ReduceOp, value: PerReplica, mesh: ReplicaMesh) -> jax.Arra
     result = known[op is ReduceOp.MEAN]
     is_gone = not isinstance(result, jax.core.Tracer) and (result.is_deleted() or stack_of(value).is_deleted())
     return None if is_gone else result
+
+
+def _refuse_stack(leaf: object, verb: str) -> None:
+    if isinstance(leaf, jax.core.Tracer) or REPLICA_AXIS not in getattr(getattr(leaf, "sharding", None), "spec", ()):
+        return
+    arguments = {"reduce": "'sum', nest", "gather": "nest, axis=0"}.get(verb, "nest")
+    raise PerReplicaError(
+        f"{verb} got the array of all replicas that jax.tree.map takes out of a PerReplica. Give it the nest as it is: "
+        f"strategy.{verb}({arguments}). Where a function looks at each leaf, keep them whole: jax.tree.map(fn, nest, "
+        "is_leaf=lambda leaf: isinstance(leaf, mr.PerReplica))."
+    )
 
 
 def _is_merged() -> bool:
