@@ -106,8 +106,11 @@ class _OnAll:
         if self._is_new and self._kind == "train":
             _warn_of_whole_batches(self.mesh, arrays)
         self._is_new = False
-        if not self.mesh.is_alone:
-            _require_same(self.mesh, arrays)
+        is_own = lambda array: not isinstance(array, jax.Array) or array.is_fully_addressable  # noqa: E731
+        own = [] if self.mesh.is_alone else list(filter(is_own, arrays))
+        if own:  # all workers give the same global batch, of which each uses its rows
+            sums = np.array([placement.checksum(np.asarray(array)) for array in own], np.uint32)
+            placement.mirror(self.mesh, [sums], _refuse_batch, is_checked_late=True)
         return treedef.unflatten([_placed_array(self.mesh, array) for array in arrays])
 
 
@@ -140,14 +143,6 @@ def _placed_array(mesh: ReplicaMesh, array: jax.Array | np.ndarray) -> jax.Array
         return array if isinstance(array, jax.Array) and array.sharding == where else jax.device_put(array, where)
     host = np.asarray(array)
     return jax.make_array_from_callback(host.shape, where, lambda index: host[index])
-
-
-def _require_same(mesh: ReplicaMesh, arrays: Sequence[Any]) -> None:
-    """Compare the global batches of all workers, at most two programs later: each uses its rows of the same batch."""
-    own = [array for array in arrays if not isinstance(array, jax.Array) or array.is_fully_addressable]
-    sums = np.array([placement.checksum(np.asarray(array)) for array in own], np.uint32)
-    if own:
-        placement.mirror(mesh, [sums], _refuse_batch, is_checked_late=True)
 
 
 def _refuse_batch(position: int, workers: Sequence[int]) -> None:

@@ -227,8 +227,8 @@ class _NumpyIterator:
             raise StopIteration
         number = self._begin() + epoch
         if self._order is None or self._order[0] != number:
-            is_shuffled, count = dataset.shuffle_seed is not None, dataset.num_rows
-            order = np.random.default_rng([dataset.shuffle_seed, number]).permutation(count) if is_shuffled else np.arange(count)
+            seed, count = dataset.shuffle_seed, dataset.num_rows
+            order = np.arange(count) if seed is None else np.random.default_rng([seed, number]).permutation(count)
             self._order = number, order
         rows = self._order[1][row : min(row + size, self._end)]
         self._place = epoch, row + len(rows)
