@@ -411,7 +411,7 @@ BUDGETS = {
     "_jax": 1359,  # 1,300
     "_replicas": 2309,  # 2,100
     "_variables": 1856,  # 1,700
-    "_models": 1212,  # 1,050
+    "_models": 1207,  # 1,050
     "_updates": 264,  # 250
     "_strategy": 1159,  # 1,100
     "_transforms": 619,  # 600
