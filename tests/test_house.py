@@ -408,12 +408,12 @@ BUDGETS = {
     "_program": 4173,  # 4,000
     "_jax": 1304,  # 1,300
     "_replicas": 2297,  # 2,100
-    "_variables": 1859,  # 1,700
-    "_models": 1217,  # 1,050
+    "_variables": 1856,  # 1,700
+    "_models": 1207,  # 1,050
     "_updates": 264,  # 250
     "_strategy": 1136,  # 1,100
     "_transforms": 607,  # 600
-    "data": 3435,  # 3,200
+    "data": 3401,  # 3,200
     "_workers": 2246,  # 1,700
     "_cluster": 1508,  # 1,080
     "_checkpoint": 1992,  # 1,800

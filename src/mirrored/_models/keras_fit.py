@@ -104,22 +104,20 @@ class _OnAll:
     def _placed(self, batch: PyTree) -> PyTree:
         arrays, treedef = jax.tree.flatten(batch)
         if self._is_new and self._kind == "train":
-            _warn_of_whole_batches(self.mesh, arrays)
+            sizes, count = {array.shape[0] for array in arrays if array.ndim}, self.mesh.num_replicas
+            if any(size % count for size in sizes):
+                user_code.warn(
+                    f"model.fit gets batches of {', '.join(map(str, sorted(sizes)))} rows for {count} replicas. Keras' programs "
+                    "share a batch out only when the replicas divide it; now each replica computes the whole batch: the numbers "
+                    f"are right, and it is no faster than one device. Use a multiple of {count} as the batch size."
+                )
         self._is_new = False
-        if not self.mesh.is_alone:
-            _require_same(self.mesh, arrays)
+        is_own = lambda array: not isinstance(array, jax.Array) or array.is_fully_addressable  # noqa: E731
+        own = [] if self.mesh.is_alone else list(filter(is_own, arrays))
+        if own:  # all workers give the same global batch, of which each uses its rows
+            sums = np.array([placement.checksum(np.asarray(array)) for array in own], np.uint32)
+            placement.mirror(self.mesh, [sums], _refuse_batch, is_checked_late=True)
         return treedef.unflatten([_placed_array(self.mesh, array) for array in arrays])
-
-
-def _warn_of_whole_batches(mesh: ReplicaMesh, arrays: Sequence[Any]) -> None:
-    sizes = {array.shape[0] for array in arrays if array.ndim}
-    if not any(size % mesh.num_replicas for size in sizes):
-        return
-    user_code.warn(
-        f"model.fit gets batches of {', '.join(map(str, sorted(sizes)))} rows for {mesh.num_replicas} replicas. Keras' programs "
-        "share a batch out only when the replicas divide it; now each replica computes the whole batch: the numbers are right, "
-        f"and it is no faster than one device. Use a multiple of {mesh.num_replicas} as the batch size."
-    )
 
 
 @functools.cache
@@ -140,14 +138,6 @@ def _placed_array(mesh: ReplicaMesh, array: jax.Array | np.ndarray) -> jax.Array
         return array if isinstance(array, jax.Array) and array.sharding == where else jax.device_put(array, where)
     host = np.asarray(array)
     return jax.make_array_from_callback(host.shape, where, lambda index: host[index])
-
-
-def _require_same(mesh: ReplicaMesh, arrays: Sequence[Any]) -> None:
-    """Compare the global batches of all workers, at most two programs later: each uses its rows of the same batch."""
-    own = [array for array in arrays if not isinstance(array, jax.Array) or array.is_fully_addressable]
-    sums = np.array([placement.checksum(np.asarray(array)) for array in own], np.uint32)
-    if own:
-        placement.mirror(mesh, [sums], _refuse_batch, is_checked_late=True)
 
 
 def _refuse_batch(position: int, workers: Sequence[int]) -> None:

@@ -90,7 +90,7 @@ class Assignment:
 
     def _stack(self, operand: PerReplica) -> jax.Array:
         check_per_replica(self.spec, self.method, operand)
-        return self._cast(stack_of(operand))
+        return cast(stack_of(operand), self.spec.dtype, f"{self.method} to variable {self.spec.name!r}")
 
     def _copies(self, distribute: Callable[..., jax.Array], value: jax.Array, axis: ReplicaAxis | None) -> jax.Array:
         """Make the stack of copies (or, in `merge_call`, this replica's copy) from one value."""
@@ -121,10 +121,7 @@ class Assignment:
                 f"{what} of shape {spec.shape} was given a value of shape "
                 f"{tuple(array.shape)}. A variable keeps its shape; use jnp.broadcast_to or reshape the value."
             )
-        return self._cast(array)
-
-    def _cast(self, array: jax.Array) -> jax.Array:
-        return cast(array, self.spec.dtype, f"{self.method} to variable {self.spec.name!r}")
+        return cast(array, spec.dtype, what)
 
 
 def check_per_replica(spec: VariableSpec, method: str, operand: PerReplica) -> None:

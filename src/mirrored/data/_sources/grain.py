@@ -87,8 +87,11 @@ def why_not_by_file(dataset: Pipeline, num_workers: int, is_certain: bool) -> st
     files = getattr(node, "files", None)
     if files is not None:
         return None if len(files) >= num_workers else f"there are {len(files)} files for {num_workers} workers"
-    # grain's own sources do not say how many files they have, but the last worker's are missing when there are too few.
-    if _has_record(only_files_of(node, num_workers - 1, num_workers)):
+    # grain's own sources do not say how many files they have, but the last worker's are missing when there are too few. An
+    # IndexError is grain's way to say that it was given no file.
+    last = iter(only_files_of(node, num_workers - 1, num_workers))
+    with contextlib.closing(last), contextlib.suppress(StopIteration, IndexError):
+        next(last)
         return None
     return f"{type(node).__name__} has no file, or no record, for the last of {num_workers} workers"
 
@@ -103,15 +106,6 @@ def only_files_of(dataset: Pipeline, worker: int, num_workers: int) -> Pipeline:
     mine = copy.deepcopy(dataset)  # set_slice changes a dataset in place
     source_of(mine).set_slice(slice(worker, None, num_workers))
     return mine
-
-
-def _has_record(dataset: Pipeline) -> bool:
-    with contextlib.closing(iter(dataset)) as iterator:
-        try:
-            next(iterator)
-        except (StopIteration, IndexError):  # IndexError: grain's way to say that it was given no file
-            return False
-    return True
 
 
 def _reads_files(node: object) -> bool:
