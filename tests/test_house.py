@@ -418,7 +418,7 @@ BUDGETS = {
     "_workers": 2295,  # 1,700
     "_cluster": 1550,  # 1,080
     "_checkpoint": 1992,  # 1,800
-    "_report": 992,  # 800
+    "_report": 967,  # 800
     "_testing": 771,  # 750
     "losses optimizer": 645,  # 600
     "_command launch": 1399,  # 1,000
