@@ -38,8 +38,7 @@ FLOOR_OF = {wing: floor for floor, wings in enumerate(FLOORS) for wing in wings}
 MAX_LINES, MAX_BODY, MAX_ARGUMENTS = 400, 60, 7
 #: Files that may be longer, and why.
 LONGER = {
-    "_checkpoint.checkpoint": 410,  # the public class: half of it is its documentation
-    "_strategy.strategy": 548,  # the public verbs: half of it is their documentation
+    "_strategy.strategy": 542,  # the public verbs: half of it is their documentation
     "_variables.variable": 451,  # one class with the operators and conversions of an array
 }
 #: Files that start threads: none starts one at import, and each ends its own.
@@ -417,7 +416,7 @@ BUDGETS = {
     "_workers": 2246,  # 1,700
     "_cluster": 1508,  # 1,080
     "_checkpoint": 1992,  # 1,800
-    "_report": 992,  # 800
+    "_report": 967,  # 800
     "_testing": 771,  # 750
     "losses optimizer": 645,  # 600
     "_command launch": 1373,  # 1,000

@@ -17,7 +17,7 @@ STYLE = """
   --accent: #2b6cb0; --onaccent: #fff; --warn: #9a4b00; --good: #1d7044; }
 @media (prefers-color-scheme: dark) { :root { --page: #14181f; --text: #e6eaf0; --quiet: #9aa6b5; --line: #333c49;
   --soft: #1d232c; --accent: #6ba7e5; --onaccent: #10151c; --warn: #f0a860; --good: #6fcf97; } }
-* { box-sizing: border-box; }
+* { box-sizing: border-box; -webkit-print-color-adjust: exact; print-color-adjust: exact; }
 body { margin: 0 auto; max-width: 62rem; padding: 1.5rem 1rem 4rem; background: var(--page); color: var(--text);
   font: 16px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.6rem; margin: 0; overflow-wrap: anywhere; }
@@ -30,11 +30,14 @@ h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; } p { margin: .4rem 0; }
 th, td { text-align: left; vertical-align: top; padding: .4rem .8rem .4rem 0; border-bottom: 1px solid var(--line);
   overflow-wrap: break-word; min-width: 4.5rem; }
 th { color: var(--quiet); font-weight: 600; white-space: nowrap; }
-svg { display: block; width: 100%; max-width: 40rem; margin: .6rem 0; font: 13px system-ui, sans-serif; }
-svg text { fill: var(--text); } svg .quiet { fill: var(--quiet); font-size: 12px; } svg .strong { font-weight: 600; }
-svg .worker { fill: none; stroke: var(--line); } svg .device { fill: var(--soft); stroke: var(--line); }
-svg .bus, svg .part { fill: var(--accent); } svg .onbus, svg .onpart { fill: var(--onaccent); }
-svg .rest { fill: var(--soft); } svg .wire { stroke: var(--accent); stroke-width: 2; }
+.picture { max-width: 40rem; margin: .6rem 0 1.2rem; }
+.part, .bus { background: var(--accent); color: var(--onaccent); border-radius: 5px; }
+.worker { border: 1px solid var(--line); border-radius: 8px; padding: .4rem .8rem .8rem; margin: .5rem 0; color: var(--quiet); }
+.worker .cards { margin: .3rem 0 0; } .worker .card { flex: 0 1 8rem; color: var(--text); } .worker b { font-size: 1rem; }
+.bus { padding: .3rem .8rem; margin: .5rem 0; } .split { display: flex; gap: 2px; margin: .2rem 0; }
+.split .part { overflow: hidden; height: 2rem; line-height: 2rem; text-indent: .5rem; }
+.label { display: flex; justify-content: space-between; margin-top: .4rem; }
+.rest { background: var(--soft); border-radius: 5px; } .rest .part { height: .6rem; min-width: 1px; }
 """
 _MAX_VARIABLES = 20
 _NO_PROFILE = "To see what the devices do in that time, write with mr.profile('run/profile'): around some steps."
@@ -124,7 +127,7 @@ def _profiled(facts: Facts) -> Html:
         return element("p", join(["What the devices did is unknown (", source, "): ", found.reason, "."]), class_="warn")
     note = join([f"What {counted(found.num_devices, 'device')} did while they worked (", source, f"). {_COUNTED}"])
     kinds = {f"of it {kind}": share for kind, share in found.kinds().items()}
-    drawn = pictures.shares("what the devices did", shares | (kinds if len(kinds) > 1 else {}))
+    drawn = pictures.shares(shares | (kinds if len(kinds) > 1 else {}))
     return join([element("p", note, class_="quiet"), drawn])
 
 
@@ -136,7 +139,7 @@ def _steps(facts: Facts) -> Html:
         ", without those that were compiled. The loop waits for devices when it is ahead of them; between the steps is the time "
         "of your own program, and of results that it reads."
     )
-    return join([_quiet(each + note), pictures.shares("time of a step", facts.shares)])
+    return join([_quiet(each + note), pictures.shares(facts.shares)])
 
 
 def _steps_of_all(workers: Sequence[Facts]) -> Html:
@@ -176,7 +179,7 @@ def _communication(facts: Facts) -> Html:
     ]
     listed = _table(("function", "collective", "how many", "bytes of each replica", "programs", "line"), cells)
     largest = sorted(rows, key=lambda row: -row[1].num_bytes)[:8]
-    drawn = pictures.bars("bytes by collective", [(f"{name}: {e.name}", e.num_bytes, None) for name, e in largest])
+    drawn = pictures.bars([(f"{name}: {e.name}", e.num_bytes, None) for name, e in largest])
     return join([_quiet("What one run of each program exchanges; a collective in a loop is counted once."), drawn, listed])
 
 
@@ -197,7 +200,7 @@ def _memory(facts: Facts) -> Html:
     listed = _table(("variable", "shape", "dtype", "bytes on each device", "kind"), cells)
     left = len(facts.variables) - len(largest)
     rest = [_quiet(f"and {counted(left, 'smaller variable')}.")] * bool(left)
-    return join([_quiet(note), pictures.bars("memory by device", rows), listed, *rest])
+    return join([_quiet(note), pictures.bars(rows), listed, *rest])
 
 
 def _copies(facts: Facts) -> Html:
