@@ -68,7 +68,7 @@ class Guard:
         self._round_seconds = seconds_of_round(self._num_workers)
         self._own, self._others = Own(progress, stall_seconds), Others(2 * (self._round_seconds - ROUND_SECONDS))
         self._silent: set[int] = set()
-        self._process = 0
+        self._process = 0  # the one that is watched, and not a child that it forks
         self._threads: list[threading.Thread] = []
         self._stopped, self._failing, self._has_ended = threading.Event(), threading.Event(), False
         self._speaking = threading.Lock()
@@ -99,7 +99,7 @@ class Guard:
         First `wait` for the other workers to come to their end, for as long as they live: JAX would wait for a short time and
         then abort all of them.
         """
-        if not self._threads or self._stopped.is_set() or os.getpid() != self._process:
+        if os.getpid() != self._process or self._stopped.is_set():
             return
         try:
             error = last_error()
@@ -114,8 +114,7 @@ class Guard:
         self._stopped.set()
         self._neighbours.wake()
         for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(LAST_RESORT_SECONDS)  # at the interpreter's end, a thread in a native call would abort the process
+            thread.join(LAST_RESORT_SECONDS)  # at the interpreter's end, a thread in a native call would abort the process
         self._neighbours.close()
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._hooks[0]

@@ -93,5 +93,6 @@ def connections(min_retries: int = 0) -> Iterator[Connection]:
 
 
 def _end(address: tuple[str, int]) -> str:
+    """Return an end as both hosts name it: each has names of its own for network devices."""
     host, port, *_ = address
-    return f"{host.removeprefix(_IPV4_IN_IPV6)}:{port}"
+    return f"{host.removeprefix(_IPV4_IN_IPV6).partition('%')[0]}:{port}"

@@ -54,7 +54,7 @@ class Position(NamedTuple):
     @property
     def waits_between(self) -> bool:
         """Whether it waits for other workers, and not for a program: in a phase that they must come to, or for their input."""
-        return self.waits and bool(self.phase) or (self.phase == NEXT_BATCH and self.detail == OTHERS_INPUT)
+        return (self.waits and bool(self.phase)) or (self.phase == NEXT_BATCH and self.detail == OTHERS_INPUT)
 
     def encode(self) -> str:
         """Return the text that `decode` takes."""
