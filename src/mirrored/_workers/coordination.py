@@ -54,6 +54,7 @@ class Coordination:
     def __init__(self, client: Any = None, worker: int = 0, num_workers: int = 1) -> None:
         assert client is not None or num_workers == 1
         self.worker, self.num_workers = worker, num_workers
+        self.others = frozenset(range(num_workers)) - {worker}
         self._client = client
         self._channels: dict[str, Channel] = {}
         self._num_told: dict[str, int] = {}
@@ -65,6 +66,10 @@ class Coordination:
         """Set a key, which may have a value already."""
         if self._client is not None:
             self._client.key_value_set(_ROOT + key, text, allow_overwrite=True)
+
+    def say(self, prefix: str, text: str = "1") -> None:
+        """Set what this worker says under `prefix`, for `by_worker`."""
+        self.put(f"{prefix}/{self.worker}", text)
 
     def get(self, key: str, timeout_seconds: float) -> str | None:
         """Wait for a key to be set, and return its value; None at the timeout, or alone."""
@@ -94,12 +99,12 @@ class Coordination:
         return {key.removeprefix(_ROOT): value for key, value in self._client.key_value_dir_get(_ROOT + prefix)}
 
     def by_worker(self, prefix: str) -> dict[int, str]:
-        """Return what the workers of this cluster have set under `prefix`, a slash and their number."""
+        """Return what the workers of this cluster say under `prefix`, a slash and their number."""
         found = self.list(f"{prefix}/")
         return {worker: found[key] for worker in range(self.num_workers) if (key := f"{prefix}/{worker}") in found}
 
     def await_workers(self, prefix: str, workers: Set[int], deadline: float) -> dict[int, str]:
-        """Return `by_worker` when all of these workers have set it, or at the deadline, of `time.monotonic`."""
+        """Return `by_worker` when all of these workers say it, or at the deadline, of `time.monotonic`."""
         while not workers <= (found := self.by_worker(prefix)).keys() and time.monotonic() < deadline:
             time.sleep(0.01)
         return found
@@ -145,7 +150,7 @@ class Coordination:
 
     def tell_chief(self, name: str, value: Any) -> None:
         """Give worker 0 a JSON value: one message, before an exchange after which worker 0 calls `for_chief`."""
-        self.put(f"for_chief/{name}/{self.worker}", json.dumps(value))
+        self.say(f"for_chief/{name}", json.dumps(value))
 
     def for_chief(self, name: str, value: Any) -> Sequence[Any]:
         """Return on worker 0 the value that each worker gave last to `tell_chief`; on the others their own value."""
@@ -244,7 +249,7 @@ class Channel:
     def _texts(self, text: str, deadline: float | None) -> Sequence[str]:
         """Return the texts of all workers."""
         this, here = self._coordination, f"{self._prefix}/{self._round}/given"
-        this.put(f"{here}/{this.worker}", text[: MAX_TEXT + 1])  # of one that is too long, enough for all to see it
+        this.say(here, text[: MAX_TEXT + 1])  # of one that is too long, enough for all to see it
         self._all_have("givers", "all", deadline)
         found = this.by_worker(here)
         self._end_round()

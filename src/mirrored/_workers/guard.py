@@ -154,7 +154,7 @@ class Guard:
         self._progress.phases = (self._progress.phase(f"sys.exit({code})"),) if code else ()
         self._has_ended = True
         self._say_where(0.0)  # at once: who waits for this worker waits in vain
-        self._coordination.put(f"{_ENDED}/{self._worker}", "1")
+        self._coordination.say(_ENDED)
         try:
             are_known = require_same_history(self._await_ends(), self._shutdown.trails)
         except ProgramMismatchError as error:
@@ -177,7 +177,7 @@ class Guard:
                 return self._coordination.exchange("end", self._progress.history(), seconds)
             except WorkerLostError:
                 waited += seconds
-                missing = sorted(set(range(self._num_workers)) - self._coordination.by_worker(_ENDED).keys())
+                missing = sorted(self._coordination.others - self._coordination.by_worker(_ENDED).keys())
                 message = "worker %d has come to the end of its program, and has waited for %s for %.0f s"
                 _logger.warning(message, self._worker, numbered(missing), waited)
 
@@ -247,7 +247,7 @@ class Guard:
     def _say_where(self, elapsed: float) -> Position:
         with self._speaking:
             own = self._own.look(elapsed, self._has_ended)
-            self._coordination.put(f"{_POSITION}/{self._worker}", own.encode())
+            self._coordination.say(_POSITION, own.encode())
             return own
 
     def _watch_host(self) -> None:

@@ -68,7 +68,7 @@ class Links:
         """Publish the stuck connections of this worker, and return the workers whose stuck connections end here."""
         this, stuck = self._coordination, list(connections(STUCK_RETRIES))
         if stuck or self._has_told:
-            this.put(f"{_KEY}/{this.worker}", json.dumps(stuck))
+            this.say(_KEY, json.dumps(stuck))
             self._has_told = True
         told = {
             worker: read_all(Connection, text) or [] for worker, text in this.by_worker(_KEY).items() if worker != this.worker
