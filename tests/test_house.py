@@ -416,7 +416,7 @@ BUDGETS = {
     "_strategy": 1159,  # 1,100
     "_transforms": 619,  # 600
     "data": 3458,  # 3,200
-    "_workers": 2241,  # 1,700
+    "_workers": 2240,  # 1,700
     "_cluster": 1550,  # 1,080
     "_checkpoint": 2055,  # 1,800
     "_report": 992,  # 800

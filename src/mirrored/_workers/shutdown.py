@@ -75,7 +75,7 @@ class Shutdown:
                 return self.gone(dead)
             time.sleep(0.01)
             present = self._coordination.by_worker(_HERE).keys() & self._coordination.others
-        if is_other_order(trails := self._told()):  # so collectives of different programs have met
+        if is_other_order(trails := self._coordination.of_all(_TRAIL)):  # so collectives of different programs have met
             return told_apart(other_order(trails), wants_stacks=True)
         who, why = "lost a connection", "all workers answered"
         if missing := sorted(self._coordination.others - present):
@@ -93,12 +93,12 @@ class Shutdown:
         """Ask all workers for their history where it differs from this worker's, before they leave."""
         self._call()
         self._coordination.await_workers(_HERE, self._coordination.others, time.monotonic() + _ANSWER_SECONDS)
-        return self._told()
+        return self._coordination.of_all(_TRAIL)
 
     def answer(self, call: str) -> None:
         """Answer the call of another worker."""
         if call == _TELL:
-            own, told = self._progress.tell(), self._told()
+            own, told = self._progress.tell(), self._coordination.of_all(_TRAIL)
             told[self._coordination.worker] = own
             is_first = not any(told[index] for index in self._coordination.others)
             if is_first or is_other_order(told):
@@ -125,11 +125,6 @@ class Shutdown:
         self._coordination.put(_VERDICT, verdict.encode())
         self._coordination.put(CALL, _LEAVE)
         return None
-
-    def _told(self) -> list[str]:
-        """Return each worker's history; empty of one that has not told it."""
-        told = self._coordination.by_worker(_TRAIL)
-        return [told.get(worker, "") for worker in range(self._coordination.num_workers)]
 
     # ---- leaving
 
