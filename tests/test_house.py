@@ -413,7 +413,7 @@ BUDGETS = {
     "_strategy": 1136,  # 1,100
     "_transforms": 607,  # 600
     "data": 3401,  # 3,200
-    "_workers": 2246,  # 1,700
+    "_workers": 2240,  # 1,700
     "_cluster": 1508,  # 1,080
     "_checkpoint": 1992,  # 1,800
     "_report": 967,  # 800

@@ -187,6 +187,9 @@ def test_keys_are_put_listed_and_deleted() -> None:
     assert (other.get("a/0", 1), other.peek("a/0"), other.list("a/")) == ("y", "y", {"a/0": "y"})
     other.delete("a/0")
     assert this.get("a/0", 0.01) is this.peek("a/0") is None
+    this.say("c", "x")
+    this.put("c/7", "of no worker of this cluster")
+    assert (other.by_worker("c"), other.of_all("c")) == ({0: "x"}, ["x", ""])
     alone = Coordination()
     alone.put("a/0", "x")
     assert (alone.get("a/0", 0.01), alone.peek("a/0"), alone.list("a/")) == (None, None, {})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence, Set
@@ -54,6 +55,7 @@ class Coordination:
     def __init__(self, client: Any = None, worker: int = 0, num_workers: int = 1) -> None:
         assert client is not None or num_workers == 1
         self.worker, self.num_workers = worker, num_workers
+        self.others = frozenset(range(num_workers)) - {worker}
         self._client = client
         self._channels: dict[str, Channel] = {}
         self._num_told: dict[str, int] = {}
@@ -65,6 +67,10 @@ class Coordination:
         """Set a key, which may have a value already."""
         if self._client is not None:
             self._client.key_value_set(_ROOT + key, text, allow_overwrite=True)
+
+    def say(self, prefix: str, text: str = "1") -> None:
+        """Set what this worker says under `prefix`, for `by_worker`."""
+        self.put(f"{prefix}/{self.worker}", text)
 
     def get(self, key: str, timeout_seconds: float) -> str | None:
         """Wait for a key to be set, and return its value; None at the timeout, or alone."""
@@ -94,12 +100,17 @@ class Coordination:
         return {key.removeprefix(_ROOT): value for key, value in self._client.key_value_dir_get(_ROOT + prefix)}
 
     def by_worker(self, prefix: str) -> dict[int, str]:
-        """Return what the workers of this cluster have set under `prefix`, a slash and their number."""
+        """Return what the workers of this cluster say under `prefix`, a slash and their number."""
         found = self.list(f"{prefix}/")
         return {worker: found[key] for worker in range(self.num_workers) if (key := f"{prefix}/{worker}") in found}
 
+    def of_all(self, prefix: str) -> list[str]:
+        """Return what each worker says under `prefix`; empty of one that has said nothing."""
+        found = self.by_worker(prefix)
+        return [found.get(worker, "") for worker in range(self.num_workers)]
+
     def await_workers(self, prefix: str, workers: Set[int], deadline: float) -> dict[int, str]:
-        """Return `by_worker` when all of these workers have set it, or at the deadline, of `time.monotonic`."""
+        """Return `by_worker` when all of these workers say it, or at the deadline, of `time.monotonic`."""
         while not workers <= (found := self.by_worker(prefix)).keys() and time.monotonic() < deadline:
             time.sleep(0.01)
         return found
@@ -113,7 +124,7 @@ class Coordination:
         """Add one to the number under a key, of all workers together, and return it."""
         return 1 if self._client is None else self._client.key_value_increment(_ROOT + key, 1)
 
-    def exchange(self, channel: str, value: Any, timeout_seconds: float | None = None) -> Sequence[Any]:
+    def exchange(self, channel: str, value: Any, timeout_seconds: float = math.inf) -> Sequence[Any]:
         """Give a JSON value to all workers, and return all workers' values in order, in the n-th exchange of a channel on each.
 
         Two messages a worker where all values are equal, whatever the number of workers: so leave out of a value what differs by
@@ -145,7 +156,7 @@ class Coordination:
 
     def tell_chief(self, name: str, value: Any) -> None:
         """Give worker 0 a JSON value: one message, before an exchange after which worker 0 calls `for_chief`."""
-        self.put(f"for_chief/{name}/{self.worker}", json.dumps(value))
+        self.say(f"for_chief/{name}", json.dumps(value))
 
     def for_chief(self, name: str, value: Any) -> Sequence[Any]:
         """Return on worker 0 the value that each worker gave last to `tell_chief`; on the others their own value."""
@@ -189,13 +200,13 @@ class Channel:
         self._closed = threading.Event()
         self._is_waiting = False
 
-    def exchange(self, value: Any, timeout_seconds: float | None = None) -> Sequence[Any]:
+    def exchange(self, value: Any, timeout_seconds: float = math.inf) -> Sequence[Any]:
         """See `Coordination.exchange`."""
         this = self._coordination
         text = json.dumps(value)
         if this.num_workers == 1:
             return [json.loads(text)]
-        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        deadline = time.monotonic() + timeout_seconds
         self._is_waiting = True
         if self._are_same and self._all_have("same", digest(text), deadline):
             values = [json.loads(text)] * this.num_workers
@@ -226,7 +237,7 @@ class Channel:
     def _name(self) -> str:
         return self._prefix.removeprefix("exchange/")
 
-    def _all_have(self, place: str, own: str, deadline: float | None) -> bool:
+    def _all_have(self, place: str, own: str, deadline: float) -> bool:
         """Tell whether all workers have come to a place in this round with a digest; False as soon as one has another."""
         this, here = self._coordination, f"{self._prefix}/{self._round}/{place}"
         count = 0
@@ -241,14 +252,14 @@ class Channel:
             this.put(f"{here}-are", "different")
         return self._await(f"{here}-are", deadline) == _SAME
 
-    def _texts(self, text: str, deadline: float | None) -> Sequence[str]:
+    def _texts(self, text: str, deadline: float) -> Sequence[str]:
         """Return the texts of all workers."""
         this, here = self._coordination, f"{self._prefix}/{self._round}/given"
-        this.put(f"{here}/{this.worker}", text[: MAX_TEXT + 1])  # of one that is too long, enough for all to see it
+        this.say(here, text[: MAX_TEXT + 1])  # of one that is too long, enough for all to see it
         self._all_have("givers", "all", deadline)
-        found = this.by_worker(here)
+        texts = this.of_all(here)
         self._end_round()
-        return [found.get(worker, "") for worker in range(this.num_workers)]
+        return texts
 
     def _end_round(self) -> None:
         """Go on to the next round; the last worker to come to this one knows that all have read the one before."""
@@ -261,19 +272,17 @@ class Channel:
         self._round += 1
         self._counted = {}
 
-    def _await(self, key: str, deadline: float | None) -> str:
-        while True:
-            if self._closed.is_set():
-                raise ChannelClosed
-            left = SLICE_SECONDS if deadline is None else min(SLICE_SECONDS, deadline - time.monotonic())
-            text = self._coordination.get(key, left)
+    def _await(self, key: str, deadline: float) -> str:
+        while not self._closed.is_set():
+            text = self._coordination.get(key, min(SLICE_SECONDS, deadline - time.monotonic()))
             if text is not None:
                 return text
-            if deadline is not None and time.monotonic() >= deadline:
+            if time.monotonic() >= deadline:
                 raise WorkerLostError(
                     f"not all workers have come to {self._name!r}, where worker {self._coordination.worker} waits for them. "
                     "Every worker must run the same program."
                 )
+        raise ChannelClosed
 
 
 class ChannelClosed(Exception):

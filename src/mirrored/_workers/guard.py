@@ -68,7 +68,7 @@ class Guard:
         self._round_seconds = seconds_of_round(self._num_workers)
         self._own, self._others = Own(progress, stall_seconds), Others(2 * (self._round_seconds - ROUND_SECONDS))
         self._silent: set[int] = set()
-        self._process = 0
+        self._process = 0  # the one that is watched, and not a child that it forks
         self._threads: list[threading.Thread] = []
         self._stopped, self._failing, self._has_ended = threading.Event(), threading.Event(), False
         self._speaking = threading.Lock()
@@ -99,7 +99,7 @@ class Guard:
         First `wait` for the other workers to come to their end, for as long as they live: JAX would wait for a short time and
         then abort all of them.
         """
-        if not self._threads or self._stopped.is_set() or os.getpid() != self._process:
+        if os.getpid() != self._process or self._stopped.is_set():
             return
         try:
             error = last_error()
@@ -114,8 +114,7 @@ class Guard:
         self._stopped.set()
         self._neighbours.wake()
         for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(LAST_RESORT_SECONDS)  # at the interpreter's end, a thread in a native call would abort the process
+            thread.join(LAST_RESORT_SECONDS)  # at the interpreter's end, a thread in a native call would abort the process
         self._neighbours.close()
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._hooks[0]
@@ -155,7 +154,7 @@ class Guard:
         self._progress.phases = (self._progress.phase(f"sys.exit({code})"),) if code else ()
         self._has_ended = True
         self._say_where(0.0)  # at once: who waits for this worker waits in vain
-        self._coordination.put(f"{_ENDED}/{self._worker}", "1")
+        self._coordination.say(_ENDED)
         try:
             are_known = require_same_history(self._await_ends(), self._shutdown.trails)
         except ProgramMismatchError as error:
@@ -178,7 +177,7 @@ class Guard:
                 return self._coordination.exchange("end", self._progress.history(), seconds)
             except WorkerLostError:
                 waited += seconds
-                missing = sorted(set(range(self._num_workers)) - self._coordination.by_worker(_ENDED).keys())
+                missing = sorted(self._coordination.others - self._coordination.by_worker(_ENDED).keys())
                 message = "worker %d has come to the end of its program, and has waited for %s for %.0f s"
                 _logger.warning(message, self._worker, numbered(missing), waited)
 
@@ -248,7 +247,7 @@ class Guard:
     def _say_where(self, elapsed: float) -> Position:
         with self._speaking:
             own = self._own.look(elapsed, self._has_ended)
-            self._coordination.put(f"{_POSITION}/{self._worker}", own.encode())
+            self._coordination.say(_POSITION, own.encode())
             return own
 
     def _watch_host(self) -> None:

@@ -68,7 +68,7 @@ class Links:
         """Publish the stuck connections of this worker, and return the workers whose stuck connections end here."""
         this, stuck = self._coordination, list(connections(STUCK_RETRIES))
         if stuck or self._has_told:
-            this.put(f"{_KEY}/{this.worker}", json.dumps(stuck))
+            this.say(_KEY, json.dumps(stuck))
             self._has_told = True
         told = {
             worker: read_all(Connection, text) or [] for worker, text in this.by_worker(_KEY).items() if worker != this.worker
@@ -93,5 +93,6 @@ def connections(min_retries: int = 0) -> Iterator[Connection]:
 
 
 def _end(address: tuple[str, int]) -> str:
+    """Return an end as both hosts name it: each has names of its own for network devices."""
     host, port, *_ = address
-    return f"{host.removeprefix(_IPV4_IN_IPV6)}:{port}"
+    return f"{host.removeprefix(_IPV4_IN_IPV6).partition('%')[0]}:{port}"

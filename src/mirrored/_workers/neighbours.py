@@ -65,7 +65,7 @@ class Neighbours:
 
     def introduce(self) -> None:
         """Tell the others of this host which process this is."""
-        self._coordination.put(f"{self._key}/{self._coordination.worker}", self.own.encode())
+        self._coordination.say(self._key, self.own.encode())
 
     def meet(self) -> None:
         """Take note of the others of this host, soon after the start and then now and then: some come late."""

@@ -6,6 +6,7 @@ how long nothing has changed.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 import zlib
@@ -102,21 +103,15 @@ class ProgramTrail:
         return json.dumps([(*numbers, what[:_MAX_NAME]) for *numbers, what in known])
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class Phase:
-    """What the stepping thread does between programs, for the duration of a `with` block.
+    """What the stepping thread does between programs, for the duration of a `with` block."""
 
-    Attributes:
-        text: what it does, for a person, such as "saving step 12".
-        detail: more about it, which may differ by worker; a function when it changes in the meantime.
-        waits: whether it only waits for other workers; then all of them must come to a phase of the same text.
-        is_patient: whether it may take as long as it likes, as compiling and saving do.
-    """
-
-    __slots__ = ("_progress", "detail", "is_patient", "text", "waits")
-
-    def __init__(self, progress: Progress, text: str, detail: Detail, waits: bool, is_patient: bool) -> None:
-        self._progress, self.text, self.detail = progress, text, detail
-        self.waits, self.is_patient = waits, is_patient
+    _progress: Progress
+    text: str  # what it does, for a person, such as "saving step 12"
+    detail: Detail  # more about it, which may differ by worker; a function when it changes in the meantime
+    waits: bool  # whether it only waits for other workers; then all of them must come to a phase of the same text
+    is_patient: bool  # whether it may take as long as it likes, as compiling and saving do
 
     def __enter__(self) -> None:
         if self.waits:

@@ -7,6 +7,7 @@ with the published ones, and publishes it only where it differs, so that a call 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import sys
 import threading
@@ -42,22 +43,16 @@ LAST_RESORT_SECONDS = 3.0
 _LEAVE_SECONDS, _LAST_LEAVE_SECONDS = 0.6, 1.5
 
 
+@dataclasses.dataclass(eq=False)
 class Shutdown:
-    """The end of this worker in its job; `stopped` is set when the guard has been stopped."""
+    """The end of this worker in its job."""
 
-    def __init__(
-        self,
-        coordination: Coordination,
-        neighbours: Neighbours,
-        progress: Progress,
-        stopped: threading.Event,
-        exit: Callable[[int], Any],
-    ) -> None:
-        self._coordination, self._neighbours, self._progress = coordination, neighbours, progress
-        self._stopped, self._exit = stopped, exit
-        self._worker, self._num_workers = coordination.worker, coordination.num_workers
-        self._others = set(range(coordination.num_workers)) - {coordination.worker}
-        self.begun = threading.Lock()  # held by the thread that leaves
+    _coordination: Coordination
+    _neighbours: Neighbours
+    _progress: Progress
+    _stopped: threading.Event  # set when the guard has been stopped
+    _exit: Callable[[int], Any]
+    begun: threading.Lock = dataclasses.field(default_factory=threading.Lock)  # held by the thread that leaves
 
     # ---- the roll
 
@@ -75,17 +70,17 @@ class Shutdown:
     def _await_answers(self, title: str) -> Verdict:
         present: set[int] = set()
         deadline = time.monotonic() + _ANSWER_SECONDS
-        while present != self._others and time.monotonic() < deadline:
+        while present != self._coordination.others and time.monotonic() < deadline:
             if dead := self._neighbours.dead():
                 return self.gone(dead)
             time.sleep(0.01)
-            present = self._coordination.by_worker(_HERE).keys() & self._others
-        if is_other_order(trails := self._told()):  # so collectives of different programs have met
+            present = self._coordination.by_worker(_HERE).keys() & self._coordination.others
+        if is_other_order(trails := self._coordination.of_all(_TRAIL)):  # so collectives of different programs have met
             return told_apart(other_order(trails), wants_stacks=True)
         who, why = "lost a connection", "all workers answered"
-        if missing := sorted(self._others - present):
+        if missing := sorted(self._coordination.others - present):
             who, why = f"lost {numbered(missing)}", f"{named(missing)} not answered"
-        what = f"at step {self._progress.step}: a collective failed on worker {self._worker}, and {why}"
+        what = f"at step {self._progress.step}: a collective failed on worker {self._coordination.worker}, and {why}"
         return Verdict(f"{who} {what}", title, tuple(missing))
 
     def gone(self, lost: Sequence[int], why: str = ": the process is gone", detail: str = "") -> Verdict:
@@ -97,22 +92,22 @@ class Shutdown:
     def trails(self) -> list[str]:
         """Ask all workers for their history where it differs from this worker's, before they leave."""
         self._call()
-        self._coordination.await_workers(_HERE, self._others, time.monotonic() + _ANSWER_SECONDS)
-        return self._told()
+        self._coordination.await_workers(_HERE, self._coordination.others, time.monotonic() + _ANSWER_SECONDS)
+        return self._coordination.of_all(_TRAIL)
 
     def answer(self, call: str) -> None:
         """Answer the call of another worker."""
         if call == _TELL:
-            own, told = self._progress.tell(), self._told()
-            told[self._worker] = own
-            is_first = not any(told[index] for index in self._others)
+            own, told = self._progress.tell(), self._coordination.of_all(_TRAIL)
+            told[self._coordination.worker] = own
+            is_first = not any(told[index] for index in self._coordination.others)
             if is_first or is_other_order(told):
-                self._coordination.put(f"{_TRAIL}/{self._worker}", own)
-        self._coordination.put(f"{_HERE}/{self._worker}", "1")
+                self._coordination.say(_TRAIL, own)
+        self._coordination.say(_HERE)
 
     def _call(self) -> Verdict | None:
         """Call all workers, unless another has: then wait for its verdict, and return it."""
-        self._coordination.put(f"{_TRAIL}/{self._worker}", self._progress.tell())
+        self._coordination.say(_TRAIL, self._progress.tell())
         if self._coordination.count(_CALLERS) > 1:
             return self.known(2 * _ANSWER_SECONDS)
         self._coordination.put(CALL, _TELL)
@@ -131,11 +126,6 @@ class Shutdown:
         self._coordination.put(CALL, _LEAVE)
         return None
 
-    def _told(self) -> list[str]:
-        """Return each worker's history; empty of one that has not told it."""
-        told = self._coordination.by_worker(_TRAIL)
-        return [told.get(worker, "") for worker in range(self._num_workers)]
-
     # ---- leaving
 
     def leave(self, verdict: Verdict, code: int, is_first: bool) -> None:
@@ -146,9 +136,9 @@ class Shutdown:
         with contextlib.suppress(Exception):
             self.arm_last_resort(code)
         with contextlib.suppress(Exception):
-            _logger.critical("worker %d leaves with code %d: %s", self._worker, code, verdict)
+            _logger.critical("worker %d leaves with code %d: %s", self._coordination.worker, code, verdict)
             if verdict.wants_stacks:
-                _logger.critical("worker %d was here:\n%s", self._worker, _stacks())
+                _logger.critical("worker %d was here:\n%s", self._coordination.worker, _stacks())
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
         if 0 not in verdict.lost:  # else a call into the service would block
@@ -164,13 +154,13 @@ class Shutdown:
 
     def _let_others_go(self, verdict: Verdict, is_first: bool) -> None:
         """Wait for the workers that this one's end would hurt: it breaks their collectives, and worker 0's stops the service."""
-        others = self._others - {0, *verdict.lost}
-        if is_first and self._worker:
+        others = self._coordination.others - {0, *verdict.lost}
+        if is_first and self._coordination.worker:
             deadline = time.monotonic() + _LEAVE_SECONDS
             self._coordination.await_workers(_LEFT, others, deadline)
             self._coordination.await_workers(_HERE, {0}, deadline)
-        self._coordination.put(f"{_LEFT}/{self._worker}", "1")
-        if self._worker == 0:
+        self._coordination.say(_LEFT)
+        if self._coordination.worker == 0:
             deadline = time.monotonic() + _LAST_LEAVE_SECONDS
             self._coordination.await_workers(_LEFT, others, deadline)
             time.sleep(0.05)  # from "I leave" to having left; the workers of other hosts get this moment only
