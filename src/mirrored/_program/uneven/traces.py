@@ -189,7 +189,7 @@ def _origin(kinds: Kinds, loop: nodes.Node | None) -> str:
     )
     if loop is None:
         return text
-    where = user_code.equation_line(loop.equation) or "<unknown>"
+    where = user_code.equation_line(loop.equation)
     return (
         f"{text}. What a loop, condition or call computes of rows, as that at {where}, depends on their number as a whole, also "
         "what it carries beside them, such as a counter. Write two loops: one over the rows, and one for what is assigned"
