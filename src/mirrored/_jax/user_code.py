@@ -142,10 +142,10 @@ def _is_bug(error: BaseException, innermost: types.TracebackType) -> bool:
     return is_ours and isinstance(error, AssertionError | LookupError)
 
 
-def equation_line(equation: Equation) -> str | None:
-    """Return `file:line` of the user's code that made an equation of a jaxpr, or None when JAX does not know it."""
-    traceback = equation.source_info.traceback
-    for frame in traceback.frames if traceback is not None else ():
-        if not frame.file_name.startswith(_process.library_folders):
-            return f"{frame.file_name}:{frame.line_num}"
-    return None
+def equation_line(*equations: Equation) -> str:
+    """Return `file:line` of the user's code that made the first of some equations whose line JAX has not lost."""
+    for traceback in filter(None, (equation.source_info.traceback for equation in equations)):
+        for frame in traceback.frames:
+            if not frame.file_name.startswith(_process.library_folders):
+                return f"{frame.file_name}:{frame.line_num}"
+    return "<unknown>"

@@ -95,8 +95,11 @@ class Programs(Generic[ProgramT]):
         See `key_of` for a call's key and functions.
         """
         if (last := self._last) is not None and key == last.key and match(last.guards, functions):  # need not hash its key
-            if args is not None and self._short is not last:
-                self._find_fast_path(last, args)
+            if args is not None and self._short is not last:  # called twice in a row
+                self._short = last
+                self.fast_path = fast_path_to(last.key, last.program, last.guards, args, last.program.mesh.stacked)
+                if last not in self._kept:  # it was just dropped
+                    self._short = self.fast_path = None
             return last.program
         for kept in list(self._by_key.get(key, ())):
             if match(kept.guards, functions):
@@ -109,13 +112,6 @@ class Programs(Generic[ProgramT]):
         kept.used = time.monotonic()
         with contextlib.suppress(KeyError):  # it was just dropped: garbage is collected at any time
             self._kept.move_to_end(kept)
-
-    def _find_fast_path(self, kept: _Kept[ProgramT], args: Sequence[Any]) -> None:
-        """Look, once, for a fast path to a program that is called twice in a row."""
-        self._short = kept
-        self.fast_path = fast_path_to(kept.key, kept.program, kept.guards, args, kept.program.mesh.stacked)
-        if kept not in self._kept:  # it was just dropped
-            self._short = self.fast_path = None
 
     def made_for_last(
         self, coming: PyTree | None, take_apart: Callable[..., Call], make: Callable[[Call], ProgramT]

@@ -42,7 +42,7 @@ class ResultPlan:
     """The plan by which a function's result is rebuilt from the arrays of a compiled program."""
 
     treedef: Any  # variables, PerReplica values and static objects are leaves
-    static: tuple[tuple[Any] | None, ...]  # for each leaf, the object in a 1-tuple (see `static_value`); None: an array
+    static: tuple[Callable[[], Any] | None, ...]  # for each leaf, what returns the object; None: an array
     shapes: tuple[tuple[Shape, ...] | None, ...]  # for each array, `shapes` of the PerReplica that it was in, or None
     stacked: tuple[bool, ...]  # for each array, whether it was in a PerReplica
 
@@ -53,16 +53,7 @@ class ResultPlan:
 
     def _fill(self, arrays: Sequence[Any]) -> PyTree:
         remaining = iter(arrays)
-        return self.treedef.unflatten([next(remaining) if leaf is None else static_value(leaf) for leaf in self.static])
-
-
-class _WeakVariable(weakref.ref):
-    """A variable among the results of a step, which its program does not keep alive."""
-
-
-def static_value(leaf: tuple[Any]) -> Any:
-    """Return the object of a static leaf of a plan."""
-    return leaf[0]() if type(leaf[0]) is _WeakVariable else leaf[0]
+        return self.treedef.unflatten([next(remaining) if leaf is None else leaf() for leaf in self.static])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +186,7 @@ def trace(call: Call, shapes: Sequence[Shape], frame: Frame) -> Traced:
 def plan_result(result: PyTree) -> tuple[ResultPlan, list[jax.Array]]:
     """Separate a result tree into the arrays that a program computes and everything else."""
     leaves, treedef = jax.tree.flatten(result, is_leaf=lambda leaf: isinstance(leaf, PerReplica | Variable))
-    static: list[tuple[Any] | None] = []
+    static: list[Callable[[], Any] | None] = []
     arrays: list[jax.Array] = []
     shapes: list[tuple[Shape, ...] | None] = []
     stacked: list[bool] = []
@@ -206,7 +197,8 @@ def plan_result(result: PyTree) -> tuple[ResultPlan, list[jax.Array]]:
             value, leaf_shapes = leaf, None
         else:
             _refuse_hidden_arrays(leaf)
-            static.append((_WeakVariable(leaf) if isinstance(leaf, Variable) else leaf,))
+            # A program does not keep a variable alive.
+            static.append(weakref.ref(leaf) if isinstance(leaf, Variable) else lambda leaf=leaf: leaf)
             continue
         static.append(None)
         arrays.append(jax.numpy.asarray(value))

@@ -65,7 +65,7 @@ def _collectives_in(jaxpr: jaxprs.Jaxpr, in_loop: bool = False) -> Iterator[Coll
         name = equation.primitive.name
         inner = list(jaxprs.inner_jaxprs(equation))
         if not inner and jaxprs.is_collective(equation):
-            yield Collective(name, jaxprs.num_bytes(equation), user_code.equation_line(equation) or "an unknown line", in_loop)
+            yield Collective(name, jaxprs.num_bytes(equation), user_code.equation_line(equation), in_loop)
         for each in inner:
             yield from _collectives_in(each.jaxpr, in_loop or name in LOOPS)
 

@@ -150,8 +150,7 @@ class _Pass(Analysis[State]):
 
     def line(self, equation: Any) -> str:
         """Return the user's line of an equation, or of what it is inside of when JAX has lost it."""
-        lines = map(user_code.equation_line, (equation, *self.around))
-        return next((line for line in lines if line is not None), "<unknown>")
+        return user_code.equation_line(equation, *self.around)
 
     def join(self, values: Sequence[State]) -> State:
         return join(values)

@@ -79,6 +79,6 @@ class _Ownership(Analysis[bool]):
 
     def plain(self, equation: Equation, values: list[bool]) -> Sequence[bool]:
         raise ContextError(
-            f"a collective runs inside `{equation.primitive.name}`, at {user_code.equation_line(equation) or '<unknown>'}, which "
+            f"a collective runs inside `{equation.primitive.name}`, at {user_code.equation_line(equation)}, which "
             "several replicas of one device cannot do. Move it out, or give each replica a device: leave num_replicas out."
         )

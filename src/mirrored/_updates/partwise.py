@@ -75,12 +75,10 @@ class Partwise(Interpreter[Value]):
             return self._once(value.array, lambda array: parts.all_gather_parts([array], [value.shape], self.axis)[0])
         return value
 
-    def equation(self, equation: Any, values: list[Value]) -> Sequence[Value]:
+    def call(self, equation: Any, inner: jaxprs.ClosedJaxpr, values: list[Value]) -> Sequence[Value]:
         """Enter calls whose arguments are parts."""
         has_parts = any(isinstance(value, OwnPart | OwnSum) for value in values)
-        if has_parts and (inner := jaxprs.callee(equation)) is not None:
-            return self.run_closed(inner, values)
-        return self.plain(equation, values)
+        return self.run_closed(inner, values) if has_parts else self.plain(equation, values)
 
     def plain(self, equation: Any, values: list[Value]) -> Sequence[Value]:
         """Carry an operation out on parts if possible, else on whole arrays."""

@@ -36,7 +36,7 @@ def check(traces: Sequence[Trace]) -> None:
         for own, other in itertools.zip_longest(first, trace.collectives):
             if own is None or other is None or _key(own) != _key(other):
                 explain = _different
-            elif count[_kind(own)] > 1 and _line(own) != _line(other):
+            elif count[_kind(own)] > 1 and user_code.equation_line(own.equation) != user_code.equation_line(other.equation):
                 explain = _in_other_places
             else:
                 continue
@@ -66,11 +66,7 @@ def _describe(node: Node | None) -> str:
     operands = ", ".join(f"{value.aval.dtype}{list(value.aval.shape)}" for value in node.handed)
     name = node.equation.primitive.name
     kind = f"`{name}`" if not list(jaxprs.inner_jaxprs(node.equation)) else f"a collective inside `{name}`"
-    return f"reach {kind} of {operands} at {_line(node)}"
-
-
-def _line(node: Node) -> str:
-    return user_code.equation_line(node.equation) or "<unknown>"
+    return f"reach {kind} of {operands} at {user_code.equation_line(node.equation)}"
 
 
 def _different(differing: str) -> str:

@@ -105,13 +105,15 @@ class _Run:
         avals = [[value.aval for value in values] for values in leaving]
         _refuse_references(avals)
         slots = Slots(avals)
+        shapes = [stack_shapes([value.aval.shape for value in row])[0] for row in rows]
 
         def part(kind: int) -> Callable[[], Any]:
             def run() -> Any:
                 values = dict(self.carried[kind])
                 for node in nodes[kind]:
                     self._run_node(kind, values, node)
-                taken = [_padded(self._read_own(kind, values, row[kind]), row[kind].aval.dtype, _shape_of(row)) for row in rows]
+                own = [row[kind] for row in rows]
+                taken = [_padded(self._read_own(kind, values, v), v.aval.dtype, s) for v, s in zip(own, shapes, strict=True)]
                 return taken, slots.pack(kind, [values[value] for value in leaving[kind]])
 
             return run
@@ -130,8 +132,9 @@ class _Run:
         if value in values:
             return values[value]
         if value.outer is not None and value.number is None:
-            assert self._outer is not None
-            values[value] = self._outer.read_carried(kind, value.outer)
+            outer = self._outer
+            assert outer is not None
+            values[value] = outer._read_own(kind, dict(outer.carried[kind]), value.outer)
         elif value in self.padded[kind]:
             values[value] = self.padded[kind][value][tuple(slice(size) for size in value.aval.shape)]
         elif value in self._cheap[kind]:
@@ -139,10 +142,6 @@ class _Run:
         else:
             return self._known_or_constant(value)
         return values[value]
-
-    def read_carried(self, kind: int, value: Value) -> Any:
-        """Read a value of one kind of replica in a loop around which it was computed."""
-        return self._read_own(kind, dict(self.carried[kind]), value)
 
     def read_rows(self, values: Sequence[Sequence[Value]]) -> list[Any]:
         """Read values that every kind of replica has, padded to one shape where the shapes differ."""
@@ -162,11 +161,6 @@ class _Run:
             else:
                 for padded_values, value in zip(self.padded, row, strict=True):
                     padded_values[value] = array
-
-
-def _shape_of(row: Row) -> Shape:
-    """Return the shape to which each kind's value is padded."""
-    return stack_shapes([value.aval.shape for value in row])[0]
 
 
 def _refuse_references(avals: Sequence[Sequence[Any]]) -> None:

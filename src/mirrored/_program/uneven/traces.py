@@ -24,7 +24,7 @@ from ..._typing import Shape
 from ..._variables.variable import spec_of
 from .. import proof, refusals
 from ..call import ArrayLeaf, Call, is_same
-from ..lift import Lifted, ResultPlan, Traced, static_value, trace_step
+from ..lift import Lifted, ResultPlan, Traced, trace_step
 from ..proof import Findings, State
 from . import match_collectives, merge, nodes, value_numbering
 from .kinds import Kinds, find_kinds
@@ -189,7 +189,7 @@ def _origin(kinds: Kinds, loop: nodes.Node | None) -> str:
     )
     if loop is None:
         return text
-    where = user_code.equation_line(loop.equation) or "<unknown>"
+    where = user_code.equation_line(loop.equation)
     return (
         f"{text}. What a loop, condition or call computes of rows, as that at {where}, depends on their number as a whole, also "
         "what it carries beside them, such as a counter. Write two loops: one over the rows, and one for what is assigned"
@@ -224,10 +224,10 @@ def _other_type(plan: ResultPlan, position: int, kinds: Kinds, origin: str) -> s
     )
 
 
-def _is_same_static(a: tuple[Any] | None, b: tuple[Any] | None) -> bool:
+def _is_same_static(a: Callable[[], Any] | None, b: Callable[[], Any] | None) -> bool:
     if a is None or b is None:
         return a is b
-    [first], [second] = a, b
+    first, second = a(), b()
     if is_same(first, second):
         return True
     # A step may make an object anew in each trace. Equal numbers with different keys are 0.0 and -0.0, or True and 1.
@@ -235,7 +235,7 @@ def _is_same_static(a: tuple[Any] | None, b: tuple[Any] | None) -> bool:
 
 
 def _shown(plan: ResultPlan) -> str:
-    return str(plan.treedef.unflatten(["array" if leaf is None else static_value(leaf) for leaf in plan.static]))
+    return str(plan.treedef.unflatten(["array" if leaf is None else leaf() for leaf in plan.static]))
 
 
 def _result_shapes(avals: Sequence[Any], kinds: Kinds) -> tuple[Shape, ...] | None:
