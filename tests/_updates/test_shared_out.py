@@ -8,7 +8,7 @@ import pytest
 from optax import contrib
 from optax_rows import ROWS
 from parameters import slow
-from strategies import strategy_of, variable
+from strategies import strategy_of
 
 import mirrored as mr
 from mirrored._variables.variable import is_variable
@@ -175,16 +175,6 @@ def test_what_differs_by_replica_is_refused_before_it_is_gathered(strategy2):
     refused(optax.sgd(0.1, momentum=0.9), "variable 'w' is mirrored, but the value", by_hand)
     summed = lambda apply, g: apply(mr.get_replica_context().all_reduce("sum", g), value=1.0)  # noqa: E731
     refused(optax.polyak_sgd(), "already been combined", summed, mr.FactorOfReplicasError)
-
-
-def test_complex_variables_and_several_replicas_on_a_device_are_refused_with_the_ways_out(strategy2):
-    z = variable(np.zeros(3, np.complex64), strategy2, name="z")
-    with pytest.raises(TypeError, match=r"variable 'z' has dtype complex64; .* real numbers only.*Leave shard_state=True out"):
-        mr.Optimizer(optax.sgd(0.1), [z], shard_state=True)
-    with mr.MirroredStrategy(["cpu:0", "cpu:1"], num_replicas=4).scope():
-        w = mr.Variable(np.ones(3, np.float32))
-        with pytest.raises(ValueError, match=r"shard_state=True on 4 replicas on 2 devices.*share one copy"):
-            mr.Optimizer(optax.adam(0.1), w, shard_state=True)
 
 
 @pytest.mark.parametrize("there, here", [(True, False), *slow((False, True))])
