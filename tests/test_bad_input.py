@@ -156,8 +156,9 @@ Strategy.run
     step(lambda: x) => TypeError: the step returned a PerReplica
     step(lambda: x + 1) => PerReplicaError: PerReplica does not support `\+`
     step(lambda: step(lambda: 1)) => ContextError: NOT_IN_A_STEP
-    in_three(lambda: step(lambda: 1)) => StrategyMismatchError: run of .*scope of
+    in_three(lambda: step(lambda: 1)) => StrategyMismatchError: ^run of .*2 replicas.* in the scope of .*3 replicas
 Strategy.reduce
+    in_three(lambda: two.reduce("sum", 1.0)) => StrategyMismatchError: ^reduce of .*2 replicas.* in the scope of .*3 replicas
     two.reduce("min", x) => ValueError: reduce_op is 'min'; KNOWN_OPS
     two.reduce("", x) => ValueError: reduce_op is ''; KNOWN_OPS
     two.reduce(3, x) => TypeError: reduce_op is 3.*; KNOWN_OPS
@@ -179,13 +180,16 @@ Strategy.reduce
     step(lambda: two.reduce("sum", jnp.ones(3), axis=1)) => ValueError: strategy\.reduce: axis=1 for a value of rank 1
     step(lambda: three.reduce("sum", 1.0)) => StrategyMismatchError: reduce of .*3 replicas.* in the scope of .*2 replicas
 Strategy.gather
+    in_three(lambda: two.gather(ONES, 0)) => StrategyMismatchError: ^gather of .*2 replicas.* in the scope of .*3 replicas
     two.gather([x, "b"], 0) => TypeError: strategy\.gather got 'b' of type str; NO_NUMBERS
     two.gather(x, (0,)) => TypeError: gather: axis is \(0,\) of type tuple
     step(lambda: two.gather(ONES, 0)) => ContextError: NOT_IN_A_STEP.*all_gather\(value, axis\)
 Strategy.local_results
+    in_three(lambda: two.local_results(1.0)) => StrategyMismatchError: ^local_results of .*2 replicas.* in the scope of .*3 r
     two.local_results(x_of_three) => StrategyMismatchError: local_results got a PerReplica of 3 .*ANOTHER
     step(lambda: two.local_results(w)) => ContextError: NOT_IN_A_STEP
 Strategy.distribute_dataset
+    in_three(lambda: two.distribute_dataset([ONES])) => StrategyMismatchError: ^distribute_dataset of .*2 .* in the scope of .*3
     two.distribute_dataset(3) => TypeError: got 3 of type int; expected an iterable of global batches
     two.distribute_dataset(ONES) => TypeError: got ndarray, one set of arrays; .*make_numpy_dataset
     two.distribute_dataset({"x": ONES}) => TypeError: got dict, one set of arrays
@@ -379,6 +383,10 @@ Optimizer
     mr.Optimizer(optax.sgd(0.1), [w], aggregate=1) => TypeError: aggregate is 1.*; expected one of 'sum', 'mean'
     mr.Optimizer(optax.sgd(0.1), [w, w]) => ValueError: 'w' is listed twice
     mr.Optimizer(optax.sgd(0.1), [w, of_three]) => StrategyMismatchError: 'w' and 'of_three' belong to different strategies
+    mr.Optimizer(optax.sgd(0.1), [mr.Variable(ONES * 1j, name="z")], shard_state=True)
+        => TypeError: variable 'z' has dtype complex64; .* real numbers only.*Leave shard_state=True out
+    mr.MirroredStrategy(FOUR, num_replicas=8).scope()(lambda: mr.Optimizer(optax.sgd(1.0), mr.Variable(ONES), shard_state=True))()
+        => ValueError: shard_state=True on 8 replicas on 4 devices.*share one copy
     step(lambda: mr.Optimizer(optax.sgd(0.1), [w])) => ContextError: was created inside a step.*next to the variables
 Optimizer.minimize
     optimizer.minimize(3.0) => TypeError: minimize got an object of type float as its loss; .*minimize\(lambda: loss_of

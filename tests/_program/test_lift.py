@@ -2,7 +2,6 @@
 
 import re
 
-import ctrl_c
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -340,26 +339,6 @@ def test_an_exception_comes_through_as_it_is_and_changes_nothing():
         for place in PLACES:
             check(call, lambda error, p=place: lambda: [w.assign(w + 1), own.assign_add(1), p(lambda: raise_it(error))])
     assert float(TWO.run(lambda: w.value)) == 1.0
-
-
-# -- Ctrl-C
-
-
-def test_ctrl_c_after_any_call_in_a_step_loses_no_variable():
-    made = [variable(np.zeros(4, np.float32)) for _ in range(3)]
-
-    def step():
-        for v in made:
-            v.assign_add(jnp.ones(4))
-
-    compiled = mr.function(step)
-    for way in (lambda: TWO.run(step), compiled):
-        way()
-        assert ctrl_c.after_each_call(way, lambda: check_equal(made)) > 30
-
-
-def check_equal(variables):
-    assert len({float(v[0]) for v in variables}) == 1
 
 
 # -- the text by which workers compare their programs

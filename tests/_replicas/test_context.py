@@ -111,24 +111,6 @@ def test_threads_have_scopes_of_their_own(strategy2: mr.MirroredStrategy, strate
         assert list(pool.map(enter, (strategy2, strategy3))) == [cross(strategy2), cross(strategy3)]
 
 
-# -- scopes
-
-
-def test_verbs_of_another_strategy_in_a_scope(strategy2: mr.MirroredStrategy, strategy3: mr.MirroredStrategy) -> None:
-    verbs: dict[str, tuple[Any, ...]] = {
-        "run": (lambda: 1,),
-        "reduce": ("sum", 1.0),
-        "gather": (np.ones(2), 0),
-        "local_results": (1.0,),
-        "distribute_dataset": ([np.ones(6)],),
-    }
-    for verb, arguments in verbs.items():
-        getattr(strategy3, verb)(*arguments)
-        message = f"^{verb} of .*3 replicas.* in the scope of .*2 replicas"
-        with strategy2.scope(), pytest.raises(mr.StrategyMismatchError, match=message):
-            getattr(strategy3, verb)(*arguments)
-
-
 # -- the replica's number, and random numbers
 
 

@@ -8,7 +8,7 @@ import pytest
 from optax import contrib
 from optax_rows import ROWS
 from parameters import slow
-from strategies import variable
+from strategies import strategy_of
 
 import mirrored as mr
 from mirrored._variables.variable import is_variable
@@ -66,7 +66,13 @@ def both(strategy, make_tx=lambda: optax.adam(0.1), **options):
     return [make(strategy, make_tx(), shard_state=is_sharded, **options) for is_sharded in (False, True)]
 
 
-def check_transformations(strategy, names):
+#: Of eight replicas some have no elements of a small array.
+SIZES = [(3, ["sgd", "clip_by_global_norm"]), *slow((8, list(TRANSFORMATIONS)))]
+
+
+@pytest.mark.parametrize(("num_replicas", "names"), SIZES, ids=["some", "all"])
+def test_the_numbers_are_those_without_shards(num_replicas, names):
+    strategy = strategy_of(num_replicas)
     made = {name: both(strategy, TRANSFORMATIONS[name]) for name in names}
 
     def step(gradients):
@@ -78,15 +84,6 @@ def check_transformations(strategy, names):
     strategy.assert_mirrored()
     for name, pairs in made.items():
         assert_alike(*pairs, name)
-
-
-def test_the_numbers_are_those_without_shards(strategy3):
-    check_transformations(strategy3, ["sgd", "clip_by_global_norm"])
-
-
-@pytest.mark.slow
-def test_any_transformation_gives_the_numbers_of_whole_arrays_on_more_replicas_than_some_have_elements():
-    check_transformations(mr.MirroredStrategy([f"cpu:{i}" for i in range(8)]), TRANSFORMATIONS)
 
 
 def test_each_replica_holds_its_part_of_the_state(strategy3):
@@ -178,16 +175,6 @@ def test_what_differs_by_replica_is_refused_before_it_is_gathered(strategy2):
     refused(optax.sgd(0.1, momentum=0.9), "variable 'w' is mirrored, but the value", by_hand)
     summed = lambda apply, g: apply(mr.get_replica_context().all_reduce("sum", g), value=1.0)  # noqa: E731
     refused(optax.polyak_sgd(), "already been combined", summed, mr.FactorOfReplicasError)
-
-
-def test_complex_variables_and_several_replicas_on_a_device_are_refused_with_the_ways_out(strategy2):
-    z = variable(np.zeros(3, np.complex64), strategy2, name="z")
-    with pytest.raises(TypeError, match=r"variable 'z' has dtype complex64; .* real numbers only.*Leave shard_state=True out"):
-        mr.Optimizer(optax.sgd(0.1), [z], shard_state=True)
-    with mr.MirroredStrategy(["cpu:0", "cpu:1"], num_replicas=4).scope():
-        w = mr.Variable(np.ones(3, np.float32))
-        with pytest.raises(ValueError, match=r"shard_state=True on 4 replicas on 2 devices.*share one copy"):
-            mr.Optimizer(optax.adam(0.1), w, shard_state=True)
 
 
 @pytest.mark.parametrize("there, here", [(True, False), *slow((False, True))])

@@ -114,11 +114,13 @@ def test_programs_that_are_made_again_find_their_variables(monkeypatch):
 def test_a_ctrl_c_at_any_call_of_steps_that_share_a_variable_loses_nothing():
     a, b, c = variables([0, 0, 0])
     left, right = adding_one(a, b), adding_one(b, c)
+    function = mr.function(left)
 
     def steps():
         a.value, b.value  # taken: to be copied
         TWO.run(left)
         TWO.run(right)
+        function()
 
     def check():
         assert first(b) == first(a) + first(c)
