@@ -293,6 +293,17 @@ def test_one_line_of_the_log_says_how_a_dataset_is_shared_out(strategy2, caplog)
         len(distributed)
 
 
+def test_auto_takes_no_files_where_rows_are_dropped() -> None:
+    """By file all rows would go that others have left when the files of one worker have ended."""
+    files = Files([[1] * 50, [1] * 10]).batch(4)
+    plan = make_plan(files, "auto", InputWorker(0, 2), 2, drop_remainder=True)
+    assert plan.kind == "DATA" and "AUTO chose DATA, because drop_remainder=True would leave out by file" in plan.how
+    kinds = [
+        make_plan(files, policy, InputWorker(0, 2), 2, dropping).kind for policy, dropping in (("auto", False), ("file", True))
+    ]
+    assert kinds == ["FILE", "FILE"], "FILE is the user's word"
+
+
 def test_a_step_with_batches_of_two_datasets_of_which_auto_shares_one_by_file_warns(strategy2) -> None:
     """On two workers other rows would meet: who has pairs zips before, and who has none says so."""
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
@@ -124,7 +127,7 @@ class Program:
             elif self.has_run:
                 outputs = storage.overwrite(self.compiled, self.home, written, read_only, arrays, self.constants)
             else:
-                with storage.delaying_ctrl_c():
+                with _delaying_ctrl_c():
                     outputs = storage.overwrite(self.compiled, self.home, written, read_only, arrays, self.constants)
                 self.has_run.append(True)
         finally:
@@ -146,6 +149,22 @@ class Program:
         except jax.errors.JaxRuntimeError:
             callbacks.forget_failed()
             raise
+
+
+@contextlib.contextmanager
+def _delaying_ctrl_c() -> Iterator[None]:
+    """Let a Ctrl-C come at the end of this block, for the first run of a program, which JAX starts in Python."""
+    if threading.current_thread() is not threading.main_thread() or not callable(before := signal.getsignal(signal.SIGINT)):
+        yield
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def program_compiled(jax_name: str) -> Program | None:

@@ -397,7 +397,8 @@ class Strategy:
         """
         options, worker = self._checked_input(options, "distribute_dataset")
         check_dataset(dataset, "distribute_dataset", options.auto_shard_policy)
-        plan = make_plan(adapted(dataset), options.auto_shard_policy, worker, self.num_replicas_in_sync)
+        policy, num_replicas = options.auto_shard_policy, self.num_replicas_in_sync
+        plan = make_plan(adapted(dataset), policy, worker, num_replicas, options.drop_remainder)
         return self._register(DistributedDataset(self._mesh, options, worker, plan))
 
     @user_code.shorten_errors

@@ -141,7 +141,7 @@ def input_of_workers(
         if from_function:
             plan = plan_of_function(dataset, worker)
         else:
-            plan = make_plan(dataset, options.auto_shard_policy, worker, num_replicas)
+            plan = make_plan(dataset, options.auto_shard_policy, worker, num_replicas, options.drop_remainder)
         return plan, _read(plan, LocalReplicas(num_replicas, worker, options.drop_remainder), max_steps)
 
     plans, steps = zip(*_run_together(read, workers), strict=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -228,22 +227,6 @@ def overwrite(compiled: Callable[..., Any], home: Home, slots: Sequence[Slot], r
     except BaseException as error:
         _note_lost(error, slots, read_only)
         raise
-
-
-@contextlib.contextmanager
-def delaying_ctrl_c() -> Iterator[None]:
-    """Let a Ctrl-C come at the end of this block, for the first run of a program, which JAX starts in Python."""
-    if threading.current_thread() is not threading.main_thread() or not callable(before := signal.getsignal(signal.SIGINT)):
-        yield
-        return
-    came: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if came:
-            signal.raise_signal(signal.SIGINT)
 
 
 def overwrite_when_done(

@@ -41,7 +41,9 @@ class Plan:
         return in_step(ways[self.kind](source, layout, extra), source, layout)
 
 
-def make_plan(dataset: Any, policy: AutoShardPolicy | str, worker: InputWorker, num_replicas: int) -> Plan:
+def make_plan(
+    dataset: Any, policy: AutoShardPolicy | str, worker: InputWorker, num_replicas: int, drop_remainder: bool = False
+) -> Plan:
     """Choose how a dataset of global batches is shared out; refuse `FILE` where it would lose, repeat or mispair records."""
     policy = AutoShardPolicy.parse(policy, "auto_shard_policy")
     parts = f"each global batch is cut into {num_replicas} contiguous parts, in replica order"
@@ -55,7 +57,9 @@ def make_plan(dataset: Any, policy: AutoShardPolicy | str, worker: InputWorker, 
     if policy is AutoShardPolicy.DATA:
         return Plan(dataset, "DATA", f"DATA: {by_row}")
     reason = f"{type(dataset).__name__} is no dataset of files"
-    if grain.is_pipeline(dataset):
+    if drop_remainder and policy is AutoShardPolicy.AUTO:
+        reason = "drop_remainder=True would leave out by file what others have left when the files of one worker have ended"
+    elif grain.is_pipeline(dataset):
         reason = grain.why_not_by_file(dataset, worker.count, is_certain=policy is AutoShardPolicy.AUTO)
     if reason is None:
         files = getattr(grain.source_of(dataset), "files", None)
