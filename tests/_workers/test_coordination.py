@@ -184,7 +184,7 @@ def test_keys_are_put_listed_and_deleted() -> None:
     this, other = cluster(2)
     for key, text in (("a/0", "x"), ("a/0", "y"), ("b/0", "z")):
         this.put(key, text)
-    assert (other.get("a/0", 1), other.peek("a/0"), other.list("a/")) == ("y", "y", {"a/0": "y"})
+    assert (other.get("a/0", 1), other.peek("a/0"), other.find("a/")) == ("y", "y", {"a/0": "y"})
     other.delete("a/0")
     assert this.get("a/0", 0.01) is this.peek("a/0") is None
     this.say("c", "x")
@@ -192,7 +192,7 @@ def test_keys_are_put_listed_and_deleted() -> None:
     assert (other.by_worker("c"), other.of_all("c")) == ({0: "x"}, ["x", ""])
     alone = Coordination()
     alone.put("a/0", "x")
-    assert (alone.get("a/0", 0.01), alone.peek("a/0"), alone.list("a/")) == (None, None, {})
+    assert (alone.get("a/0", 0.01), alone.peek("a/0"), alone.find("a/")) == (None, None, {})
 
 
 def test_an_error_of_the_service_is_not_taken_for_a_timeout() -> None:

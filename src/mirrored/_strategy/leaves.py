@@ -173,7 +173,8 @@ def _carried_sum(op: ReduceOp, value: PerReplica, mesh: ReplicaMesh) -> jax.Arra
 
 
 def _refuse_stack(leaf: object, verb: str) -> None:
-    if isinstance(leaf, jax.core.Tracer) or REPLICA_AXIS not in getattr(getattr(leaf, "sharding", None), "spec", ()):
+    is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    if not is_array or REPLICA_AXIS not in getattr(leaf.sharding, "spec", ()):
         return
     arguments = {"reduce": "'sum', nest", "gather": "nest, axis=0"}.get(verb, "nest")
     raise PerReplicaError(

@@ -92,7 +92,7 @@ class Coordination:
                 return None
             raise
 
-    def list(self, prefix: str) -> dict[str, str]:
+    def find(self, prefix: str) -> dict[str, str]:
         """Return the keys that begin with `prefix`, which ends in a slash, and their values."""
         if self._client is None:
             return {}
@@ -101,10 +101,10 @@ class Coordination:
 
     def by_worker(self, prefix: str) -> dict[int, str]:
         """Return what the workers of this cluster say under `prefix`, a slash and their number."""
-        found = self.list(f"{prefix}/")
+        found = self.find(f"{prefix}/")
         return {worker: found[key] for worker in range(self.num_workers) if (key := f"{prefix}/{worker}") in found}
 
-    def of_all(self, prefix: str) -> Sequence[str]:
+    def of_all(self, prefix: str) -> list[str]:
         """Return what each worker says under `prefix`; empty of one that has said nothing."""
         found = self.by_worker(prefix)
         return [found.get(worker, "") for worker in range(self.num_workers)]
@@ -248,7 +248,7 @@ class Channel:
         if self._is_last:
             this.put(f"{here}-are", _SAME)
             return True
-        if self._counted[place] != own or (count == 1 and len(this.list(f"{here}/")) > 1):
+        if self._counted[place] != own or (count == 1 and len(this.find(f"{here}/")) > 1):
             this.put(f"{here}-are", "different")
         return self._await(f"{here}-are", deadline) == _SAME
 
