@@ -340,6 +340,7 @@ def test_a_verdict_of_another_worker_is_followed(make: Make, caplog: Log) -> Non
     shown = "worker 0 failed at step 3 with ValueError: bad\\x1b\n  | Traceback\\x07\n  |   line"
     assert f"worker 1 leaves with code 75: {shown}" in caplog.text
     assert "worker 1 was here:\nMainThread:\n" in caplog.text and "test_a_verdict_of_another" in caplog.text
+    assert "mirrored-guard" not in caplog.text, "its own threads' stacks help nobody"
 
 
 def test_an_error_of_the_same_moment_is_shown_as_its_own(make: Make, monkeypatch: Patch) -> None:

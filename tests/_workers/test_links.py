@@ -80,6 +80,9 @@ def test_the_connections_of_this_process_are_those_that_its_sockets_have(
     assert not [found for found in connections() if found.remote.endswith(":0")], "what listens is none"
     monkeypatch.setattr(socket.socket, "getsockopt", lambda *_: bytes((1, 0, 6)))  # established, and sent again six times
     assert Connection(one, other, 6) in list(connections(6)) and not list(connections(7))
+    with monkeypatch.context() as patch:
+        patch.setattr(socket.socket, "getsockopt", lambda *_: bytes((4, 0, 6)))
+        assert not list(connections()), "what is being closed is none"
     for host, shown in (("::ffff:127.0.0.1", "127.0.0.1"), ("fe80::1%eth0", "fe80::1")):
         monkeypatch.setattr(socket.socket, "getpeername", lambda _, host=host: (host, 22, 0, 0))
         assert Connection(one, f"{shown}:22", 6) in list(connections(6))

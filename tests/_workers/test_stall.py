@@ -28,6 +28,7 @@ def test_who_waits_in_vain_is_told_for_whom() -> None:
     for here, there, *parts in [
         (IN_STEP, ENDED, "worker 1 has ended its program after step 12 (program 'train')", "worker 0 waits in step 13", "number"),
         (AT_BARRIER, ENDED, "worker 1 has ended its program", "worker 0 waits at the barrier 'epoch'"),
+        (change(AT_BARRIER, still=0.5), ENDED, "worker 1 has ended its program", "worker 0 waits at the barrier 'epoch'"),
         (IN_STEP, AT_BARRIER, "worker 1 waits at the barrier 'epoch', after step 12", "worker 0 waits in step 13", "each other"),
         (AT_BARRIER, IN_STEP, "worker 1 waits in step 13", "They wait for each other"),
         (AT_BARRIER, change(AT_BARRIER, phase="the end"), "worker 1 waits at the end", "They wait for each other"),
@@ -88,6 +89,7 @@ def test_of_all_that_wait_one_is_judged_for_each_place() -> None:
     assert judge_all(JobView(positions | {9: OWN_CODE}, {}), 100.0) is None, "one saves"
     late = judge_all(JobView(positions | {7: OWN_CODE, 9: OWN_CODE}, {}), 100.0)
     assert str(late).startswith("workers 7, 9 have not entered step 13 (program 'train') for 199 s")
+    assert judge_all(JobView({0: change(IN_STEP, has_ended=True), 1: OWN_CODE}, {}), 300.0) is None, "an end has no limit"
     alone = {0: SAVING, 1: IN_STEP, 2: ENDED}
     assert judge_all(JobView(alone, {}), 300.0)
     assert judge_all(JobView(alone, {1: 2.0}), 300.0) is None, "one that is not heard may be elsewhere"
