@@ -133,8 +133,3 @@ def _sum_of(buffer: _Buffer, like: Equation, num_replicas: int) -> Equation:
     return call.replace(
         invars=list(buffer.arrays.values()), outvars=list(buffer.arrays), source_info=like.source_info, ctx=like.ctx
     )
-
-
-def mean_of(total: jax.Array, num_replicas: int) -> jax.Array:
-    """Return the MEAN over the replicas of a result, given its SUM."""
-    return (total / jnp.asarray(float(num_replicas), total.dtype)).astype(total.dtype)

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from .._jax import interpreter, tracing
 from .._options import ReductionToOneDevice
 from .._replicas import frames, in_flight, placement
-from .._replicas.collectives import ReplicaAxis
+from .._replicas.collectives import ReplicaAxis, divide
 from .._replicas.context import ReplicaContext, own_parts
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
@@ -30,7 +30,7 @@ from . import lift, proof, refusals, virtual
 from .cache import Programs
 from .call import Call, argument_names, array_leaves, check_replicas, key_of, of_last_batch, take_apart
 from .eager import is_eager, refuse_eager, run_eagerly, silenced
-from .fuse_all_reduces import Joined, join_sums, mean_of
+from .fuse_all_reduces import Joined, join_sums
 from .lift import Lifted, trace_step
 from .program import StepProgram, place
 from .proof import SAME, Findings, State, varying
@@ -220,7 +220,7 @@ def _map(mesh: ReplicaMesh, proven: Proven) -> tuple[Joined, Callable[..., Any]]
         outputs = run(sums, constants, [*written, *read_only, *arrays], is_own, ends)
         results = outputs[:num_results]
         for total in outputs[num_outputs:]:
-            results += [total, mean_of(total, mesh.num_replicas)]
+            results += [total, divide(total, mesh.num_replicas, total.dtype)]
         return results, outputs[num_results:num_outputs], in_flight.new_witness(mesh.mirrored)
 
     replicated, stacked = PartitionSpec(), PartitionSpec(mesh.axis)
