@@ -16,6 +16,7 @@ import numpy as np
 
 from ._errors import ContextError
 from ._jax import marks as _marks
+from ._jax import user_code as _user_code
 from ._replicas import frames
 from ._replicas.collectives import ReplicaAxis as _ReplicaAxis
 from ._text import shown as _shown
@@ -228,7 +229,8 @@ def global_loss(loss: Callable[..., Any]) -> Callable[..., jax.Array]:
                 f"the function given to global_loss returned shape {share.shape}; expected a scalar, this replica's share, for "
                 "example mr.losses.compute_average_loss(per_example_loss)."
             )
-        return replicas.sum([share])[0]
+        note = _marks.Mark(_marks.Purpose.LOSS, "the loss of all replicas", _user_code.user_line())
+        return replicas.sum([_marks.mark(share, note)])[0]
 
     return whole
 

@@ -88,6 +88,25 @@ def test_a_mean_of_shares_that_a_step_has_returned_is_said_too(strategy2):
     assert not warnings_of(lambda: [strategy2.reduce("sum", result), strategy2.reduce("mean", result["metric"])])
 
 
+def test_a_mean_of_shares_in_a_metric_is_said_too(strategy2):
+    seen = variable(0.0, strategy2, synchronization="on_read", aggregation="mean")
+    [x] = strategy2.distribute_dataset([np.arange(5, dtype=np.float32)])
+    [found] = warnings_of(strategy2.run, lambda x: seen.assign_add(mr.losses.compute_average_loss(x)), (x,))
+    assert re.search(rf"the mean over the replicas at {HERE}:\d+ is of this replica's share", str(found.message))
+    assert not warnings_of(strategy2.run, lambda x: seen.assign_add(jnp.mean(x)), (x,))
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_loss_of_all_replicas_that_nobody_has_spoken_for_warns(num_replicas):
+    strategy = strategy_of(num_replicas)
+    [x] = strategy.distribute_dataset([np.arange(4, dtype=np.float32)])
+    whole = lambda loss: lambda x: mr.losses.global_loss(lambda w: loss(w * x))(1.0)  # noqa: E731
+    [found] = warnings_of(strategy.run, whole(jnp.mean), (x,))
+    assert re.search(rf"nobody has said .*global_loss sums over the replicas at {HERE}:\d+", str(found.message))
+    for loss in (mr.losses.compute_average_loss, lambda losses: mr.losses.mean_over_own_rows(jnp.mean(losses))):
+        assert not warnings_of(strategy.run, whole(loss), (x,))
+
+
 def test_other_means_are_silent(strategy2):
     """Of metrics, of losses that are means over own rows, of what has been added up, and what an optimizer has updated."""
     w, _, _, optimizer, _ = model(strategy2)

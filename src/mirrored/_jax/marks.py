@@ -28,6 +28,7 @@ class Purpose(enum.Enum):
     GRADIENT = "given to an optimizer that combines it as the loss says"
     SUMMED_GRADIENT = "given to an optimizer that is told to sum over the replicas"
     MEAN_GRADIENT = "given to an optimizer that is told to average over the replicas"
+    LOSS = "summed over the replicas as a share of a loss"
     SHARE = "this replica's share of a loss: the shares of all replicas add up to the whole"
     TANGENT = "the derivative of a share"
     COTANGENT = "the derivative of a loss by its share"

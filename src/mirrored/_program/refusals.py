@@ -79,6 +79,9 @@ def check_gradients(findings: Findings, num_replicas: int) -> None:
     gradients = [(note, state) for note, state in findings.marks if note.purpose in _COMBINES]
     for note, state in gradients:
         _refuse_contradiction(note, state, num_replicas)
+    losses = [note.where for note, state in findings.marks if note.purpose is Purpose.LOSS and state.said < Said.WHOLE]
+    for where in dict.fromkeys(losses):
+        user_code.warn(_UNSPOKEN_LOSS.format(where=where), FactorOfReplicasWarning)
     means = [note.where for note, state in findings.marks if note.purpose is Purpose.MEAN and state.said is Said.SHARE]
     for where in dict.fromkeys(means):
         user_code.warn(_MEAN_OF_SHARES.format(where=where, num_replicas=num_replicas), FactorOfReplicasWarning)
@@ -196,6 +199,12 @@ _COMBINED_LOSS = (
     "all replicas, and apply_gradients at {where} sums them again: the update is R times too large "
     "(R = {num_replicas} here). Differentiate this replica's own loss (mr.losses.compute_average_loss) and reduce the loss "
     "after the gradient, or for reporting outside with strategy.reduce('sum', loss)."
+)
+_UNSPOKEN_LOSS = (
+    "nobody has said how the loss is divided that mr.losses.global_loss sums over the replicas at {where}. If it is a mean over "
+    "the replica's own rows, as of jnp.mean, the loss is R times that of one device. Return "
+    "mr.losses.compute_average_loss(per_example_losses) from its function, mr.losses.mean_over_own_rows(loss), or, when all rows "
+    "have divided it, mr.losses.already_divided(loss)."
 )
 _UNSPOKEN = (
     "nobody has said how the loss is divided whose gradients apply_gradients at {where} sums over the replicas. If it is a mean "

@@ -49,6 +49,8 @@ class Assignment:
             update = self._aggregated(self.operand, axis)
         else:
             update = self._converted()
+        if is_in_replica and spec.is_on_read and spec.aggregation is VariableAggregation.MEAN:
+            update = mark(jnp.asarray(update), Mark(Purpose.MEAN, spec.name, user_code.user_line()))
         if spec.is_on_read or axis is None:
             return self._combined(update)
         if is_in_replica and spec.aggregation is not VariableAggregation.NONE:
