@@ -38,6 +38,6 @@ MUTANTS = [
     ("_replicas/collectives.py", "by_rows and op is ReduceOp.MEAN and axis", "op is ReduceOp.MEAN and axis",
      MEANS + "whatever_it_is_each_replica_weighs_as_much_as_it_has_rows"),
     # -- several replicas on a device
-    ("_program/virtual.py", "[_swap(a, own) for", "[a for",
+    ("_program/virtual.py", "_swap(operands[k], is_own[k])", "operands[k]",
      "tests/_program/test_virtual.py::test_collectives_and_loops_are_those_of_as_many_devices"),
 ]  # fmt: skip
