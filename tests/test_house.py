@@ -404,8 +404,8 @@ def test_sizes() -> None:
 #: Lines of each wing. A commit may lower a budget, and never raises one; beside it what is to be reached. The ground is together,
 #: and so are small wings that stand for one thing. `python tests/test_house.py` prints today's.
 BUDGETS = {
-    "_program": 4107,  # 4,000
-    "_jax": 1304,  # 1,300
+    "_program": 4097,  # 4,000
+    "_jax": 1302,  # 1,300
     "_replicas": 2297,  # 2,100
     "_variables": 1856,  # 1,700
     "_models": 1207,  # 1,050

@@ -19,8 +19,6 @@ from .primitives import INLINE_CALLS
 Value = TypeVar("Value")
 #: The rules for primitives that run jaxprs other than by calling them once.
 _RULES = {"scan": "loop", "while": "loop", "cond": "cond", "custom_linear_solve": "solve"}
-#: What a loop or condition runs: takes values and returns values.
-Body = Callable[..., Sequence[Any]]
 
 
 class Interpreter(abc.ABC, Generic[Value]):
@@ -132,7 +130,7 @@ def evaluate(closed: ClosedJaxpr, constants: Sequence[Any], arguments: Sequence[
     return jax.core.eval_jaxpr(closed.jaxpr, constants, *arguments)
 
 
-def run_parts(equation: Equation, operands: Sequence[Any], bodies: Sequence[Body]) -> list[Any]:
+def run_parts(equation: Equation, operands: Sequence[Any], bodies: Sequence[Callable[..., Sequence[Any]]]) -> list[Any]:
     """Run a loop or condition with other functions, of the same signatures, in place of its jaxprs (`loop_of`)."""
     loop = jaxprs.loop_of(equation)
     if loop.index:

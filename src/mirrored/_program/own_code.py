@@ -21,11 +21,10 @@ from .._models import nnx
 #: Stands for a name that is no global, an empty cell, or a missing attribute.
 ABSENT = object()
 FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
-_BY_VALUE = (bool, int, str, bytes, type(None))
 _BY_REPR = (float, complex, np.generic)  # 0.0 and -0.0 differ, nan equals itself
 _NESTS = (tuple, set, frozenset)
 #: Types of values that hold no others, and are compared by their content.
-_PLAIN = (*_BY_VALUE, *_BY_REPR)
+_PLAIN = (bool, int, str, bytes, type(None), *_BY_REPR)
 #: Packages whose modules, classes and methods are not looked into, because they do not change.
 _LIBRARIES = "builtins equinox flax functools jax jaxlib keras math mirrored numpy optax tensorflow torch typing"
 _CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT")

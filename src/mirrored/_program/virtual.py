@@ -8,7 +8,6 @@ meetings, over the device's replicas and over the devices. docs/design/several-r
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -36,7 +35,7 @@ def run_replicas(
     """Run a step for all replicas of a device; `is_own` and `ends` tell which inputs and outputs are per-replica values."""
     # Made before any loop, because a value made inside one may not be used behind it.
     numbers = jax.lax.axis_index(mesh.axis) * mesh.per_device + jnp.arange(mesh.per_device, dtype=jnp.int32)
-    return _Device(mesh, numbers).run(_jaxpr_of(lifted), constants, inputs, is_own, ends)
+    return _Course(mesh, numbers, _jaxpr_of(lifted), constants, inputs, is_own).run(ends)
 
 
 def _jaxpr_of(lifted: Lifted) -> Jaxpr:
@@ -46,55 +45,47 @@ def _jaxpr_of(lifted: Lifted) -> Jaxpr:
     return closed.replace(eqns=[s if must_see(s) else own for own, s in zip(closed.eqns, shown.eqns, strict=True)])
 
 
-@dataclasses.dataclass
-class _Device:
-    """A device inside the program; the first axis of an array of per-replica values is that of its replicas."""
+class _Course:
+    """A program run for all replicas of a device; the first axis of an array of per-replica values is that of its replicas."""
 
-    mesh: ReplicaMesh
-    numbers: jax.Array  # of its replicas
-
-    def as_kind(self, array: Any, is_own: bool, end: bool) -> Any:
-        """Return an array as one value for each replica, or as one for all: then the proof has shown that they are the same."""
-        if is_own == end:
-            return array
-        return jnp.broadcast_to(array, (self.mesh.per_device, *jnp.shape(array))) if end else array[0]
-
-    def run(
-        self, jaxpr: Jaxpr, constants: Sequence[Any], arrays: Sequence[Any], is_own: Sequence[bool], ends: Sequence[bool]
-    ) -> list[Any]:
-        """Run a program; `is_own` and `ends` tell which arguments and outputs are per-replica values."""
+    def __init__(
+        self, mesh: ReplicaMesh, numbers: jax.Array, jaxpr: Jaxpr, constants: Sequence[Any], arrays: Any, is_own: Sequence[bool]
+    ) -> None:
+        """Prepare to run with the `numbers` of the device's replicas; `is_own` tells which arrays are per-replica values."""
+        self.mesh, self.numbers = mesh, numbers
         values = [Value(variable.aval, is_own=own) for variable, own in zip(jaxpr.invars, is_own, strict=True)]
-        plan = Agenda(jaxpr, constants, values)
-        run = _Course(self, plan, dict(zip(values, arrays, strict=True)))
-        for nodes in plan.levels():
+        self.plan = Agenda(jaxpr, constants, values)
+        self.known: dict[Value, Any] = dict(zip(values, arrays, strict=True))
+        self.totals: dict[Value, Any] = {}  # sums over the device's replicas
+
+    def run(self, ends: Sequence[bool]) -> list[Any]:
+        """Return the outputs; `ends` tells which are per-replica values."""
+        for nodes in self.plan.levels():
             for node in nodes:
                 if not node.is_own and not node.is_collective:
-                    run.keep(node, tracing.bind(node.equation, list(map(run.read, node.inputs))))
-            run.run_own([node for node in nodes if node.is_own])
+                    self.keep(node, tracing.bind(node.equation, list(map(self.read, node.inputs))))
+            self.run_own([node for node in nodes if node.is_own])
             for node in nodes:
                 if node.is_collective:
-                    run.keep(node, run.meet(node))
-        return [self.as_kind(run.read(value), value.is_own, end) for value, end in zip(plan.outputs, ends, strict=True)]
-
-
-@dataclasses.dataclass
-class _Course:
-    """The values that are known while a program is put together."""
-
-    device: _Device
-    plan: Agenda
-    known: dict[Value, Any]
-    totals: dict[Value, Any] = dataclasses.field(default_factory=dict)  # sums over the device's replicas
+                    self.keep(node, self.meet(node))
+        return [self.as_kind(value, end) for value, end in zip(self.plan.outputs, ends, strict=True)]
 
     def read(self, value: Value) -> Any:
         return self.known.get(value, value.content)
+
+    def as_kind(self, value: Value, end: bool) -> Any:
+        """Read a value as one for each replica, or as one for all: then the proof has shown that they are the same."""
+        array = self.read(value)
+        if value.is_own == end:
+            return array
+        return jnp.broadcast_to(array, (self.mesh.per_device, *jnp.shape(array))) if end else array[0]
 
     def keep(self, node: Node, arrays: Sequence[Any]) -> None:
         self.known.update(zip(node.outputs, arrays, strict=True))
 
     def run_own(self, nodes: Sequence[Node]) -> None:
         """Run nodes of one level on each replica."""
-        is_whole = self.device.mesh.one_by_one or any(map(_has_reference, nodes))
+        is_whole = self.mesh.one_by_one or any(map(_has_reference, nodes))
         # Together, slow nodes and those with a mesh would do something else.
         is_alone = lambda node: is_whole or _is_slow(node.equation) or tracing.have_mesh(jaxprs.inside(node.equation))  # noqa: E731
         for one_by_one, group in itertools.groupby(nodes, is_alone):
@@ -114,7 +105,7 @@ class _Course:
 
         if not one_by_one:
             with contextlib.suppress(RuntimeError):  # JAX cannot batch an operation
-                stacks = jax.vmap(functools.partial(one, made))(self.device.numbers, rows)
+                stacks = jax.vmap(functools.partial(one, made))(self.numbers, rows)
                 self.known.update(zip(made, stacks, strict=True))
                 return
         added, leaving = self.plan.needed(nodes)
@@ -129,7 +120,7 @@ class _Course:
 
     def _scan(self, function: Callable[..., list[Any]], rows: list[Any], num_added: int) -> tuple[list[Any], list[Any]]:
         """Run a function on each replica, one after the other; add its first results up, and stack the others."""
-        numbers = self.device.numbers
+        numbers = self.numbers
         first = jax.eval_shape(function, numbers[0], [row[0] for row in rows])[:num_added]
 
         def one_replica(totals: list[Any], own: Any) -> tuple[list[Any], list[Any]]:
@@ -155,13 +146,13 @@ class _Course:
                 totals.append(sink_reductions.sum_over_replicas(value, self.read))
             else:
                 array = jnp.asarray(self.read(value))
-                totals.append(array * jnp.asarray(self.device.mesh.per_device, array.dtype))
-        return jax.lax.psum(totals, self.device.mesh.axis)
+                totals.append(array * jnp.asarray(self.mesh.per_device, array.dtype))
+        return jax.lax.psum(totals, self.mesh.axis)
 
     def exchange(self, node: Node) -> list[Any]:
         """Run a collective other than a sum on the values of all replicas, and take the results of this device's."""
-        stacks = [self.device.as_kind(self.read(value), value.is_own, True) for value in node.inputs]
-        every = [jax.lax.all_gather(stack, self.device.mesh.axis, tiled=True) for stack in stacks]
+        stacks = [self.as_kind(value, True) for value in node.inputs]
+        every = [jax.lax.all_gather(stack, self.mesh.axis, tiled=True) for stack in stacks]
         try:
             results = jax.vmap(lambda *own: tracing.bind(node.equation, own), axis_name=REPLICA_AXIS)(*every)
         except (RuntimeError, ValueError) as error:
@@ -169,23 +160,23 @@ class _Course:
                 f"the collective `{node.equation.primitive.name}` cannot run with several replicas on a device: {error}. Write "
                 "it with ctx.all_gather or ctx.all_reduce, or give each replica a device: leave num_replicas out."
             ) from error
-        first, count = self.device.numbers[0], self.device.mesh.per_device
+        first, count = self.numbers[0], self.mesh.per_device
         of_device = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=count)
         return [of_device(row) if value.is_own else row[0] for row, value in zip(results, node.outputs, strict=True)]
 
     def run_loop(self, node: Node, loop: jaxprs.Loop) -> list[Any]:
         """Run a loop or condition in which replicas meet; all take the same way through it."""
-        own, ends = ([value.is_own for value in values] for values in (node.inputs, node.outputs))
-        is_own = [flag and k not in loop.index for k, flag in enumerate(own)]  # inside
+        ends = [value.is_own for value in node.outputs]
+        is_own = [value.is_own and k not in loop.index for k, value in enumerate(node.inputs)]  # inside
         is_own[loop.carry.start : loop.carry.stop] = ends[: len(loop.carry)]
-        operands = [self.device.as_kind(self.read(v), v.is_own, flag) for v, flag in zip(node.inputs, is_own, strict=True)]
+        operands = [self.as_kind(v, flag) for v, flag in zip(node.inputs, is_own, strict=True)]
         for k in loop.rows:
             operands[k] = _swap(operands[k], is_own[k])
 
         def body_of(part: jaxprs.Part) -> Callable[..., list[Any]]:
             flags = [is_own[k] for k in (*part.fixed, *loop.carry, *loop.rows)]
-            run, closed = self.device.run, part.closed
-            return lambda *arguments: run(closed.jaxpr, closed.consts, arguments, flags, [False] if part.decides else ends)
+            course = functools.partial(_Course, self.mesh, self.numbers, part.closed.jaxpr, part.closed.consts, is_own=flags)
+            return lambda *arguments: course(arrays=arguments).run([False] if part.decides else ends)
 
         results = run_parts(node.equation, operands, list(map(body_of, loop.parts)))
         num_kept = len(results) if loop.index else len(loop.carry)  # the others are stacked from rows
