@@ -57,6 +57,14 @@ def compilations():
 # -- arguments
 
 
+def test_what_a_derivative_outside_names_has_not_been_put_there_by_the_step(strategy2):
+    [x] = strategy2.distribute_dataset([np.arange(4, dtype=np.float32)])
+    assert float(jax.grad(lambda a: strategy2.reduce("sum", strategy2.run(lambda x: (x * a).sum(), args=(x,))))(2.0)) == 6
+    seen = []
+    with pytest.warns(UserWarning, match=r"the step has put an array into `seen`.*Return the array"):
+        strategy2.run(lambda x: seen.append(x.sum()), args=(x,))
+
+
 @pytest.mark.filterwarnings("ignore:the step has put an array into `seen`")
 def test_each_argument_arrives_as_what_it_is(strategy3):
     seen = {}

@@ -100,7 +100,7 @@ class Steps:
             make = lambda call: _make_program(mesh, call, frame_with)  # noqa: E731
             with silenced() if is_eager.get() else contextlib.nullcontext():
                 program = make(call)
-            if not frames.is_traced() and not is_eager.get():
+            if tracing.current_trace() is tracing.NO_TRACE and not is_eager.get():  # else the names may hold arrays of that trace
                 lift.warn_of_leaks(call)
             made = [(call, program), *self.programs.made_for_last(coming, functools.partial(take_apart, call.function), make)]
             if not any(isinstance(constant, jax.core.Tracer) for constant in program.constants):
