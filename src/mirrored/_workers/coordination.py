@@ -104,7 +104,7 @@ class Coordination:
         found = self.find(f"{prefix}/")
         return {worker: found[key] for worker in range(self.num_workers) if (key := f"{prefix}/{worker}") in found}
 
-    def of_all(self, prefix: str) -> list[str]:
+    def of_all(self, prefix: str) -> Sequence[str]:
         """Return what each worker says under `prefix`; empty of one that has said nothing."""
         found = self.by_worker(prefix)
         return [found.get(worker, "") for worker in range(self.num_workers)]

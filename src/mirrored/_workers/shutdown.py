@@ -89,7 +89,7 @@ class Shutdown:
         who = "worker 0, which hosts the coordination service," if 0 in lost else numbered(lost)
         return Verdict(f"lost {who} at step {self._progress.step}{why}", detail, tuple(lost))
 
-    def trails(self) -> list[str]:
+    def trails(self) -> Sequence[str]:
         """Ask all workers for their history where it differs from this worker's, before they leave."""
         self._call()
         self._coordination.await_workers(_HERE, self._coordination.others, time.monotonic() + _ANSWER_SECONDS)
@@ -98,7 +98,7 @@ class Shutdown:
     def answer(self, call: str) -> None:
         """Answer the call of another worker."""
         if call == _TELL:
-            own, told = self._progress.tell(), self._coordination.of_all(_TRAIL)
+            own, told = self._progress.tell(), list(self._coordination.of_all(_TRAIL))
             told[self._coordination.worker] = own
             is_first = not any(told[index] for index in self._coordination.others)
             if is_first or is_other_order(told):
