@@ -234,8 +234,8 @@ def place(
         if not (mesh.is_alone and (isinstance(array, _ON_HOST) or not getattr(array, "committed", True))):
             raise StrategyMismatchError(
                 f"the argument {names()[position]} is a PerReplica whose values lie on "
-                f"{sorted(str(d) for d in arrays[position].sharding.device_set)}, but this strategy runs on "
-                f"{[str(d) for d in mesh.devices]}; it comes from another strategy."
+                f"{sorted(str(d) for d in arrays[position].sharding.device_set)}, but this strategy has {mesh}; it comes from "
+                "another strategy. Distribute the data with the strategy that runs the step."
             )
     moving = [placed[position] for position in elsewhere]
     if mesh.is_alone:

@@ -284,7 +284,8 @@ class Strategy:
         With `axis=None`, element by element over the replicas. With an axis (usually 0, the batch), over it
         within each replica and then over the replicas; MEAN divides by the true number of rows, also when the
         replicas hold different numbers. A mirrored value, a number or a host array counts as the same value
-        on each replica: its SUM is R times it, its MEAN is itself. A MEAN of integers is floating point.
+        on each replica: its SUM is R times it, its MEAN is itself. A MEAN of integers is floating point, and
+        a SUM keeps the dtype, so that 8-bit integers wrap at 256, as in TensorFlow: `astype("int32")` before it.
 
         Inside a step it is `all_reduce`.
 
