@@ -410,7 +410,7 @@ BUDGETS = {
     "_variables": 1858,  # 1,700
     "_models": 1207,  # 1,050
     "_updates": 262,  # 250
-    "_strategy": 1152,  # 1,100
+    "_strategy": 1153,  # 1,100
     "_transforms": 607,  # 600
     "data": 3441,  # 3,200
     "_workers": 2240,  # 1,700
