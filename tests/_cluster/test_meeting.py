@@ -80,7 +80,6 @@ def _no_socket_and_no_thread_is_left(monkeypatch: Patch) -> Iterator[None]:
         return sum(link.startswith("socket:") for link in links)
 
     before, threads = sockets(), threading.active_count()
-    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     monkeypatch.setattr(_gathering, "LINGER_SECONDS", 0.3)
     yield
     assert sockets() <= before
@@ -322,10 +321,8 @@ def test_only_in_kubernetes_a_name_may_appear_late(late: bool, start: Start, mon
         return asked(host, port, **more)
 
     monkeypatch.setattr(socket, "getaddrinfo", slowly)
-    if late:
-        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
     workers = [f"pod-0.pods:{port_of(addresses(1)[0])}", *addresses(1)]
-    results = outcomes([start(worker(workers, i)) for i in range(2)])
+    results = outcomes([start(worker(workers, i, names_come_late=late)) for i in range(2)])
     assert all(isinstance(result, Meeting if late else ClusterConfigError) for result in results), results
 
 

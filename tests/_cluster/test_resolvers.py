@@ -124,6 +124,7 @@ def test_each_launcher_is_understood() -> None:
         assert (cluster.worker_index, cluster.num_workers, cluster.coordinator_address) == (index, num_workers, coordinator)
         assert cluster.is_chief == (index == 0)
         assert found_in in cluster.found_in and cluster.found_in in found and "\n" not in found
+        assert cluster.names_come_late == ("KUBERNETES_SERVICE_HOST" in environment)
         assert (str(num_workers) in found or "one worker" in found) and (coordinator or "") in found
 
 
@@ -233,12 +234,15 @@ def test_tf_config_is_read_at_every_access(monkeypatch: pytest.MonkeyPatch) -> N
     assert resolver.task_id is None
 
 
-def test_in_kubernetes_jobs_that_say_it_are_read_as_elsewhere_and_an_indexed_job_needs_the_number_of_its_pods() -> None:
+def test_in_kubernetes_names_may_come_late_and_an_indexed_job_needs_the_number_of_its_pods() -> None:
     for pod in (TFJOB, TRAINJOB, JAXJOB, TORCHRUN):
-        assert KubernetesClusterResolver(environment=pod).cluster() == discover(environment=pod)[0]
+        environment = {name: value for name, value in pod.items() if name != "KUBERNETES_SERVICE_HOST"}
+        assert KubernetesClusterResolver(environment=environment).cluster().names_come_late
+        assert not discover(environment=environment)[0].names_come_late
     pod = {"JOB_COMPLETION_INDEX": "11", "HOSTNAME": "digits-11", "KUBERNETES_SERVICE_HOST": "10.96.0.1"}
     cluster = KubernetesClusterResolver(12, "pods", 9999, environment=pod).cluster()
     assert cluster.address == "digits-11.pods:9999" and cluster.coordinator_address == "digits-0.pods:9999"
+    assert cluster.names_come_late
     cases = [
         ((), pod, r'write KubernetesClusterResolver\(num_workers=2, subdomain="'),
         ((), {}, "neither TF_CONFIG nor JAX_NUM_PROCESSES nor JOB_COMPLETION_INDEX"),

@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .. import _env
 from .._errors import ClusterConfigError, ClusterStartError
 from .._text import describe
 from .gathering import LINGER_SECONDS, PATIENCE_SECONDS, Clock, Gathering, keep_alive, reset_on_close
@@ -97,7 +96,7 @@ def _join(cluster: Cluster, hello: Hello, clock: Clock, own: str | None) -> str:
                 "no firewall)? If it only needs longer: mr.CommunicationOptions(timeout_seconds=...)"
             )
         clock.wait(f"worker {cluster.worker_index} is waiting for the chief ({chief}): {why};")
-        if _names_come_late():
+        if cluster.names_come_late:
             addresses = _resolve(*split_address(chief), cluster, clock)
 
 
@@ -242,16 +241,11 @@ def _resolve(host: str, port: int, cluster: Cluster, clock: Clock) -> list[_Addr
         found = _look_up(host, port, min(PATIENCE_SECONDS, max(0.1, clock.left)) - 0.1)
         if isinstance(found, list):
             return found
-        if not _names_come_late() or clock.left <= 0:
+        if not cluster.names_come_late or clock.left <= 0:
             break
         clock.wait(f"waiting for the name {host} to appear in the DNS")
     text = f"the host name {describe(host)} in {cluster.found_in} has no address: {found.strerror or found}"
     raise ClusterConfigError(text) if found.errno == socket.EAI_NONAME else ClusterStartError(text)
-
-
-def _names_come_late() -> bool:
-    """Tell whether this is a pod of Kubernetes, where a name may appear in the DNS only once its pod runs."""
-    return _env.KUBERNETES_SERVICE_HOST.get() is not None
 
 
 def _look_up(host: str, port: int, seconds: float) -> list[_Address] | OSError:

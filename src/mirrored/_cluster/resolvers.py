@@ -6,6 +6,7 @@ No jax, and nothing here connects to anything: docs/design/clusters.md.
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 from .. import _env
@@ -96,7 +97,7 @@ class TFConfigClusterResolver(ClusterResolver):
     def cluster(self) -> Cluster:
         """Return the cluster of TF_CONFIG."""
         environment = _environment(self._environment)
-        return environments.from_tf_config(environment) if has(environment, _env.TF_CONFIG) else Cluster()
+        return _late(environment, environments.from_tf_config(environment)) if has(environment, _env.TF_CONFIG) else Cluster()
 
 
 class SlurmClusterResolver(ClusterResolver):
@@ -124,7 +125,8 @@ class SlurmClusterResolver(ClusterResolver):
 
     def cluster(self) -> Cluster:
         """Return the cluster of Slurm's variables."""
-        return environments.slurm_step(_environment(self._environment), self._port_base)
+        environment = _environment(self._environment)
+        return _late(environment, environments.slurm_step(environment, self._port_base))
 
 
 class KubernetesClusterResolver(ClusterResolver):
@@ -165,7 +167,7 @@ class KubernetesClusterResolver(ClusterResolver):
         environment = _environment(self._environment)
         for _, is_there, read in SOURCES[:4]:
             if is_there(environment):
-                return read(environment)
+                return dataclasses.replace(read(environment), names_come_late=True)
         return self._indexed_job(environment)
 
     def _indexed_job(self, environment: Mapping[str, str]) -> Cluster:
@@ -186,7 +188,7 @@ class KubernetesClusterResolver(ClusterResolver):
             if number != str(index):
                 refuse(f"HOSTNAME is {describe(name)}; the pod {index} of an indexed Job is called JOB-{index}")
             addresses = [f"{job}-{i}.{self._subdomain}:{self._port}" for i in range(count)]
-            return Cluster(ClusterSpec.of({"worker": addresses}), "worker", index, "an indexed Job")
+            return Cluster(ClusterSpec.of({"worker": addresses}), "worker", index, "an indexed Job", names_come_late=True)
 
 
 def discover(explicit: object = None, environment: Mapping[str, str] | None = None) -> tuple[Cluster, str]:
@@ -213,10 +215,14 @@ def discover(explicit: object = None, environment: Mapping[str, str] | None = No
     there = [(name, read) for name, is_there, read in SOURCES if is_there(environment)]
     if not there:
         return Cluster(found_in="nothing"), "one worker: no variable describes a cluster" + environments.near_miss(environment)
-    cluster = there[0][1](environment)
+    cluster = _late(environment, there[0][1](environment))
     ignored = f"; not used: {', '.join(name for name, _ in there[1:])}" if there[1:] else ""
     return cluster, f"{cluster}, from {cluster.found_in}{ignored}"
 
 
 def _environment(given: Mapping[str, str] | None) -> Mapping[str, str]:
     return _env.current() if given is None else given
+
+
+def _late(environment: Mapping[str, str], cluster: Cluster) -> Cluster:
+    return dataclasses.replace(cluster, names_come_late=has(environment, _env.KUBERNETES_SERVICE_HOST))

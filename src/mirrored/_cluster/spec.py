@@ -85,6 +85,7 @@ class Cluster:
         task_type: "chief", "worker", or "evaluator", which stands beside the cluster of the workers.
         task_id: which of the tasks of this type.
         found_in: who said so, for messages.
+        names_come_late: whether host names may take a while to appear in the DNS, as in Kubernetes.
 
     Raises:
         ClusterConfigError: when the task is not one of the cluster's.
@@ -94,6 +95,7 @@ class Cluster:
     task_type: str = "worker"
     task_id: int = 0
     found_in: str = "the arguments"
+    names_come_late: bool = False
 
     def __post_init__(self) -> None:
         if self.task_type not in ("chief", "worker", "evaluator"):
