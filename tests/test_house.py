@@ -412,9 +412,9 @@ BUDGETS = {
     "_updates": 262,  # 250
     "_strategy": 1153,  # 1,100
     "_transforms": 607,  # 600
-    "data": 3441,  # 3,200
-    "_workers": 2240,  # 1,700
-    "_cluster": 1508,  # 1,080
+    "data": 3419,  # 3,200
+    "_workers": 2244,  # 1,700
+    "_cluster": 1510,  # 1,080
     "_checkpoint": 1992,  # 1,800
     "_report": 967,  # 800
     "_testing": 771,  # 750

@@ -77,8 +77,8 @@ class InputOptions:
             global batch of n rows, and what other workers have left when one has no record any more.
             Default False: every row is used, and the replicas really see different numbers of rows.
         prefetch: how many batches are prepared in the background and moved to the devices ahead of the one in use; each costs
-            one batch of device memory. 0 prepares each when it is asked for, in the thread that asks, as is always done with
-            batches below 1 MiB of NumPy arrays in memory. Default 2: one to hide the preparation, one more for longer ones.
+            one batch of device memory. 0 prepares each when it is asked for, in the thread that asks. Default 2: one to hide
+            the preparation, one more for batches that take longer.
         auto_shard_policy: how several workers share the records: `mr.AutoShardPolicy` or its name.
 
     Raises:

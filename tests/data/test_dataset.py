@@ -15,7 +15,6 @@ from pipelines import STRATEGIES, OneBuffer, Reiterable, batches_of, resumed, ro
 
 import mirrored as mr
 from mirrored.data import NumpyDataset
-from mirrored.data._passes import SMALL_BYTES
 
 few_examples = hypothesis.settings(deadline=None, max_examples=15, derandomize=True)
 X = np.arange(4, dtype="int32")
@@ -232,23 +231,6 @@ def test_what_is_no_global_batch(strategy2: mr.MirroredStrategy) -> None:
             next(iterator)
 
 
-def test_small_batches_of_arrays_in_memory_are_cut_out_in_the_loop(strategy2: mr.MirroredStrategy) -> None:
-    small, large = np.zeros((8, 100), "float32"), np.zeros((8, SMALL_BYTES // 32), "float32")
-    rows = strategy2.make_numpy_dataset
-    in_the_loop = [[small], [(small, {"x": small})], rows(small).batch(8), rows(large).batch(7)]
-    ahead = [
-        [large],
-        [jnp.asarray(small)],
-        Reiterable(lambda: iter([small])),
-        rows(large).batch(8),
-        rows(small).batch(8).map(np.sqrt),
-    ]
-    for datasets, how in ((in_the_loop, "each when it is asked for"), (ahead, "2 batches ahead")):
-        distributed = [strategy2.distribute_dataset(dataset) for dataset in datasets]
-        assert [one.describe().rpartition("; ")[2] for one in distributed] == [how] * len(datasets)
-    assert strategy2.distribute_dataset([small]).map(np.sqrt).describe().endswith("; 2 batches ahead")
-
-
 def test_a_distributed_dataset_describes_itself(strategy2: mr.MirroredStrategy) -> None:
     with pytest.raises(TypeError):
         strategy2.distribute_dataset(X)
@@ -257,7 +239,7 @@ def test_a_distributed_dataset_describes_itself(strategy2: mr.MirroredStrategy) 
     assert repr(distributed) == "DistributedDataset(list on 2 replicas)"
     line = (
         "list: each global batch is cut into 2 contiguous parts, in replica order; rows are dropped so that all replicas get "
-        "the same number; each when it is asked for"
+        "the same number; 1 batches ahead"
     )
     assert distributed.describe() == line
     assert f"dataset {line}" in strategy2.explain()

@@ -14,7 +14,7 @@ from pipelines import WITHOUT_THREAD, Reiterable, batches_of, resumed, rows_of
 from simulated_workers import run_workers
 
 import mirrored as mr
-from mirrored.data import NumpyDataset, PerReplicaSpec, _passes
+from mirrored.data import NumpyDataset, PerReplicaSpec
 from mirrored.data._sources.open import open_source
 
 pytestmark = pytest.mark.usefixtures("grains_threads_end")
@@ -46,13 +46,12 @@ LIMITS: list[list[tuple[str, int | None]]] = [
 
 
 @pytest.mark.parametrize("limits", [[("repeat", None)], [("repeat", 3)], [("take", 2), ("repeat", 3)]])
-def test_what_is_read_ahead_changes_no_order_of_another_iterator(limits: list[Any], strategy2, monkeypatch) -> None:
+def test_what_is_read_ahead_changes_no_order_of_another_iterator(limits: list[Any], strategy2: mr.MirroredStrategy) -> None:
     """Of the same rows, such as those of a training that are measured meanwhile; workers would read ahead differently far."""
 
     def orders(prefetch: int, is_resumed: bool = False) -> list[Any]:
         rows = NumpyDataset(np.arange(20)).shuffle(seed=0).batch(10)
         dataset = strategy2.distribute_dataset(rows, mr.InputOptions(prefetch=prefetch))
-        monkeypatch.setattr(_passes, "SMALL_BYTES", 0)  # so that they are read ahead
         with iter(limited(dataset, limits)) as iterator:
             found = batches_of(iterator, 3)
             if is_resumed:

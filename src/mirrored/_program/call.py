@@ -307,6 +307,6 @@ def _warn_of_pairs(origins: Sequence[Origin]) -> None:
     if len({origin.dataset for origin in origins}) > 1 and any(origin.is_auto_by_file for origin in origins):
         user_code.warn(
             "a step takes batches of two distributed datasets, of which AutoShardPolicy.AUTO shares one by file: on several "
-            "workers other rows meet than on one. If rows belong in pairs, zip the pipelines and distribute them as one dataset. "
-            "If not, say so: mr.InputOptions(auto_shard_policy='file')."
+            "workers other rows may meet than on one. If rows belong in pairs, zip the pipelines and distribute them as one "
+            "dataset. If not, say so: mr.InputOptions(auto_shard_policy='file')."
         )

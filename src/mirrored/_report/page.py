@@ -200,7 +200,7 @@ def _memory(facts: Facts) -> Html:
     listed = _table(("variable", "shape", "dtype", "bytes on each device", "kind"), cells)
     left = len(facts.variables) - len(largest)
     rest = [_quiet(f"and {counted(left, 'smaller variable')}.")] * bool(left)
-    return join([_quiet(note), pictures.bars(rows), listed, *rest])
+    return join([_quiet(note), pictures.bars(rows), *[listed] * bool(cells), *rest])
 
 
 def _copies(facts: Facts) -> Html:

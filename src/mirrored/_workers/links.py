@@ -79,7 +79,11 @@ class Links:
 
 def connections(min_retries: int = 0) -> Iterator[Connection]:
     """Yield the TCP connections of this process, with at least so many retries; none where the kernel does not say."""
-    for number in map(int, os.listdir(_OPEN) if os.path.exists(_OPEN) else ()):
+    try:
+        numbers = list(map(int, os.listdir(_OPEN)))
+    except OSError:  # there is no such folder, or this process has as many files open as it may
+        return
+    for number in numbers:
         try:
             if not stat.S_ISSOCK(os.fstat(number).st_mode):
                 continue

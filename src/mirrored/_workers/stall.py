@@ -201,7 +201,7 @@ def judge(own: int, view: JobView, limit: float, sees_all: bool = True) -> str |
     Where all that are seen have come to the same place, nobody is late: no verdict, unless the view is of all workers.
     """
     here = view.positions[own]
-    if not here.waits and here.phase != NEXT_BATCH:  # for a batch it may wait
+    if not here.waits and (here.phase != NEXT_BATCH or here.still < SETTLED_SECONDS):  # for a batch it may wait
         return None
     others = {worker: there for worker, there in sorted(view.positions.items()) if worker != own}
     for worker, there in others.items():

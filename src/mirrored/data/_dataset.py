@@ -62,16 +62,11 @@ class DistributedDataset:
 
     def __iter__(self) -> DistributedIterator:
         layout = LocalReplicas(self._mesh.num_replicas, self._worker, self._options.drop_remainder, self._report_dropped)
-        return DistributedIterator(self._elements, layout, self._mesh, self._num_ahead)
+        return DistributedIterator(self._elements, layout, self._mesh, self._options.prefetch)
 
     @property
     def _plan(self) -> Plan:
         return self._elements.plan
-
-    @property
-    def _num_ahead(self) -> int:
-        """The number of batches that a thread prepares ahead; 0 where it would take as long to hand them over."""
-        return 0 if self._elements.are_small() else self._options.prefetch
 
     @property
     def element_spec(self) -> PyTree:
@@ -154,8 +149,7 @@ class DistributedDataset:
             if self._options.drop_remainder
             else "every row is used, also when the replicas get different numbers"
         )
-        ahead = f"{self._num_ahead} batches ahead" if self._num_ahead else "each when it is asked for"
-        return f"{type(self._plan.dataset).__name__}: {self._plan.how}; {rule}; {ahead}"
+        return f"{type(self._plan.dataset).__name__}: {self._plan.how}; {rule}; {self._options.prefetch} batches ahead"
 
     def _report_dropped(self, dropped: int, num_rows: int) -> None:
         if not self._has_dropped:

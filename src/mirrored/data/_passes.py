@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from .._typing import PyTree
 from ._sharing.plan import Plan
@@ -22,8 +21,6 @@ from ._sources.numpy_dataset import NumpyDataset
 from ._sources.open import Position, Source, is_sequence, open_source, rows_of
 from ._sources.verbs import Limit, PerReplicaSpec, limited, num_passes_left, num_steps, spec_of_batch
 
-#: A batch of fewer bytes is cut out of arrays in less time than it takes to hand it over from a thread.
-SMALL_BYTES = 1 << 20
 _logger = logging.getLogger("mirrored")
 
 
@@ -52,16 +49,6 @@ class Elements:
             return None
         is_cut = any(kind == "take" and count is not None and count < found.step for kind, count in self.limits)
         return None if is_cut else found
-
-    def are_small(self) -> bool:
-        """Tell whether batches are less than `SMALL_BYTES` of arrays that are in memory, and pass through no function."""
-        dataset = self.plan.dataset
-        if self.maps or self.plan.kind != "DATA":
-            return False
-        if isinstance(dataset, NumpyDataset):
-            return not dataset.maps and dataset._bytes_per_batch() < SMALL_BYTES
-        leaves = jax.tree.leaves(dataset[0]) if type(dataset) in (list, tuple) and dataset else [None]
-        return all(type(leaf) is np.ndarray for leaf in leaves) and sum(leaf.nbytes for leaf in leaves) < SMALL_BYTES
 
     def note(self, stacked: PyTree) -> None:
         """Note the shapes and dtypes of a batch, of arrays `[L, rows, ...]`."""

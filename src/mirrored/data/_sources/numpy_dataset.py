@@ -200,9 +200,6 @@ class NumpyDataset:
             )
         return self.batch_size
 
-    def _bytes_per_batch(self) -> int:
-        return self._rows_per_batch() * sum(array[:1].nbytes for array in jax.tree.leaves(self.arrays))
-
 
 class _NumpyIterator:
     """An iterator over one pass of a NumpyDataset. The position is the pass, the epoch in it and the row in that."""
