@@ -298,10 +298,10 @@ def test_the_summary_says_who_how_when_and_where_and_nothing_that_acts_on_a_term
     """And no value of the environment."""
     evil = "\x1b]0;title\x07\x1b[2J\rmirrored launch: done\x00\x9b31m\u202e\u2028 tab\tend"
     body = f"""
-    if INDEX == 3: time.sleep(0.6); os.kill(os.getpid(), signal.SIGKILL)
+    if INDEX == 3: time.sleep(0.3); os.kill(os.getpid(), signal.SIGKILL)
     assert os.environ["API_TOKEN"]
     if INDEX != 1: sys.exit(75)
-    for i in range(30): say("step", i)
+    for i in range(30): print("step", i, file=sys.stderr)
     print({evil!r} * 30, file=sys.stderr)
     print('x' * 9999, file=sys.stderr)
     raise ValueError("the reason")
