@@ -86,3 +86,13 @@ def test_the_connections_of_this_process_are_those_that_its_sockets_have(
     for host, shown in (("::ffff:127.0.0.1", "127.0.0.1"), ("fe80::1%eth0", "fe80::1")):
         monkeypatch.setattr(socket.socket, "getpeername", lambda _, host=host: (host, 22, 0, 0))
         assert Connection(one, f"{shown}:22", 6) in list(connections(6))
+
+
+def test_where_the_kernel_says_nothing_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where this process has as many files open as it may, or the system has no such folder."""
+
+    def refuse(folder: str) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(links.os, "listdir", refuse)
+    assert list(links.connections()) == []

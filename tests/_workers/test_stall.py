@@ -57,6 +57,7 @@ def test_who_may_only_be_slow_is_waited_for() -> None:
         ("whose pipeline works", OTHERS, INPUT),
         ("it may come to it", AT_BARRIER, INPUT),
         ("the last it gave may be on its way", OTHERS, change(ENDED, still=1.0)),
+        ("its own error may come first", change(OTHERS, started=13, still=1.0), ENDED),
         ("the last it gave may be on its way", AT_BARRIER, change(ENDED, still=0.1)),
         ("the last it gave may be on its way", change(AT_BARRIER, still=0.1), ENDED),
         ("a step that this one has started too", AT_BARRIER, change(IN_STEP, started=12)),
