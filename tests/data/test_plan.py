@@ -1,5 +1,6 @@
 """Several workers, one dataset: every record exactly once, pairs paired, all workers the same number of steps."""
 
+import gc
 import itertools
 import logging
 import re
@@ -321,6 +322,19 @@ def test_a_step_with_batches_of_two_datasets_of_which_auto_shares_one_by_file_wa
         (one, one),
     ):
         strategy2.run(lambda x, y: x - y, args=batches)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_iterator_that_is_left_keeps_no_channel(prefetch: int, strategy2) -> None:
+    """Its keys would stay in the coordination service until the program ends."""
+    closed: list[int] = []
+    worker, plan = InputWorker(close=lambda: closed.append(1)), make_plan([X] * 3, "auto", InputWorker(), 2)
+    iterator = iter(DistributedDataset(strategy2._mesh, mr.InputOptions(prefetch=prefetch), worker, plan))
+    next(iterator)
+    assert not closed
+    del iterator
+    gc.collect()
+    assert closed
 
 
 def told_steps(dataset: Any, kind: str, **options: Any) -> tuple[list[Any], list[Any]]:

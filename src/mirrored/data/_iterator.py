@@ -6,6 +6,7 @@ import dataclasses
 import json
 import threading
 import time
+import weakref
 from collections.abc import Generator
 from types import TracebackType
 from typing import Any, Self
@@ -191,6 +192,8 @@ class DistributedIterator:
             passes, self._passes = self._passes, None
         if batches is not None:
             batches.close()
+            if self._channel is not None:
+                self._channel.close()
         if passes is not None and not isinstance(batches, Ahead):  # whose thread closes them
             passes.close()
 
@@ -223,6 +226,7 @@ class DistributedIterator:
                 layout = dataclasses.replace(self._layout, worker=worker, lookahead=_LOOKAHEAD if self._prefetch else 1)
                 batches = _batches(passes.steps(layout), self._mesh, layout, self._elements)
                 self._batches = Ahead(self, batches, passes.close, self._prefetch, worker.close) if self._prefetch else batches
+                weakref.finalize(self, worker.close)  # where the loop was left, and nobody reads ahead
             return self._batches
 
     def _checked(self, state: object) -> dict[str, Any]:
