@@ -22,16 +22,13 @@ class Plan:
     kind: str  # the policy that was chosen, or "FUNCTION" for one dataset by worker
     how: str  # the same in words, with the reason of a choice that was made here
     sizes: tuple[int, ...] = ()  # of per-replica batches that a position counts, when they depend on the number of replicas
+    is_auto_by_file: bool = False  # whether AUTO chose to share it out by file
     token: object = dataclasses.field(default_factory=object, repr=False, compare=False)  # stands for the dataset in its batches
 
     @property
     def is_same_for_all(self) -> bool:
         """Whether all workers read the same batches, so that a position holds for any number of workers."""
         return self.kind == "DATA"
-
-    @property
-    def is_auto_by_file(self) -> bool:
-        return self.kind == "FILE" and self.how.startswith("AUTO")
 
     def steps(self, source: Source, layout: LocalReplicas, extra: dict[str, int]) -> Steps:
         """Return the steps of this worker from the position of an open source on."""
@@ -65,8 +62,9 @@ def make_plan(
         files = getattr(grain.source_of(dataset), "files", None)
         of_all = "" if files is None else f" of {len(files)}"
         mine = f"worker i of {worker.count} reads the files i, i + {worker.count}, ...{of_all}"
-        how = f"{'' if policy is AutoShardPolicy.FILE else 'AUTO chose '}FILE: {mine} and gives its share of each global batch"
-        return Plan(grain.only_files_of(dataset, worker.index, worker.count), "FILE", how)
+        is_auto = policy is AutoShardPolicy.AUTO
+        how = f"{'AUTO chose ' * is_auto}FILE: {mine} and gives its share of each global batch"
+        return Plan(grain.only_files_of(dataset, worker.index, worker.count), "FILE", how, is_auto_by_file=is_auto)
     if policy is AutoShardPolicy.FILE:
         raise ValueError(
             f"auto_shard_policy FILE cannot share this dataset out among {workers}: {reason}. Use "
