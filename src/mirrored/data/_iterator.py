@@ -6,7 +6,6 @@ import dataclasses
 import json
 import threading
 import time
-import weakref
 from collections.abc import Generator
 from types import TracebackType
 from typing import Any, Self
@@ -192,8 +191,6 @@ class DistributedIterator:
             passes, self._passes = self._passes, None
         if batches is not None:
             batches.close()
-            if self._channel is not None:
-                self._channel.close()
         if passes is not None and not isinstance(batches, Ahead):  # whose thread closes them
             passes.close()
 
@@ -226,7 +223,6 @@ class DistributedIterator:
                 layout = dataclasses.replace(self._layout, worker=worker, lookahead=_LOOKAHEAD if self._prefetch else 1)
                 batches = _batches(passes.steps(layout), self._mesh, layout, self._elements)
                 self._batches = Ahead(self, batches, passes.close, self._prefetch, worker.close) if self._prefetch else batches
-                weakref.finalize(self, worker.close)  # where the loop was left, and nobody reads ahead
             return self._batches
 
     def _checked(self, state: object) -> dict[str, Any]:
@@ -273,10 +269,13 @@ def _batches(steps: Steps, mesh: ReplicaMesh, layout: LocalReplicas, elements: E
     last = elements.last_batch(layout)
     origin = Origin(elements.plan.token, elements.plan.is_auto_by_file)
     before_last = origin if last is None else origin._replace(last_sizes=tuple(split_sizes(last.num_rows, layout.num_replicas)))
-    for step in steps:
-        elements.note(step.stacked)
-        is_before = last is not None and sum(step.sizes) == last.rows_before
-        yield _to_devices(step, mesh, layout, before_last if is_before else origin), dataclasses.replace(step, stacked=None)
+    try:
+        for step in steps:
+            elements.note(step.stacked)
+            is_before = last is not None and sum(step.sizes) == last.rows_before
+            yield _to_devices(step, mesh, layout, before_last if is_before else origin), dataclasses.replace(step, stacked=None)
+    finally:
+        layout.worker.close()  # also where the loop is left: its messages would stay until the program ends
 
 
 def _to_devices(step: Step, mesh: ReplicaMesh, layout: LocalReplicas, origin: Origin) -> PyTree:
