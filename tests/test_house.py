@@ -412,7 +412,7 @@ BUDGETS = {
     "_updates": 262,  # 250
     "_strategy": 1153,  # 1,100
     "_transforms": 607,  # 600
-    "data": 3423,  # 3,200
+    "data": 3420,  # 3,200
     "_workers": 2244,  # 1,700
     "_cluster": 1510,  # 1,080
     "_checkpoint": 1992,  # 1,800
