@@ -125,8 +125,15 @@ def a_state_that_differs(g):
         return optax.apply_updates(params, updates), state
 
     params = {"w": jnp.ones(2)}
-    params, state = g.run(step, params, tx.init(params), g.batch)
-    g.run(step, params, state, g.batch)
+    g.run(step, params, tx.init(params), g.batch)
+
+
+def summed_by_hand(loss, times=1):
+    def step(x):
+        gradient = jax.grad(lambda w: loss((x * w) ** 2))(1.0)
+        return [gradient := ctx().all_reduce("sum", gradient) for _ in range(times)]
+
+    return step
 
 
 #: Which error a program raises, for each message on the page.
@@ -137,6 +144,7 @@ CASES: list[tuple[str, str, Case]] = [
     ("CollectiveHangError", "under a condition", lambda g: g.run(
         lambda x: jax.lax.cond(x.sum() > 2, lambda: ctx().all_reduce("sum", x.sum()), lambda: 0.0), g.batch)),
     ("FactorOfReplicasError", "reduced twice", lambda g: g.run(step_of(g, mr.losses.compute_average_loss, True), g.batch)),
+    ("FactorOfReplicasError", "summed twice", lambda g: g.run(summed_by_hand(mr.losses.compute_average_loss, 2), g.batch)),
     ("UnevenReplicasError", "reduce", lambda g: g.strategy.reduce("sum", g.odd)),
     ("UnevenReplicasError", "all_reduce", lambda g: g.run(lambda x: ctx().all_reduce("sum", x), g.odd)),
     ("PerReplicaError", "use as one array", lambda g: g.batch + 1),
@@ -164,6 +172,7 @@ CASES: list[tuple[str, str, Case]] = [
     ("CheckpointError", "another shape", another_shape),
     ("TFRecordError", "cut short", cut_short),
     ("FactorOfReplicasWarning", "nobody has said", lambda g: g.run(step_of(g, jnp.mean), g.batch)),
+    ("FactorOfReplicasWarning", "nobody has said, of a sum by hand", lambda g: g.run(summed_by_hand(jnp.mean), g.batch)),
     ("FactorOfReplicasWarning", "whole batch", lambda g: g.run(step_of(g, jnp.mean), np.ones(4, np.float32))),
     ("FactorOfReplicasWarning", "mean of shares", lambda g: g.run(
         lambda x: ctx().all_reduce("mean", mr.losses.compute_average_loss(x)), g.batch)),

@@ -211,7 +211,8 @@ def test_a_checkpoint_goes_on_with_other_devices(tmp_path):
 def text_of_gradients(strategy):
     w = variable(np.ones((32, 64), np.float32), strategy)
     x = strategy.distribute_values_from_function(lambda context: np.ones((4, 32), np.float32))
-    strategy.run(lambda x: ctx().all_reduce("sum", mr.grad(lambda: jnp.sum(jnp.tanh(x @ w.value)), w)()), args=(x,))
+    loss = lambda x: mr.losses.already_divided(jnp.sum(jnp.tanh(x @ w.value)))  # noqa: E731
+    strategy.run(lambda x: ctx().all_reduce("sum", mr.grad(loss, w)(x)), args=(x,))
     [program] = strategy._steps.programs
     return program.compiled.lower([], [w._array], [x._array], program.constants).as_text()
 
@@ -232,7 +233,7 @@ def test_sums_are_as_exact_as_those_of_devices():
         def step(x, w=w):
             narrow = (x * 256).astype(jnp.bfloat16) + 0.5 * number().astype(jnp.bfloat16)
             convolved = lambda: jax.lax.conv(x[None, :, :], w.value.transpose(2, 1, 0), (1,), "SAME")  # noqa: E731
-            kernel = mr.grad(lambda: jnp.sum(jnp.sin(convolved())), w)()
+            kernel = mr.grad(lambda: mr.losses.already_divided(jnp.sum(jnp.sin(convolved()))), w)()
             scattered = [jnp.zeros(2).at[jnp.arange(3) % 2 + own].add(x[:, 0]) / 3 for own in (0, 0 * number())]
             sums = ctx().all_reduce("sum", (narrow.astype(jnp.float32), kernel, scattered, x[:, 1:] - x[:, :-1], 2 / (1 + x * x)))
             return sums, kernel, ctx().all_reduce("sum", 3 * number())

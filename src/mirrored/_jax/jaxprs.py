@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core as jex_core
 import numpy as np
-from jax._src import core
+from jax._src import core, source_info_util
+from jax._src.interpreters import ad
 
 from .._typing import REPLICA_AXIS
 from .marks import mark_p
-from .primitives import CALLS, CONTROL_FLOW, HOST_CALLBACKS, LOCAL, PURE
+from .primitives import CALLS, CONTROL_FLOW, HOST_CALLBACKS, LOCAL, POWERS, PURE
 
 Jaxpr = jex_core.Jaxpr
 #: The same class as Jaxpr since jax 0.11; before, a pair of a Jaxpr and its constants.
@@ -62,6 +63,36 @@ def callee(equation: Equation) -> ClosedJaxpr | None:
     [closed] = inner
     fits = len(closed.jaxpr.invars) == len(equation.invars) and len(closed.jaxpr.outvars) == len(equation.outvars)
     return closed if fits else None
+
+
+def inexact_operands(equation: Equation) -> list[int]:
+    """Return the positions of the operands that are floating point or complex numbers, and no index, condition or key."""
+    avals: list[Any] = [atom.aval for atom in equation.invars]
+    return [i for i, aval in enumerate(avals) if jax.numpy.issubdtype(getattr(aval, "dtype", bool), np.inexact)]
+
+
+def is_linear(equation: Equation) -> bool:
+    """Tell whether JAX takes an equation for linear in its inexact operands, together or in each; a quotient in the first."""
+    primitive = equation.primitive
+    is_first_power = primitive.name in POWERS and equation.params["y"] == 1  # as optax writes the first moment of Adam
+    return is_first_power or primitive in ad.primitive_transposes or primitive in ad.fancy_transposes
+
+
+def transforms_of(equation: Equation) -> tuple[str, ...]:
+    """Return JAX's names of the transformations that have made an equation, outermost first, such as `transpose` and `jvp`."""
+    stack = equation.source_info.name_stack.stack
+    return tuple([step.name for step in stack if isinstance(step, source_info_util.Transform)]) if stack else ()
+
+
+def is_backward(equation: Equation, around: tuple[str, ...]) -> bool:
+    """Tell whether an equation is part of a backward pass: that of the batch, and not one for each example (`vmap`).
+
+    `around` are the transformations of the equations that it is inside of.
+    """
+    if not around and not equation.source_info.name_stack.stack:
+        return False
+    transforms = around + transforms_of(equation)
+    return "transpose" in transforms and "vmap" not in transforms[: transforms.index("transpose")]
 
 
 # -- loops and conditions

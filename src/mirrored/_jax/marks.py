@@ -20,7 +20,9 @@ class Purpose(enum.Enum):
     """What a marked value is used for."""
 
     ASSIGN = "assigned to a mirrored variable"
+    SUM = "added up over the replicas by the code of a step"
     MEAN = "averaged over the replicas"
+    TOTAL = "the sum or mean over the replicas of the value with the same number"
     BY_ROWS = "averaged with the weight of each replica's rows"
     NO_ROWS = "of no rows, so that its gradient is none"
     OPERAND = "given to a collective by the code of a step, and not by JAX for a gradient"
@@ -43,7 +45,7 @@ class Mark:
     purpose: Purpose
     name: str
     where: str
-    number: int = 0  # of a gradient: which optimizer's
+    number: int = 0  # of a gradient: which optimizer's; of a sum: which of its arrays
 
     def __str__(self) -> str:
         """Leave out the line, which may differ between workers that run the same program: files have other paths there."""
@@ -72,10 +74,10 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], note: Mark) -> tuple[j
 
 
 def _transpose(cotangent: jax.Array | ad.Zero, _: object, note: Mark) -> list[Any]:
-    if type(cotangent) is ad.Zero or note.purpose is Purpose.OPERAND:  # no code has given a gradient to a collective
-        return [cotangent]
     if note.purpose is Purpose.NO_ROWS:
         return [ad.Zero(jax.typeof(cotangent))]
+    if type(cotangent) is ad.Zero or note.purpose not in _TRANSPOSED:  # no code has given a gradient to a collective
+        return [cotangent]
     return [mark_p.bind(cotangent, note=dataclasses.replace(note, purpose=_TRANSPOSED[note.purpose]))]
 
 

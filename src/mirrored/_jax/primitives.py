@@ -45,10 +45,16 @@ SAID_TWICE = frozenset({("reduce", "computation")})
 CONTROL_FLOW = frozenset({"cond", "custom_linear_solve", "scan", "while"})
 #: Run a jaxpr several times.
 LOOPS = frozenset({"scan", "while"})
-#: Add their operands up, or put them side by side: a property of one operand holds for a part of the result only.
-ADDITIONS = frozenset({"add", "concatenate", "sub"})
-#: Show a number in other shapes and types.
-SPREADS = frozenset({"broadcast_in_dim", "convert_element_type", "reshape"})
+#: Add their operands up, put them side by side, or choose among them: a property of one holds for a part of the result only.
+ADDITIONS = frozenset({
+    "add", "complex", "concatenate", "dynamic_update_slice", "pad", "scatter", "scatter-add", "select_n", "stack", "sub",
+})  # fmt: skip
+#: Add up the derivatives of several uses of a value.
+DERIVATIVE_SUMS = frozenset({"add_any"})
+#: Raise to the integer power `y`.
+POWERS = frozenset({"integer_pow"})
+#: Return their operands.
+ONE_TO_ONE = frozenset({"optimization_barrier"})
 #: Collectives with the same result on every replica, when they run over the whole axis.
 MAKE_SAME = frozenset({"psum", "pmax", "pmin", "all_gather", "pbroadcast", "psum_invariant", "all_gather_invariant"})
 #: Collectives that add up.

@@ -132,8 +132,8 @@ class Programs(Generic[ProgramT]):
             error.__notes__ = [*notes[:1], note, *notes[1:]]  # after the replicas that it is about, before JAX's own
             raise
 
-    def add(self, call: Call, program: ProgramT, owner: Any = None, also: Sequence[Any] = ()) -> Structure | None:
-        """Keep the program of a call, which ends with its variables and `also`; return the structure of the call before.
+    def add(self, call: Call, program: ProgramT, owner: Any = None, also: Sequence[Any] = ()) -> None:
+        """Keep the program of a call, which ends with its variables and `also`.
 
         Compilations are counted for an owner and its variables, so that the folds of a cross-validation are silent. The owner is
         by default the function's code, because a step is often a new function in each turn of a loop.
@@ -173,7 +173,6 @@ class Programs(Generic[ProgramT]):
         if count == MAX_SILENT_RECOMPILATIONS + 1:
             name = getattr(call.function, "__qualname__", None) or shown(call.function)
             user_code.warn(f"{name} has been compiled {count} times; this time because {cause}", RecompilationWarning)
-        return before
 
     def _count(self, owner: Any, variables: Sequence[Variable], structure: Structure) -> tuple[Structure | None, int]:
         """Return the structure of the call for which a function's last program was made, and the number of its programs."""

@@ -51,6 +51,12 @@ class ResultPlan:
         """The function that makes the result of these arrays."""
         return self._fill if any(leaf is not None for leaf in self.static) else self.treedef.unflatten
 
+    def path_of(self, position: int) -> str:
+        """Return where in the result an array stands, such as `['loss']`."""
+        leaves, _ = jax.tree_util.tree_flatten_with_path(self.treedef.unflatten(range(len(self.static))))
+        path, _ = [leaf for leaf, static in zip(leaves, self.static, strict=True) if static is None][position]
+        return jax.tree_util.keystr(path)
+
     def _fill(self, arrays: Sequence[Any]) -> PyTree:
         remaining = iter(arrays)
         return self.treedef.unflatten([next(remaining) if leaf is None else leaf() for leaf in self.static])

@@ -20,7 +20,7 @@ from .._jax import jaxprs, user_code
 from .._jax.interpreter import Analysis
 from .._jax.jaxprs import Jaxpr
 from .._jax.marks import Mark, Purpose, mark_p
-from .._jax.primitives import ADDITIONS, LOOPS, MAKE_SAME, PURE, SPREADS, SUMS
+from .._jax.primitives import ADDITIONS, DERIVATIVE_SUMS, DIVISIONS, LOOPS, MAKE_SAME, ONE_TO_ONE, PURE, SUMS
 
 
 class Sameness(enum.IntEnum):
@@ -37,12 +37,20 @@ class Said(enum.IntEnum):
     A product has the highest mark of its factors, a sum the lowest of its operands, without constants.
     """
 
-    ZERO = 0  # the number 0, which has no mark
+    ZERO = 0  # the number 0, and what it is multiplied with: it has no mark
     CONSTANT = 1  # computed from numbers in the program alone
     NOTHING = 2
     WHOLE = 3  # a value equal on all replicas was summed over them, as in the backward pass of a loss that was combined
     COMBINED = 4  # a share that was combined over the replicas
     SHARE = 5  # the loss is this replica's share: the shares of all add up to the whole, and so do their gradients
+
+
+class Gradient(enum.IntEnum):
+    """Whether a value is a gradient: the result of a backward pass, or a linear function of such results alone."""
+
+    NONE = 0
+    OWN = 1
+    TOTAL = 2  # the step has combined it over the replicas
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,6 +63,8 @@ class State:
     is_operand: bool = False  # whether the step itself passes it, unchanged, to a collective
     came_back: str = ""  # the line of the collective through which it came as a gradient
     has_share: bool = False  # whether a share, or its gradient by a variable, is in it that was not combined
+    gradient: Gradient = Gradient.NONE
+    drifts: bool = False  # whether in it a gradient that was not combined was added to a mirrored value
 
     @property
     def is_mirrored(self) -> bool:
@@ -73,8 +83,9 @@ SAME = State(Sameness.SAME)
 CONSTANT = State(Sameness.SAME, said=Said.CONSTANT)
 ZERO = State(Sameness.SAME, said=Said.ZERO)
 
-#: Primitives whose results have other marks than a product.
-_SPECIAL = ADDITIONS | SPREADS | {"add_any", "div"}
+
+#: The purposes of gradients that an optimizer combines over the replicas.
+GIVEN_TO_OPTIMIZERS = frozenset({Purpose.GRADIENT, Purpose.SUMMED_GRADIENT, Purpose.MEAN_GRADIENT})
 
 
 def varying(origin: str) -> State:
@@ -84,20 +95,19 @@ def varying(origin: str) -> State:
 
 def join(states: Iterable[State]) -> State:
     """Return the state of a value that is computed from values in these states."""
-    highest, said, came_back, has_share = ZERO, Said.CONSTANT, "", False
+    highest, said, came_back, has_share, drifts = ZERO, Said.CONSTANT, "", False, False
     for state in states:
         said, came_back, has_share = max(said, state.said), came_back or state.came_back, has_share or state.has_share
+        drifts = drifts or state.drifts
         if state.sameness > highest.sameness:
             highest = state
-    if highest.is_operand or (highest.came_back, highest.has_share) != (came_back, has_share):
-        highest = dataclasses.replace(highest, is_operand=False, came_back=came_back, has_share=has_share)
-    return highest.saying(said)
+    return State(highest.sameness, highest.origin, said, came_back=came_back, has_share=has_share, drifts=drifts)
 
 
-def either(states: Iterable[State]) -> State:
-    """Return the state of a sum of values in these states, or of one of them."""
-    states = list(states)
-    return join(states).saying(_lowest(states, above=Said.CONSTANT))
+def either(states: Sequence[State]) -> State:
+    """Return the state of a value that is one of several."""
+    said = _lowest([state.said for state in states], above=Said.CONSTANT)
+    return dataclasses.replace(join(states), said=said, gradient=_gradient_of_sum(states))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +136,7 @@ def prove(jaxpr: Jaxpr, inputs: Sequence[State]) -> Findings:
         CollectiveHangError: when replicas may disagree on whether, or how often, they reach a collective.
     """
     findings = Findings()
-    findings.outputs = _Pass(findings).run(jaxpr, (None,) * len(jaxpr.constvars), inputs)
+    findings.outputs = _Pass(findings, {}).run(jaxpr, (np.nan,) * len(jaxpr.constvars), inputs)
     return findings
 
 
@@ -135,18 +145,28 @@ class _Pass(Analysis[State]):
     """One pass of the proof over a jaxpr."""
 
     findings: Findings | None  # None while the fixed point of a loop is searched
+    gradients: dict[int, Gradient]  # of the arrays of the sum over the replicas that comes next, by their numbers
     within: str | None = None  # why the replicas may disagree on whether this code runs
     in_loop: bool = False
+    transforms: tuple[str, ...] = ()  # JAX's transformations of the code around this, outermost first
     around: tuple[Any, ...] = ()  # the equations around this code, innermost first
 
     def inside(self, equation: Any, decision: State | None = None, is_final: bool = True) -> _Pass:
         """Return the pass for a jaxpr inside an equation."""
         return _Pass(
             findings=self.findings if is_final else None,
+            gradients=self.gradients,
             within=self.within if decision is None or decision.is_mirrored else decision.origin,
             in_loop=self.in_loop or equation.primitive.name in LOOPS,
+            transforms=self.transforms + jaxprs.transforms_of(equation),
             around=(equation, *self.around),
         )
+
+    def equation(self, equation: Any, values: list[State]) -> Sequence[State]:
+        results = super().equation(equation, values)
+        if not jaxprs.is_backward(equation, self.transforms):
+            return results
+        return [result if result.said is Said.ZERO else dataclasses.replace(result, gradient=Gradient.OWN) for result in results]
 
     def line(self, equation: Any) -> str:
         """Return the user's line of an equation, or of what it is inside of when JAX has lost it."""
@@ -159,15 +179,17 @@ class _Pass(Analysis[State]):
         return either(values)
 
     def chosen(self, decision: State, value: State) -> State:
-        return join((decision, value)).saying(value.said)
+        return dataclasses.replace(join((decision, value)), said=value.said, gradient=value.gradient)
 
     def constant(self, value: Any) -> State:
-        is_zero = not isinstance(value, jax.Array) and np.ndim(value) == 0 and value == 0
+        is_zero = not isinstance(value, jax.Array) and not np.any(value)
         return ZERO if is_zero else CONSTANT
 
     def plain(self, equation: Any, values: list[State]) -> Sequence[State]:
         if equation.primitive is mark_p:
             return [self.mark(equation, values[0])]
+        if equation.primitive.name in ONE_TO_ONE:
+            return values
         if equation.primitive.name in MAKE_SAME:  # over an axis of some vmap
             return [join(values)] * len(equation.outvars)
         return [self.operation(equation, values)] * len(equation.outvars)
@@ -190,8 +212,8 @@ class _Pass(Analysis[State]):
         name, inside = equation.primitive.name, jaxprs.inside(equation)
         self.refuse_collectives(equation, inside)
         state = join(inputs)
-        if name in _SPECIAL:
-            state = state.saying(_said(name, inputs))
+        if jaxprs.is_linear(equation):
+            state = _linear(equation, inputs, state)
         # Whether a loss is finite is no loss, nor is its place.
         if not all(jax.numpy.issubdtype(getattr(atom.aval, "dtype", np.float32), np.inexact) for atom in equation.outvars):
             state = dataclasses.replace(state, said=min(state.said, Said.NOTHING), has_share=False)
@@ -214,23 +236,36 @@ class _Pass(Analysis[State]):
                 )
 
     def mark(self, equation: Any, state: State) -> State:
-        note = equation.params["note"]
-        if note.purpose is Purpose.SHARE and note.name == "divided" and state.has_share and self.findings is not None:
-            self.findings.marks.append((dataclasses.replace(note, where=self.line(equation)), state))
-        if note.purpose in (Purpose.SHARE, Purpose.TANGENT):
-            return dataclasses.replace(state, said=Said.SHARE, has_share=state.has_share or note.purpose is Purpose.SHARE)
-        if note.purpose is Purpose.COTANGENT and state.said is not Said.WHOLE:
-            return state.saying(Said.SHARE if state.is_mirrored else Said.NOTHING)  # it varies where a loss is not linear in it
-        if note.purpose is Purpose.OWN_GRADIENT:  # by a replica's own rows it is no share
-            return dataclasses.replace(state, has_share=state.has_share or state.said is Said.SHARE)
-        if note.purpose is Purpose.ASSIGN and self.within is not None and state.is_mirrored:
-            state = varying(self.within)  # only some replicas assign it
-        if note.purpose is Purpose.ROWS:
-            return varying(note.name)
-        if note.purpose is Purpose.OPERAND:
-            return dataclasses.replace(state, is_operand=True)
-        if self.findings is not None:
-            self.findings.marks.append((note, state))
+        note, findings = equation.params["note"], self.findings
+        match note.purpose:
+            case Purpose.SHARE | Purpose.TANGENT:
+                is_divided_again = note.name == "divided" and state.has_share and note.purpose is Purpose.SHARE
+                if is_divided_again and findings is not None:
+                    findings.marks.append((dataclasses.replace(note, where=self.line(equation)), state))
+                has_share = state.has_share or note.purpose is Purpose.SHARE
+                return dataclasses.replace(state, said=Said.SHARE, has_share=has_share)
+            case Purpose.COTANGENT if state.said is not Said.WHOLE:  # it varies where a loss is not linear in it
+                return state.saying(Said.SHARE if state.is_mirrored else Said.NOTHING)
+            case Purpose.OWN_GRADIENT:  # by a replica's own rows it is no share
+                is_share = state.said is Said.SHARE
+                return dataclasses.replace(state, has_share=state.has_share or is_share, gradient=Gradient.OWN)
+            case Purpose.ASSIGN if self.within is not None and state.is_mirrored:
+                state = varying(self.within)  # only some replicas assign it
+            case Purpose.ROWS:
+                return varying(note.name)
+            case Purpose.OPERAND:
+                return dataclasses.replace(state, is_operand=True)
+            case Purpose.TOTAL:
+                is_gradient = self.gradients.get(note.number)
+                return dataclasses.replace(state, gradient=Gradient.TOTAL if is_gradient else Gradient.NONE)
+            case Purpose.SUM | Purpose.MEAN:
+                self.gradients[note.number] = state.gradient
+                if jaxprs.is_backward(equation, self.transforms):
+                    return state  # where a derivative of the user's own sums, or what a checkpoint computes again
+        if findings is not None:
+            findings.marks.append((note, state))
+        if note.purpose in GIVEN_TO_OPTIMIZERS:
+            return dataclasses.replace(state, gradient=Gradient.NONE)  # judged there, and no more where it is summed
         # A mirrored variable's new value starts afresh, so that two updates in one step are judged like one in each of two.
         return SAME if note.purpose is Purpose.ASSIGN and state.is_mirrored else state
 
@@ -255,19 +290,38 @@ class _Pass(Analysis[State]):
         return dataclasses.replace(given, origin="", has_share=False, said=Said.WHOLE if is_multiplied else given.said)
 
 
-def _said(name: str, inputs: Sequence[State]) -> Said:
-    """Return the mark of the result of a `_SPECIAL` primitive."""
-    if name in ADDITIONS:
-        return _lowest(inputs, above=Said.CONSTANT)
-    if name == "add_any":  # adds up derivatives, of which a constant is one too
-        is_whole = any(state.said is Said.WHOLE for state in inputs)
-        return Said.WHOLE if is_whole else _lowest(inputs, above=Said.ZERO)
-    first = inputs[0].said if inputs else Said.CONSTANT
-    if name == "div" and inputs[1].said is not Said.WHOLE:  # division by a sum over the replicas does not multiply by R
-        return max(first, inputs[1].said, Said.CONSTANT)
-    return first
+def _linear(equation: Any, inputs: Sequence[State], state: State) -> State:
+    """Return the state of the result of an operation that is linear in its numbers, given that of any other operation."""
+    name = equation.primitive.name
+    given = [inputs[k] for k in jaxprs.inexact_operands(equation)]
+    if name in ADDITIONS or name in DERIVATIVE_SUMS:
+        return _sum(given, state, name in DERIVATIVE_SUMS)
+    factors = given[:1] if name in DIVISIONS else given
+    if any(one.said is Said.ZERO for one in factors):
+        return state.saying(Said.ZERO)
+    if name in DIVISIONS and given[1:] and given[1].said is Said.WHOLE:  # a sum over the replicas: this does not multiply by R
+        state = state.saying(given[0].said)
+    gradients = [one.gradient for one in factors if one.gradient]
+    return dataclasses.replace(state, gradient=gradients[0]) if len(gradients) == 1 else state
 
 
-def _lowest(states: Sequence[State], above: Said) -> Said:
-    said = [state.said for state in states]
-    return min((one for one in said if one > above), default=max(said, default=above))
+def _sum(given: Sequence[State], state: State, of_derivatives: bool) -> State:
+    """Return the state of a sum, or, `of_derivatives`, of JAX's sum of derivatives, of which a constant is one too."""
+    said = [one.said for one in given]
+    lowest = (
+        Said.WHOLE if of_derivatives and Said.WHOLE in said else _lowest(said, Said.ZERO if of_derivatives else Said.CONSTANT)
+    )
+    gradient = _gradient_of_sum(given)
+    is_own = not gradient and any(one.gradient is Gradient.OWN and not one.is_mirrored for one in given)
+    drifts = is_own and any(one.is_mirrored and not one.gradient and one.said > Said.CONSTANT for one in given)
+    return dataclasses.replace(state, said=lowest, gradient=gradient, drifts=state.drifts or drifts)
+
+
+def _gradient_of_sum(states: Sequence[State]) -> Gradient:
+    """Return what a sum of such values is, in which constants do not count."""
+    kinds = [one.gradient for one in states if one.gradient or one.said > Said.CONSTANT]
+    return max(kinds) if kinds and Gradient.NONE not in kinds else Gradient.NONE
+
+
+def _lowest(said: Sequence[Said], above: Said) -> Said:
+    return min([one for one in said if one > above], default=max(said, default=above))

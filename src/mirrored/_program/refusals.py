@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import jax
 
 from .._errors import (
@@ -17,12 +14,9 @@ from .._errors import (
 from .._jax import user_code
 from .._jax.marks import Mark, Purpose
 from .._variables.variable import spec_of
-from .call import ArrayLeaf, Call, leaf_names
+from .call import Call
 from .lift import Lifted
-from .proof import Findings, Said, Sameness, State, varying
-
-#: The purposes of gradients that an optimizer combines over the replicas.
-_COMBINES = frozenset({Purpose.GRADIENT, Purpose.SUMMED_GRADIENT, Purpose.MEAN_GRADIENT})
+from .proof import GIVEN_TO_OPTIMIZERS, Findings, Gradient, Said, Sameness, State, varying
 
 
 def check_assignments(lifted: Lifted, findings: Findings) -> None:
@@ -76,25 +70,33 @@ def check_gradients(findings: Findings, num_replicas: int) -> None:
     for note, _ in findings.marks:
         if note.purpose is Purpose.SHARE:
             raise FactorOfReplicasError(_DIVIDED_AGAIN.format(where=note.where))
-    gradients = [(note, state) for note, state in findings.marks if note.purpose in _COMBINES]
-    for note, state in gradients:
+    given = [(note, state) for note, state in findings.marks if note.purpose in GIVEN_TO_OPTIMIZERS]
+    summed = [(note, state) for note, state in findings.marks if note.purpose is Purpose.SUM and state.gradient]
+    for note, state in given:
         _refuse_contradiction(note, state, num_replicas)
+    for note, state in summed:
+        _refuse_second_sum(note, state, num_replicas)
     losses = [note.where for note, state in findings.marks if note.purpose is Purpose.LOSS and state.said < Said.WHOLE]
     for where in dict.fromkeys(losses):
         user_code.warn(_UNSPOKEN_LOSS.format(where=where), FactorOfReplicasWarning)
     means = [note.where for note, state in findings.marks if note.purpose is Purpose.MEAN and state.said is Said.SHARE]
     for where in dict.fromkeys(means):
         user_code.warn(_MEAN_OF_SHARES.format(where=where, num_replicas=num_replicas), FactorOfReplicasWarning)
+    gradients = given + summed
     if num_replicas > 1 and gradients and all(state.is_same and state.said is Said.SHARE for _, state in gradients):
-        user_code.warn(_SAME_WORK.format(where=gradients[0][0].where, num_replicas=num_replicas))
-    updates: dict[tuple[int, str], list[tuple[Mark, State]]] = {}  # by optimizer and line
+        user_code.warn(_SAME_WORK.format(where=_place(gradients[0][0]), num_replicas=num_replicas))
+    sums: dict[tuple[str, int], list[tuple[Mark, State]]] = {}  # by line and optimizer
     for note, state in gradients:
         if note.purpose is not Purpose.MEAN_GRADIENT:
-            updates.setdefault((note.number, note.where), []).append((note, state))
-    for update in updates.values():
-        note = update[0][0]
-        if message := _complaint(note, [state for _, state in update], num_replicas):
-            user_code.warn(message.format(where=note.where, num_replicas=num_replicas), FactorOfReplicasWarning)
+            sums.setdefault((_place(note), 0 if note.purpose is Purpose.SUM else note.number), []).append((note, state))
+    for (place, _), members in sums.items():
+        if message := _complaint(members[0][0], [state for _, state in members], num_replicas):
+            user_code.warn(message.format(where=place, num_replicas=num_replicas), FactorOfReplicasWarning)
+
+
+def _place(note: Mark) -> str:
+    """Return the verb that sums a gradient, and its line."""
+    return f"{note.name if note.purpose is Purpose.SUM else 'apply_gradients'} at {note.where}"
 
 
 def check_outside(are_shares: dict[Mark, bool | None], num_replicas: int) -> None:
@@ -122,49 +124,48 @@ def _refuse_contradiction(note: Mark, state: State, num_replicas: int) -> None:
         )
 
 
+def _refuse_second_sum(note: Mark, state: State, num_replicas: int) -> None:
+    is_combined = state.gradient is Gradient.TOTAL or state.said is Said.COMBINED
+    if is_combined and state.is_mirrored:
+        raise FactorOfReplicasError(
+            f"{_place(note)} sums a gradient over the replicas that has already been combined over them, so it would be R times "
+            f"too large (R = {num_replicas} here). Leave one of the two out. Of a value that is the same on all replicas "
+            "ctx.all_reduce('mean', value) is the value itself."
+        )
+
+
 def _complaint(note: Mark, states: list[State], num_replicas: int) -> str:
-    """Return the warning for gradients that one optimizer sums, or "" for none."""
+    """Return the warning for gradients that are summed together, or "" for none."""
     said = {state.said for state in states}
     if Said.WHOLE in said:
         return _COMBINED_LOSS
     is_unspoken = not said.isdisjoint((Said.CONSTANT, Said.NOTHING))
     if num_replicas > 1 and is_unspoken and all(state.is_same for state in states):
         return _SAME_DATA
-    return _UNSPOKEN if is_unspoken and note.purpose is Purpose.GRADIENT else ""
+    if not is_unspoken or note.purpose is Purpose.SUMMED_GRADIENT:
+        return ""
+    return _UNSPOKEN if note.purpose is Purpose.GRADIENT else _UNSPOKEN_SUM
 
 
-def check_returned_states(treedef: Any, before: Sequence[Any], call: Call, has_collectives: bool) -> None:
-    """Warn of an optax state that begins to differ by replica, or of any array beside one if the step combines nothing.
+def check_results(call: Call, lifted: Lifted, findings: Findings) -> None:
+    """Warn of a step that takes an optax state, and returns arrays of all replicas changed by each one's own gradients.
 
-    A state that a step takes and returns is no variable, so the proof does not refuse that its copies drift apart. `treedef` and
-    `before` are the structure and leaves of the arguments of the function's last call that needed a program.
+    What a step takes and returns is no variable, so the proof does not refuse that its copies drift apart.
     """
-    if treedef != call.treedef:
+    positions = jax.tree.unflatten(call.treedef, range(call.treedef.num_leaves))
+    if not any(map(_is_of_optax, jax.tree.leaves(positions, is_leaf=_is_of_optax))):
         return
-    positions = jax.tree.unflatten(treedef, range(treedef.num_leaves))
-    states = list(filter(_is_of_optax, jax.tree.leaves(positions, is_leaf=_is_of_optax)))
-    if not states:
-        return
-    inside = set(jax.tree.leaves(states))
-    differing = [
-        name
-        for position, (name, old, new) in enumerate(zip(leaf_names(call), before, call.leaves, strict=True))
-        if _begins_to_differ(old, new) and (position in inside or not has_collectives)
-    ]
-    if differing:
+    drifting = [i for i, state in enumerate(findings.outputs[: lifted.num_results]) if state.drifts and not state.is_mirrored]
+    if drifting:
         user_code.warn(
-            f"{call.name} was given the state of an optimizer, and {len(differing)} arrays that were the same on all replicas, "
-            f"such as {differing[0]}, have come back different on each. From now on each trains a model of its own. Combine "
-            "the gradients before the update: grads = mr.get_replica_context().all_reduce('mean', grads). If "
-            "each shall have its own, say so before: state = strategy.distribute_values_from_function(lambda ctx: state).",
+            f"{call.name} was given the state of an optimizer, and {len(drifting)} of its results, such as "
+            f"result{lifted.plan.path_of(drifting[0])}, are arrays of all replicas to which each has added its own gradients, so "
+            "that from now on each trains a model of its own. Combine the gradients before the update, with a loss of mr.losses: "
+            "grads = mr.get_replica_context().all_reduce('sum', grads); or 'mean', if the loss is a mean over the replica's own "
+            "rows. If each shall have its own, say so before: "
+            "state = strategy.distribute_values_from_function(lambda ctx: state).",
             ReplicasDivergeWarning,
         )
-
-
-def _begins_to_differ(old: Any, new: Any) -> bool:
-    if not (isinstance(old, ArrayLeaf) and isinstance(new, ArrayLeaf)):
-        return False
-    return new.is_per_replica and not old.is_per_replica and old.shape == new.shape
 
 
 def _is_of_optax(node: object) -> bool:
@@ -185,18 +186,18 @@ _DIVIDED_AGAIN = (
 )
 _SAME_DATA = (
     "all {num_replicas} replicas computed the same gradients, from no data that differs by replica, and "
-    "apply_gradients at {where} sums them: the update is {num_replicas} times that of one device, "
+    "{where} sums them: the update is {num_replicas} times that of one device, "
     "unless the loss was divided by the number of replicas. An array passed to strategy.run goes whole to every "
     "replica; give each replica its part of the batch with strategy.distribute_dataset(dataset)."
 )
 _SAME_WORK = (
-    "all {num_replicas} replicas computed the same gradients for apply_gradients at {where}, from no data that differs by "
+    "all {num_replicas} replicas computed the same gradients, which {where} sums, from no data that differs by "
     "replica: the update is right, and each replica has done the whole work. Write for x in "
     "strategy.distribute_dataset(dataset): an array passed to strategy.run goes whole to every replica."
 )
 _COMBINED_LOSS = (
     "the loss was combined over the replicas before it was differentiated, so each gradient already stands for "
-    "all replicas, and apply_gradients at {where} sums them again: the update is R times too large "
+    "all replicas, and {where} sums them again: the update is R times too large "
     "(R = {num_replicas} here). Differentiate this replica's own loss (mr.losses.compute_average_loss) and reduce the loss "
     "after the gradient, or for reporting outside with strategy.reduce('sum', loss)."
 )
@@ -207,10 +208,17 @@ _UNSPOKEN_LOSS = (
     "have divided it, mr.losses.already_divided(loss)."
 )
 _UNSPOKEN = (
-    "nobody has said how the loss is divided whose gradients apply_gradients at {where} sums over the replicas. If it is a mean "
+    "nobody has said how the loss is divided whose gradients {where} sums over the replicas. If it is a mean "
     "over the replica's own rows, as of jnp.mean, the update is R times that of one device. Write one of these lines:\n"
     "    return per_example_losses                  # in the function given to mr.value_and_grad: it takes the global mean\n"
     "    return mr.losses.mean_over_own_rows(loss)  # or mr.losses.already_divided(loss), when all rows have divided it\n"
     "    return share + mr.losses.scale_regularization_loss(penalty)  # a share of mr.losses, and what every replica adds\n"
     "    optimizer.apply_gradients(grads, aggregate='mean')  # of mr.Optimizer; or 'sum', when all rows have divided the loss"
+)
+_UNSPOKEN_SUM = (
+    "nobody has said how the loss is divided whose gradients {where} sums over the replicas. If it is a mean over the replica's "
+    "own rows, as of jnp.mean, the sum is R times the gradient of one device. Write one of these lines:\n"
+    "    return mr.losses.compute_average_loss(losses)  # in the function that is differentiated, of one loss for each example\n"
+    "    return mr.losses.mean_over_own_rows(loss)      # or mr.losses.already_divided(loss), when all rows have divided it\n"
+    "    gradients = ctx.all_reduce('mean', gradients)  # in place of the sum, of losses that are means over own rows"
 )

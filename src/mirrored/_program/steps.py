@@ -104,9 +104,8 @@ class Steps:
                 lift.warn_of_leaks(call)
             made = [(call, program), *self.programs.made_for_last(coming, functools.partial(take_apart, call.function), make)]
             if not any(isinstance(constant, jax.core.Tracer) for constant in program.constants):
-                before, *_ = [self.programs.add(each, its) for each, its in made]
-                if before is not None:
-                    refusals.check_returned_states(before.treedef, before.leaves, call, bool(program.findings.collectives))
+                for each, its in made:
+                    self.programs.add(each, its)
         if frames.is_traced() or any(isinstance(array, jax.core.Tracer) for array in call.arrays):
             return _run_traced(program, call)
         if is_eager.get():
@@ -186,6 +185,7 @@ def _make_program(mesh: ReplicaMesh, call: Call, frame_with: Callable[[Any], Fra
     refusals.check_assignments(lifted, findings)
     if not call.is_uneven():  # else `lift_uneven` has looked at each kind of replicas
         refusals.check_gradients(findings, mesh.num_replicas)
+    refusals.check_results(call, lifted, findings)
     is_mirrored = tuple(state.is_mirrored for state in findings.outputs[: lifted.num_results])
     proven = Proven(call, lifted, findings, is_mirrored, even.axis)
     sums, mapped = _map(mesh, proven)

@@ -20,6 +20,8 @@ from .._options import ReduceOp, ReductionToOneDevice, VariableAggregation
 from .._typing import REPLICA_AXIS, ArrayLike, PyTree, Shape
 from .arrays import as_array, is_wrapped
 
+_psum = jax.lax.psum  # JAX's own: while a step is traced, the public name has the sums that users write (`named`)
+
 Axes = tuple[int, ...]
 #: Axes as users give them.
 AxesLike = int | Sequence[int] | None
@@ -64,7 +66,10 @@ class ReplicaAxis:
         return jax.lax.axis_index(REPLICA_AXIS) if self.bound else 0
 
     def sum(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        return jax.lax.psum(list(arrays), REPLICA_AXIS) if self.bound else list(arrays)
+        if not self.bound:
+            return list(arrays)
+        note = Mark(Purpose.OPERAND, "", "")
+        return _psum(list(arrays) if self.sizes is None else [mark(array, note) for array in arrays], REPLICA_AXIS)
 
     def stack(self, array: jax.Array) -> jax.Array:
         """Return the values of all replicas along a new leading axis."""
@@ -86,8 +91,7 @@ def all_reduce(
     """
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_wrapped)
     arrays = [as_array(leaf, verb) for leaf in leaves]
-    if op is ReduceOp.MEAN:
-        arrays = [mark(array, Mark(Purpose.MEAN, "a mean", user_code.user_line())) for array in arrays]
+    arrays = noted(Purpose[op.name], arrays, verb)
     axes = [normalize_axes(array_axes, array.ndim, verb) for array in arrays]
     if by_rows and op is ReduceOp.MEAN and axis.sizes is not None and not any(axes):
         if axis.ops is not None:
@@ -112,7 +116,14 @@ def all_reduce(
         finish(op, [next(totals) for _ in own], count, array.dtype)
         for own, count, array in zip(parts, counts, arrays, strict=True)
     ]
-    return jax.tree.unflatten(treedef, results)
+    return jax.tree.unflatten(treedef, noted(Purpose.TOTAL, results, verb))
+
+
+def noted(purpose: Purpose, arrays: Sequence[jax.Array], verb: str) -> list[jax.Array]:
+    """Mark the arrays that a step gives to a sum or mean over the replicas, or its results in the same order."""
+    # A result has no line of its own: replicas with other numbers of rows may reach the sum in another one.
+    where = "" if purpose is Purpose.TOTAL else user_code.user_line()
+    return [mark(array, Mark(purpose, verb, where, number)) for number, array in enumerate(arrays)]
 
 
 def accumulate(ops: ReductionToOneDevice, stack: jax.Array) -> jax.Array:
@@ -263,7 +274,7 @@ def _packed_sum(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Arra
 
 def sum_in_one_buffer(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Sum arrays of one dtype over the replicas, in one collective."""
-    return move_packed(arrays, [list(range(len(arrays)))], lambda buffers: jax.lax.psum(buffers, REPLICA_AXIS))
+    return move_packed(arrays, [list(range(len(arrays)))], lambda buffers: _psum(buffers, REPLICA_AXIS))
 
 
 def move_packed(

@@ -23,10 +23,11 @@ from .._jax.marks import Mark, Purpose, mark
 from .._options import ReduceOp
 from .._typing import REPLICA_AXIS, ArrayLike, PyTree
 from . import frames
-from .collectives import ReplicaAxis, all_reduce
+from .collectives import ReplicaAxis, all_reduce, noted
 
 #: The functions of `jax.lax` that are replaced while a step is traced.
 NAMES = ("all_gather", "all_to_all", "pmax", "pmean", "pmin", "ppermute", "psum", "psum_scatter")
+_PURPOSES = {"pmean": Purpose.MEAN, "psum": Purpose.SUM, "psum_scatter": Purpose.SUM}
 
 
 @contextlib.contextmanager
@@ -61,16 +62,25 @@ def _call(name: str, original: Callable[..., Any], x: PyTree, axis_name: object,
     axis = frame.axis if (frame := frames.current()) else None
     if axis is None or REPLICA_AXIS not in names or tracing.is_mapped_over(REPLICA_AXIS):
         return original(x, axis_name, *more, **options)
-    if axis.sizes is None:
-        note = Mark(Purpose.MEAN, name, user_code.user_line())
-        is_seen = lambda leaf: name == "pmean" and isinstance(leaf, jax.Array)  # noqa: E731
-        return original(jax.tree.map(lambda leaf: mark(leaf, note) if is_seen(leaf) else leaf, x), axis_name, *more, **options)
-    if name == "pmean":
+    if name == "pmean" and axis.sizes is not None:
         others = tuple(other for other in names if other != REPLICA_AXIS)
         return _mean(original(x, others) if others else x, axis, **options)
     if name == "psum" and type(x) is int and names == (REPLICA_AXIS,):  # JAX takes a number, such as x.shape[0], for one of all
         return sum(axis.each(x))
-    return original(jax.tree.map(functools.partial(_marked, name), x), axis_name, *more, **options)
+    if axis.sizes is not None:
+        x = jax.tree.map(functools.partial(_marked, name), x)
+    purpose = _PURPOSES.get(name)
+    if purpose is None:
+        return original(x, axis_name, *more, **options)
+    result = original(_noted(purpose, x, name), axis_name, *more, **options)
+    return _noted(Purpose.TOTAL, result, name)
+
+
+def _noted(purpose: Purpose, tree: PyTree, name: str) -> PyTree:
+    leaves, treedef = jax.tree.flatten(tree)
+    if not all(isinstance(leaf, jax.Array) for leaf in leaves):  # numbers, which JAX multiplies by R
+        return tree
+    return jax.tree.unflatten(treedef, noted(purpose, leaves, f"jax.lax.{name}"))
 
 
 def _mean(x: PyTree, axis: ReplicaAxis, axis_index_groups: object = None) -> PyTree:

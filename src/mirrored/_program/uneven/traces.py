@@ -214,10 +214,8 @@ def _merge_plans(traces: Sequence[Lifted], kinds: Kinds) -> ResultPlan:
 
 def _other_type(plan: ResultPlan, position: int, kinds: Kinds, origin: str) -> str:
     """Return the message for a result that would be an array of a full batch and a PerReplica of this one."""
-    leaves = jax.tree_util.tree_flatten_with_path(plan.treedef.unflatten(range(len(plan.static))))[0]
-    path, _ = [leaf for leaf, static in zip(leaves, plan.static, strict=True) if static is None][position]
     return (
-        f"the batch does not divide evenly among the replicas, and the result{jax.tree_util.keystr(path)} of the step depends on "
+        f"the batch does not divide evenly among the replicas, and the result{plan.path_of(position)} of the step depends on "
         f"{origin}. That is one array of a batch that divides, and would be one value for each replica here. To have that "
         "in both cases return value + 0 * ctx.replica_id_in_sync_group. "
         f"Or leave the odd rows out: {match_collectives.DROP}."
