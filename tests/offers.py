@@ -11,19 +11,20 @@ OFFERS = {
         jaxprs.has_collective jaxprs.has_host_callback jaxprs.has_replica_number jaxprs.inexact_operands
         jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside jaxprs.is_backward jaxprs.is_collective
         jaxprs.is_function_of_operands jaxprs.is_linear jaxprs.is_over_groups jaxprs.is_plain jaxprs.is_replica_number
-        jaxprs.is_sum jaxprs.levels_of jaxprs.meshes_in jaxprs.num_bytes jaxprs.loop_of jaxprs.transforms_of
+        jaxprs.is_sum jaxprs.levels_of jaxprs.loop_of jaxprs.meshes_in jaxprs.num_bytes jaxprs.transforms_of
         marks.Mark marks.Purpose marks.mark marks.mark_p primitives.ADDITIONS primitives.AXIS_SUMS primitives.BILINEAR
         primitives.BROADCASTS primitives.CONVERSIONS primitives.CONVOLUTIONS primitives.CUSTOM_DERIVATIVE
         primitives.DERIVATIVE_SUMS primitives.DEVICE_RANDOM primitives.DIVISIONS primitives.DOT_PRODUCTS
-        primitives.ELEMENTWISE primitives.FILLS primitives.HOST_EFFECTS primitives.LINEAR primitives.LOOPS
-        primitives.MAKE_SAME primitives.ONE_TO_ONE primitives.PURE primitives.RANDOM primitives.SAID_TWICE
-        primitives.SCATTER_SUMS primitives.SUMS tracing.NO_TRACE tracing.bind tracing.context tracing.current_trace
-        tracing.have_mesh tracing.is_for_this_call tracing.is_mapped_over tracing.is_staging tracing.is_wide
-        tracing.key_kind tracing.lowered tracing.new_operand tracing.operand_p tracing.room_for
-        tracing.separate_caches tracing.settings tracing.trace tracing.trace_state tracing.untraced
-        user_code.equation_line user_code.hide_lines user_code.leave_out user_code.line_of user_code.raising_line
-        user_code.shorten_errors user_code.show_users_lines user_code.user_line user_code.user_stacklevel
-        user_code.warn versions.warn_if_untried
+        primitives.DRAWS primitives.ELEMENTWISE primitives.FILLS primitives.HOST_EFFECTS primitives.KEEP_AXES
+        primitives.LINEAR primitives.LOOPS primitives.MAKE_SAME primitives.ONE_TO_ONE primitives.PURE
+        primitives.RANDOM primitives.RESHAPES primitives.SAID_TWICE primitives.SCATTER_SUMS primitives.SUMS
+        primitives.TRANSPOSES tracing.NO_TRACE tracing.bind tracing.context tracing.current_trace tracing.have_mesh
+        tracing.is_for_this_call tracing.is_mapped_over tracing.is_staging tracing.is_wide tracing.key_kind
+        tracing.lowered tracing.new_operand tracing.operand_p tracing.room_for tracing.separate_caches
+        tracing.settings tracing.trace tracing.trace_state tracing.untraced user_code.equation_line
+        user_code.hide_lines user_code.leave_out user_code.line_of user_code.raising_line user_code.shorten_errors
+        user_code.show_users_lines user_code.user_line user_code.user_stacklevel user_code.warn
+        versions.warn_if_untried
     """,
     "_cluster": """
         meeting.Meeting meeting.meet resolvers.ClusterResolver resolvers.KubernetesClusterResolver
@@ -56,7 +57,7 @@ OFFERS = {
         mesh.ReplicaMesh mesh.cluster_mesh mesh.default_mesh mesh.make_mesh mesh.resolve_devices mesh.with_replicas
         named.seen parts.all_gather_parts parts.join_parts parts.num_real parts.own_part parts.part_size
         parts.reduce_scatter parts.split_parts per_replica.Origin per_replica.PerReplica per_replica.carried_sums
-        per_replica.is_per_replica per_replica.is_share per_replica.origin_of
+        per_replica.is_per_replica per_replica.origin_of per_replica.proven_of
         per_replica.require_whole per_replica.stack_of per_replica.stack_shapes per_replica.uneven_shapes
         placement.check_later placement.checksum placement.mirror placement.mirror_constants
         placement.own_copy placement.refuse_argument placement.stack spent.Spent spent.forget_pause spent.waited
@@ -85,10 +86,10 @@ OFFERS = {
         replaced.over_replicas
     """,
     "_program": """
-        cache.Programs cache.listeners call.Call call.argument_names call.array_leaves call.check_replicas
-        call.key_of call.of_last_batch call.take_apart eager.eager eager.is_eager lift.Lifted lift.plan_result lift.trace
-        program.Program program.annotate program.collectives_of program.describe_program
-        program.name_of_collective program.place program.program_compiled refusals.check_outside steps.Steps
+        cache.Programs cache.listeners call.Call call.argument_names call.array_leaves call.check_replicas call.key_of
+        call.of_last_batch call.take_apart eager.eager eager.is_eager lift.Lifted lift.plan_result lift.trace
+        program.Program program.annotate program.collectives_of program.describe_program program.name_of_collective
+        program.place program.program_compiled proof.Said refusals.check_outside steps.Steps
     """,
     "_transforms": """
         function.function function.function_programs gradients.check_variables gradients.grad gradients.value_and_grad

@@ -22,7 +22,7 @@ PUBLIC = {
     "NcclAllReduce", "OneDeviceStrategy",
     "OneProgramError", "Optimizer", "PerReplica", "PerReplicaError", "PreemptionHandler", "ProgramMismatchError",
     "RecompilationWarning", "ReduceOp", "ReductionToOneDevice", "ReplicaContext", "ReplicasDivergeError",
-    "ReplicasDivergeWarning", "SimpleClusterResolver",
+    "ReplicasDivergeWarning", "SameNoiseWarning", "SimpleClusterResolver",
     "SlurmClusterResolver", "Strategy", "StrategyMismatchError", "TFConfigClusterResolver", "UnevenReplicasError",
     "ValueContext", "Variable", "VariableAggregation", "VariableLostError", "VariableSynchronization", "VariableTree",
     "WorkerLostError",

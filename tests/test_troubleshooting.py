@@ -177,6 +177,7 @@ CASES: list[tuple[str, str, Case]] = [
     ("FactorOfReplicasWarning", "mean of shares", lambda g: g.run(
         lambda x: ctx().all_reduce("mean", mr.losses.compute_average_loss(x)), g.batch)),
     ("ReplicasDivergeWarning", "a state that differs", a_state_that_differs),
+    ("SameNoiseWarning", "dropout", lambda g: g.run(lambda x: x + jax.random.normal(jax.random.key(0), x.shape), g.odd)),
     ("RecompilationWarning", "new shapes", lambda g: [
         g.run(step, np.ones(rows, np.float32)) for step in [lambda x: x.shape[0]] for rows in range(1, 30)]),
 ]  # fmt: skip

@@ -94,6 +94,10 @@ class ReplicasDivergeWarning(UserWarning):
     """A step returns a state that was the same on all replicas and now differs."""
 
 
+class SameNoiseWarning(UserWarning):
+    """Random numbers that are the same on all replicas are combined with each replica's own rows."""
+
+
 class RecompilationWarning(UserWarning):
     """A function is compiled again and again. The message names the argument that causes it."""
 

@@ -29,6 +29,7 @@ from ._errors import ProgramMismatchError as ProgramMismatchError
 from ._errors import RecompilationWarning as RecompilationWarning
 from ._errors import ReplicasDivergeError as ReplicasDivergeError
 from ._errors import ReplicasDivergeWarning as ReplicasDivergeWarning
+from ._errors import SameNoiseWarning as SameNoiseWarning
 from ._errors import StrategyMismatchError as StrategyMismatchError
 from ._errors import UnevenReplicasError as UnevenReplicasError
 from ._errors import VariableLostError as VariableLostError

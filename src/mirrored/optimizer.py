@@ -23,7 +23,7 @@ from ._replicas import cross_replica, frames
 from ._replicas.collectives import ReplicaAxis, all_reduce
 from ._replicas.context import axis_of, own_parts
 from ._replicas.frames import Frame
-from ._replicas.per_replica import PerReplica, is_per_replica, is_share, stack_of
+from ._replicas.per_replica import PerReplica, is_per_replica, proven_of, stack_of
 from ._text import call_it, shown
 from ._transforms.gradients import check_variables, value_and_grad
 from ._typing import PyTree
@@ -241,8 +241,8 @@ class Optimizer:
             axis = None if frame is None else frame.axis
             values = [_one_value(gradient, v, op, axis, note) for note, (gradient, v) in zip(notes, pairs, strict=True)]
             if axis is None:
-                shares = {note: is_share(gradient) for note, (gradient, _) in zip(notes, pairs, strict=True)}
-                check_outside(shares, spec_of(self._leaves[0]).mesh.num_replicas)
+                given = [(note, proven_of(gradient)) for note, (gradient, _) in zip(notes, pairs, strict=True)]
+                check_outside(given, spec_of(self._leaves[0]).mesh.num_replicas)
             return values
         if op is None:
             return [gradient for gradient, _ in pairs]

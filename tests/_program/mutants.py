@@ -9,7 +9,7 @@ MEANS = "tests/_program/uneven/test_means.py::test_"
 
 MUTANTS = [
     # -- copies that would differ, and hangs
-    ("_program/proof.py", "Purpose.ASSIGN and self.within is not None and", "Purpose.ASSIGN and False and",
+    ("_program/proof.py", "Purpose.ASSIGN if self.within is not None and", "Purpose.ASSIGN if False and",
      "tests/_transforms/test_loops.py::test_copies_that_would_differ_are_refused_inside_them_too"),
     ("_program/proof.py", " or jaxprs.is_over_groups(equation)", "", PROOF + "what_may_differ_is_varying_and_says_why"),
     ("_program/proof.py", "if decision is None or decision.is_mirrored else", "if decision is not None else",

@@ -21,6 +21,7 @@ class Purpose(enum.Enum):
 
     ASSIGN = "assigned to a mirrored variable"
     SUM = "added up over the replicas by the code of a step"
+    SUM_OF_ALL = "the values of all replicas, which merged code adds up"
     MEAN = "averaged over the replicas"
     TOTAL = "the sum or mean over the replicas of the value with the same number"
     BY_ROWS = "averaged with the weight of each replica's rows"

@@ -69,6 +69,14 @@ HOST_EFFECTS = HOST_CALLBACKS | {"debug_print"}
 RANDOM = frozenset({"random_bits", "random_fold_in", "random_gamma", "random_split"})
 #: The same in a way of the device's.
 DEVICE_RANDOM = frozenset({"rng_bit_generator"})
+#: Draw random numbers.
+DRAWS = frozenset({"random_bits", "random_gamma", "rng_bit_generator"})
+#: Have the axes of their operands, each where it was.
+KEEP_AXES = ELEMENTWISE | {
+    "bitcast_convert_type", "concatenate", "cumsum", "dynamic_slice", "optimization_barrier", "pad", "rev", "slice", "sort",
+}  # fmt: skip
+TRANSPOSES = frozenset({"transpose"})
+RESHAPES = frozenset({"reshape", "squeeze"})
 #: Linear in their operand, or in all operands together.
 LINEAR = frozenset({
     "add", "add_any", "broadcast_in_dim", "concatenate", "copy", "mirrored_mark", "neg", "reshape", "rev", "slice", "squeeze",

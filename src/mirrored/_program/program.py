@@ -31,7 +31,7 @@ from .._workers import joint_programs
 from .call import NUMBERS, ArrayLeaf
 from .fuse_all_reduces import Joined
 from .lift import Lifted
-from .proof import Collective, Findings, Said
+from .proof import Collective, Findings, State
 
 _ON_HOST = (np.ndarray, *NUMBERS)
 #: While a profile is recorded: begins the mark of a program's run in it, and returns a function to be called when the run has
@@ -192,17 +192,17 @@ class StepProgram(Program):
         plan = self.lifted.plan
         carried = results[len(plan.shapes) :]
         del results[len(plan.shapes) :]
-        for index, shapes, place, is_share in self._differing:
+        for index, shapes, place, state in self._differing:
             sums = (carried[place], carried[place + 1], self.mesh) if carried and place is not None else None
-            results[index] = PerReplica(results[index], shapes, sums, None, is_share)
+            results[index] = PerReplica(results[index], shapes, sums, None, state)
         return plan.rebuild(results)
 
     @functools.cached_property
-    def _differing(self) -> list[tuple[int, tuple[Shape, ...] | None, int | None, bool]]:
-        """Of each result that differs by replica: its position, shapes, the place of its SUM, whether it is a share of a loss."""
+    def _differing(self) -> list[tuple[int, tuple[Shape, ...] | None, int | None, State]]:
+        """Of each result that differs by replica: its position, shapes, the place of its SUM, what the proof knows of it."""
         shapes, places = self.lifted.plan.shapes, {index: 2 * place for place, index in enumerate(self.joined.carried)}
         differing = [(i, state) for i, state in enumerate(self.findings.outputs[: len(shapes)]) if not state.is_mirrored]
-        return [(index, shapes[index], places.get(index), state.said is Said.SHARE) for index, state in differing]
+        return [(index, shapes[index], places.get(index), state) for index, state in differing]
 
 
 def is_placed(mesh: ReplicaMesh, array: Any) -> bool:

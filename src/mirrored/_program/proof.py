@@ -18,9 +18,11 @@ import numpy as np
 from .._errors import CollectiveHangError
 from .._jax import jaxprs, user_code
 from .._jax.interpreter import Analysis
-from .._jax.jaxprs import Jaxpr
+from .._jax.jaxprs import Equation, Jaxpr
 from .._jax.marks import Mark, Purpose, mark_p
-from .._jax.primitives import ADDITIONS, DERIVATIVE_SUMS, DIVISIONS, LOOPS, MAKE_SAME, ONE_TO_ONE, PURE, SUMS
+from .._jax.primitives import ADDITIONS, DERIVATIVE_SUMS, DIVISIONS, DRAWS, ELEMENTWISE, LOOPS, MAKE_SAME, ONE_TO_ONE, PURE, SUMS
+from . import noise
+from .noise import Noise
 
 
 class Sameness(enum.IntEnum):
@@ -65,6 +67,7 @@ class State:
     has_share: bool = False  # whether a share, or its gradient by a variable, is in it that was not combined
     gradient: Gradient = Gradient.NONE
     drifts: bool = False  # whether in it a gradient that was not combined was added to a mirrored value
+    noise: Noise | None = None  # random numbers in it, the same on all replicas
 
     @property
     def is_mirrored(self) -> bool:
@@ -95,13 +98,13 @@ def varying(origin: str) -> State:
 
 def join(states: Iterable[State]) -> State:
     """Return the state of a value that is computed from values in these states."""
-    highest, said, came_back, has_share, drifts = ZERO, Said.CONSTANT, "", False, False
+    highest, said, came_back, has_share, drifts, noise = ZERO, Said.CONSTANT, "", False, False, None
     for state in states:
         said, came_back, has_share = max(said, state.said), came_back or state.came_back, has_share or state.has_share
-        drifts = drifts or state.drifts
+        drifts, noise = drifts or state.drifts, noise or state.noise
         if state.sameness > highest.sameness:
             highest = state
-    return State(highest.sameness, highest.origin, said, came_back=came_back, has_share=has_share, drifts=drifts)
+    return State(highest.sameness, highest.origin, said, came_back=came_back, has_share=has_share, drifts=drifts, noise=noise)
 
 
 def either(states: Sequence[State]) -> State:
@@ -127,6 +130,7 @@ class Findings:
     outputs: list[State] = dataclasses.field(default_factory=list)
     marks: list[tuple[Mark, State]] = dataclasses.field(default_factory=list)  # of shares those that divide another one
     collectives: list[Collective] = dataclasses.field(default_factory=list)
+    noises: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # on rows: the lines of the draw and of the rows
 
 
 def prove(jaxpr: Jaxpr, inputs: Sequence[State]) -> Findings:
@@ -162,7 +166,7 @@ class _Pass(Analysis[State]):
             around=(equation, *self.around),
         )
 
-    def equation(self, equation: Any, values: list[State]) -> Sequence[State]:
+    def equation(self, equation: Equation, values: list[State]) -> Sequence[State]:
         results = super().equation(equation, values)
         if not jaxprs.is_backward(equation, self.transforms):
             return results
@@ -179,7 +183,7 @@ class _Pass(Analysis[State]):
         return either(values)
 
     def chosen(self, decision: State, value: State) -> State:
-        return dataclasses.replace(join((decision, value)), said=value.said, gradient=value.gradient)
+        return dataclasses.replace(join((decision, value)), said=value.said, gradient=value.gradient, noise=value.noise)
 
     def constant(self, value: Any) -> State:
         is_zero = not isinstance(value, jax.Array) and not np.any(value)
@@ -200,7 +204,8 @@ class _Pass(Analysis[State]):
             state = varying(f"the replica's own number (replica_id_in_sync_group, ctx.rng) at {where}")
         elif jaxprs.is_collective(equation):
             is_of_step = all(given.is_operand for given in values)
-            state = self.collective(equation, join(values), where, is_of_step)
+            given = dataclasses.replace(values[0], is_operand=False) if len(values) == 1 else join(values)
+            state = self.collective(equation, given, where, is_of_step)
             if not is_of_step:
                 state = dataclasses.replace(state, came_back=where)
         else:  # a cast
@@ -217,6 +222,8 @@ class _Pass(Analysis[State]):
         # Whether a loss is finite is no loss, nor is its place.
         if not all(jax.numpy.issubdtype(getattr(atom.aval, "dtype", np.float32), np.inexact) for atom in equation.outvars):
             state = dataclasses.replace(state, said=min(state.said, Said.NOTHING), has_share=False)
+        if name in DRAWS or state.noise is not None:
+            state = dataclasses.replace(state, noise=self.noise(equation, inputs, state))
         if not state.is_mirrored:
             return state
         if name in PURE and all(map(jaxprs.is_plain, inside)):
@@ -224,6 +231,22 @@ class _Pass(Analysis[State]):
         if all(0 in getattr(atom.aval, "shape", (1,)) for atom in equation.outvars):
             return state  # nothing can differ in arrays without elements, such as `jnp.empty((0,))`
         return varying(f"`{name}` at {self.line(equation)}, whose results the proof knows nothing about").saying(state.said)
+
+    def noise(self, equation: Equation, inputs: list[State], state: State) -> Noise | None:
+        """Return the noise in the result of an operation, or note that it meets a replica's own rows there."""
+        name = equation.primitive.name
+        if state.is_mirrored:
+            is_drawn = name in DRAWS
+            return (
+                noise.drawn(equation, self.line(equation)) if is_drawn else noise.result_of(equation, [i.noise for i in inputs])
+            )
+        operands = list(zip(inputs, equation.invars, strict=True))
+        own = [one for one, atom in operands if not one.is_mirrored and noise.has_rows(atom)]
+        has_rows = not all(one.gradient for one in own)  # a gradient has none
+        if self.findings is not None and name in ELEMENTWISE and has_rows:
+            lines = [one.noise.where for one, atom in operands if one.noise is not None and one.noise.is_for_rows(atom)]
+            self.findings.noises.extend((where, self.line(equation)) for where in lines)
+        return None
 
     def refuse_collectives(self, equation: Any, inside: Sequence[Any]) -> None:
         """Refuse collectives inside a construct that runs its inside a number of times unknown to the pass."""
@@ -282,15 +305,17 @@ class _Pass(Analysis[State]):
             self.findings.collectives.append(Collective(name, jaxprs.num_bytes(equation), where, self.in_loop))
         if name not in MAKE_SAME or jaxprs.is_over_groups(equation):
             return varying(f"`{name}` at {where}, which gives each replica its own part").saying(given.said)
-        if not given.is_mirrored:
+        if not given.is_mirrored and name in SUMS:
             return State(Sameness.REDUCED, said=min(given.said, Said.COMBINED))
+        if not given.is_mirrored:  # all_gather
+            return State(Sameness.REDUCED, said=given.said, gradient=Gradient.TOTAL if given.gradient else Gradient.NONE)
         # In a backward pass also what was computed from a combined share, such as the derivative of its logarithm.
         highest = Said.NOTHING if is_of_step else Said.COMBINED
         is_multiplied = name in SUMS and Said.ZERO < given.said <= highest
         return dataclasses.replace(given, origin="", has_share=False, said=Said.WHOLE if is_multiplied else given.said)
 
 
-def _linear(equation: Any, inputs: Sequence[State], state: State) -> State:
+def _linear(equation: Equation, inputs: Sequence[State], state: State) -> State:
     """Return the state of the result of an operation that is linear in its numbers, given that of any other operation."""
     name = equation.primitive.name
     given = [inputs[k] for k in jaxprs.inexact_operands(equation)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import jax
 
 from .._errors import (
@@ -9,6 +11,7 @@ from .._errors import (
     FactorOfReplicasWarning,
     ReplicasDivergeError,
     ReplicasDivergeWarning,
+    SameNoiseWarning,
     UnevenReplicasError,
 )
 from .._jax import user_code
@@ -16,7 +19,9 @@ from .._jax.marks import Mark, Purpose
 from .._variables.variable import spec_of
 from .call import Call
 from .lift import Lifted
-from .proof import GIVEN_TO_OPTIMIZERS, Findings, Gradient, Said, Sameness, State, varying
+from .proof import GIVEN_TO_OPTIMIZERS, Findings, Gradient, Said, Sameness, State
+
+_SUMS = frozenset({Purpose.SUM, Purpose.SUM_OF_ALL})
 
 
 def check_assignments(lifted: Lifted, findings: Findings) -> None:
@@ -71,11 +76,12 @@ def check_gradients(findings: Findings, num_replicas: int) -> None:
         if note.purpose is Purpose.SHARE:
             raise FactorOfReplicasError(_DIVIDED_AGAIN.format(where=note.where))
     given = [(note, state) for note, state in findings.marks if note.purpose in GIVEN_TO_OPTIMIZERS]
-    summed = [(note, state) for note, state in findings.marks if note.purpose is Purpose.SUM and state.gradient]
+    summed = [(note, state) for note, state in findings.marks if note.purpose in _SUMS and state.gradient]
     for note, state in given:
         _refuse_contradiction(note, state, num_replicas)
     for note, state in summed:
-        _refuse_second_sum(note, state, num_replicas)
+        if note.purpose is Purpose.SUM:
+            _refuse_second_sum(note, state, num_replicas)
     losses = [note.where for note, state in findings.marks if note.purpose is Purpose.LOSS and state.said < Said.WHOLE]
     for where in dict.fromkeys(losses):
         user_code.warn(_UNSPOKEN_LOSS.format(where=where), FactorOfReplicasWarning)
@@ -88,7 +94,7 @@ def check_gradients(findings: Findings, num_replicas: int) -> None:
     sums: dict[tuple[str, int], list[tuple[Mark, State]]] = {}  # by line and optimizer
     for note, state in gradients:
         if note.purpose is not Purpose.MEAN_GRADIENT:
-            sums.setdefault((_place(note), 0 if note.purpose is Purpose.SUM else note.number), []).append((note, state))
+            sums.setdefault((_place(note), 0 if note.purpose in _SUMS else note.number), []).append((note, state))
     for (place, _), members in sums.items():
         if message := _complaint(members[0][0], [state for _, state in members], num_replicas):
             user_code.warn(message.format(where=place, num_replicas=num_replicas), FactorOfReplicasWarning)
@@ -96,13 +102,24 @@ def check_gradients(findings: Findings, num_replicas: int) -> None:
 
 def _place(note: Mark) -> str:
     """Return the verb that sums a gradient, and its line."""
-    return f"{note.name if note.purpose is Purpose.SUM else 'apply_gradients'} at {note.where}"
+    return f"{note.name if note.purpose in _SUMS else 'apply_gradients'} at {note.where}"
 
 
-def check_outside(are_shares: dict[Mark, bool | None], num_replicas: int) -> None:
-    """As `check_gradients`, of values that steps have returned: for each what it is combined for, and whether it is a share."""
-    said = {note: Said.SHARE if is_share else Said.NOTHING for note, is_share in are_shares.items() if is_share is not None}
-    check_gradients(Findings(marks=[(note, varying("").saying(said[note])) for note in said]), num_replicas)
+def check_noise(findings: Findings) -> None:
+    """Warn of random numbers that are the same on all replicas and are combined with each one's own rows."""
+    for drawn, met in dict(findings.noises).items():
+        user_code.warn(
+            f"the random numbers drawn at {drawn} are the same on all replicas, because their key is, and at {met} they are "
+            "combined with each replica's own rows, so that examples on different replicas get the same noise. Make the key the "
+            "replica's own: key = mr.get_replica_context().rng(key). If all shall have the same, draw outside of the step, and "
+            "pass the array.",
+            SameNoiseWarning,
+        )
+
+
+def check_outside(given: Iterable[tuple[Mark, State | None]], num_replicas: int) -> None:
+    """As `check_gradients`, of values that steps have returned: for each what it is combined for, and its state in the step."""
+    check_gradients(Findings(marks=[(note, state) for note, state in given if state is not None]), num_replicas)
 
 
 def _refuse_contradiction(note: Mark, state: State, num_replicas: int) -> None:
@@ -115,7 +132,7 @@ def _refuse_contradiction(note: Mark, state: State, num_replicas: int) -> None:
                 f"rows. Their mean would be R times too small (R = {num_replicas} here). Leave aggregate='mean' out, "
                 "or return the mean over this replica's own rows alone, jnp.mean(per_example_loss)."
             )
-    elif state.sameness is Sameness.REDUCED and not is_share:
+    elif state.is_mirrored and (state.gradient is Gradient.TOTAL or (state.sameness is Sameness.REDUCED and not is_share)):
         raise FactorOfReplicasError(
             f"the gradient of variable {note.name!r} given to apply_gradients at {note.where} has already been "
             "combined over the replicas. apply_gradients sums gradients over the replicas itself, so this update "

@@ -55,7 +55,7 @@ class PerReplica:
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedValues
     """
 
-    __slots__ = ("__weakref__", "_array", "_carried", "_is_share", "_origin", "_shapes")
+    __slots__ = ("__weakref__", "_array", "_carried", "_origin", "_proven", "_shapes")
 
     def __init__(
         self,
@@ -63,14 +63,14 @@ class PerReplica:
         shapes: tuple[Shape, ...] | None = None,
         carried: tuple[jax.Array, jax.Array, Any] | None = None,
         origin: Origin | None = None,
-        is_share: bool | None = None,
+        proven: object = None,
     ) -> None:
         """Wrap a stacked array; users get PerReplica values from a strategy instead."""
         self._array = array  # `[R, ...]`, sharded over the replicas along its first axis
         self._shapes = shapes  # each replica's true shape when they differ, else None
         self._carried = carried  # SUM and MEAN over the replicas, and their mesh, where the program that made the values has them
         self._origin = origin  # of a dataset's batch
-        self._is_share = is_share  # whether a step has made it of a share of a loss; None of what no step has made
+        self._proven = proven  # the state in which the mirror proof has found the result of a step
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
@@ -202,8 +202,9 @@ origin_of: Callable[[PerReplica], Origin | None] = operator.attrgetter("_origin"
 uneven_shapes: Callable[[PerReplica], tuple[Shape, ...] | None] = operator.attrgetter("_shapes")
 
 
-def is_share(value: object) -> bool | None:
-    return value._is_share if isinstance(value, PerReplica) else None
+def proven_of(value: object) -> Any:
+    """Return the state in which the mirror proof has found a value; None of what no step has returned."""
+    return value._proven if isinstance(value, PerReplica) else None
 
 
 def require_whole(value: PerReplica, what: Callable[[], str]) -> None:

@@ -11,13 +11,14 @@ import jax
 
 from .._errors import PerReplicaError, StrategyMismatchError
 from .._jax import user_code
-from .._jax.marks import Mark, Purpose
+from .._jax.marks import Mark, Purpose, mark
 from .._options import ReduceOp, ReductionToOneDevice, VariableSynchronization
+from .._program.proof import Said
 from .._program.refusals import check_outside
 from .._replicas import arrays, collectives, cross_replica, frames, host_memory, placement
 from .._replicas.cross_replica import Task
 from .._replicas.mesh import ReplicaMesh
-from .._replicas.per_replica import PerReplica, carried_sums, is_per_replica, is_share, require_whole, stack_of, uneven_shapes
+from .._replicas.per_replica import PerReplica, carried_sums, is_per_replica, proven_of, require_whole, stack_of, uneven_shapes
 from .._typing import REPLICA_AXIS, PyTree
 from .._variables.access import all_copies, lent
 from .._variables.variable import Variable, local_arrays, note_use, spec_of, use_value
@@ -44,10 +45,10 @@ class Leaves:
         return tuple(jax.tree.unflatten(treedef, row) for row in rows)
 
     def reduce(self, op: ReduceOp, tree: PyTree, axis: collectives.AxesLike) -> PyTree:
-        if op is ReduceOp.MEAN:
-            values = [tree] if type(tree) is PerReplica else jax.tree.leaves(tree, is_leaf=is_per_replica)
-            if any(map(is_share, values)):
-                check_outside({Mark(Purpose.MEAN, "", user_code.user_line()): True}, self.mesh.num_replicas)
+        values = (tree,) if type(tree) is PerReplica else jax.tree.leaves(tree, is_leaf=is_per_replica)
+        if any(state.said is Said.SHARE if op is ReduceOp.MEAN else state.gradient for state in map(proven_of, values) if state):
+            note = Mark(Purpose[op.name], "strategy.reduce", user_code.user_line())
+            check_outside([(note, proven_of(value)) for value in values], self.mesh.num_replicas)
         if axis is None and type(tree) is PerReplica and (found := _carried_sum(op, tree, self.mesh)) is not None:
             return found
         return self._compute(tree, "reduce", lambda value: self._plan_reduce(op, value, axis))
@@ -99,7 +100,7 @@ class Leaves:
 
     def _run(self, stacks: list[jax.Array], tasks: Sequence[Any]) -> list[jax.Array]:
         if _is_merged():  # every replica holds the whole stacks
-            return [task.function(array, *task.static) for array, task in zip(stacks, tasks, strict=True)]
+            return [task.function(_noted(array, task), *task.static) for array, task in zip(stacks, tasks, strict=True)]
         return cross_replica.run_tasks(stacks, tasks, self.mesh.mirrored)
 
     def _note(self, variable: Variable, verb: str) -> None:
@@ -182,6 +183,14 @@ def _refuse_stack(leaf: object, verb: str) -> None:
         f"strategy.{verb}({arguments}). Where a function looks at each leaf, keep them whole: jax.tree.map(fn, nest, "
         "is_leaf=lambda leaf: isinstance(leaf, mr.PerReplica))."
     )
+
+
+def _noted(stack: jax.Array, task: Task) -> jax.Array:
+    """Mark for the proof what merged code adds up of all replicas."""
+    if task.function is not cross_replica.reduce_stack:
+        return stack
+    purpose = Purpose.SUM_OF_ALL if task.static[0] is ReduceOp.SUM else Purpose.MEAN
+    return mark(stack, Mark(purpose, "strategy.reduce", user_code.user_line()))
 
 
 def _is_merged() -> bool:

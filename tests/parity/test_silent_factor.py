@@ -1,0 +1,324 @@
+"""A factor of R in a gradient is said, whoever sums it and whatever updates the parameters; right programs are silent."""
+
+import functools
+import os
+import warnings
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training import train_state
+from strategies import ctx, strategy_of, variable
+
+import mirrored as mr
+
+X = np.random.default_rng(0).normal(size=(7, 3)).astype(np.float32)
+W = np.array([[0.3], [-0.2], [0.1]], np.float32)
+TX = optax.sgd(0.1, momentum=0.5)
+average = mr.losses.compute_average_loss
+UNSPOKEN, TWICE, SMALL = "nobody has said how the loss is divided", "already been combined", "R times too small"
+OWN = "each has added its own gradients"
+
+
+def per_row(w, x):
+    return ((x @ w)[:, 0] - 1) ** 2
+
+
+def total(tree, op="sum"):
+    return ctx().all_reduce(op, tree)
+
+
+def by_psum(tree):
+    return jax.lax.psum(tree, "replica")
+
+
+def by_merge(tree):
+    return ctx().merge_call(lambda strategy, tree: strategy.reduce("sum", tree), args=(tree,))
+
+
+#: How a step divides its loss and combines its gradients -> what is said of it; "" of a right one.
+WAYS = {
+    "share, summed": (average, total, ""),
+    "share, psum": (average, by_psum, ""),
+    "share, reduce": (average, lambda tree: mr.get_strategy().reduce("sum", tree), ""),
+    "share, merged": (average, by_merge, ""),
+    "own mean, averaged": (jnp.mean, lambda tree: total(tree, "mean"), ""),
+    "own mean, pmean": (jnp.mean, lambda tree: jax.lax.pmean(tree, "replica"), ""),
+    "own mean that is said, summed": (lambda losses: mr.losses.mean_over_own_rows(losses.mean()), total, ""),
+    "sum that is said, summed": (lambda losses: mr.losses.already_divided(losses.sum() / 7), total, ""),
+    "own mean, summed": (jnp.mean, total, UNSPOKEN),
+    "own mean, psum": (jnp.mean, by_psum, UNSPOKEN),
+    "own mean, merged": (jnp.mean, by_merge, UNSPOKEN),
+    "share, summed twice": (average, lambda tree: total(total(tree)), TWICE),
+    "share, psum of a mean": (average, lambda tree: by_psum(total(tree, "mean")), TWICE),
+    "share, averaged": (average, lambda tree: total(tree, "mean"), SMALL),
+    "share, averaged in merge_call": (
+        average, lambda tree: ctx().merge_call(lambda strategy, tree: strategy.reduce("mean", tree), args=(tree,)), SMALL
+    ),
+    "share, not summed": (average, lambda tree: tree, OWN),
+}  # fmt: skip
+
+
+def by_tree_in_a_variable(strategy, batches, loss_of, combine):
+    w, state = variable({"w": W}, strategy), variable(TX.init({"w": W}), strategy)
+
+    def step(x):
+        _, gradients = combine(jax.value_and_grad(lambda p: loss_of(per_row(p["w"], x)))(w.value))
+        updates, new = TX.update(gradients, state.value)
+        w.assign(optax.apply_updates(w.value, updates))
+        state.assign(new)
+
+    for batch in batches:
+        strategy.run(step, args=(batch,))
+    return w.value["w"]
+
+
+def by_nnx(strategy, batches, loss_of, combine):
+    model = nnx.Linear(3, 1, use_bias=False, rngs=nnx.Rngs(0))
+    model.kernel[...] = jnp.asarray(W)
+    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+
+    def step(model, optimizer, x):
+        _, gradients = combine(nnx.value_and_grad(lambda m: loss_of((m(x)[:, 0] - 1) ** 2))(model))
+        optimizer.update(model, gradients)
+
+    for batch in batches:
+        strategy.run(step, args=(model, optimizer, batch))
+    return model.kernel[...]
+
+
+def by_linen(strategy, batches, loss_of, combine):
+    net = nn.Dense(1, use_bias=False)
+    state = train_state.TrainState.create(apply_fn=net.apply, params={"params": {"kernel": jnp.asarray(W)}}, tx=TX)
+
+    def step(state, x):
+        _, gradients = combine(jax.value_and_grad(lambda p: loss_of((net.apply(p, x)[:, 0] - 1) ** 2))(state.params))
+        return state.apply_gradients(grads=gradients)
+
+    for batch in batches:
+        state = strategy.run(step, args=(state, batch))
+    return state.params["params"]["kernel"]
+
+
+def by_equinox(strategy, batches, loss_of, combine):
+    model = eqx.nn.Linear(3, 1, use_bias=False, key=jax.random.key(0))
+    model = eqx.tree_at(lambda m: m.weight, model, jnp.asarray(W.T))
+    state = TX.init(eqx.filter(model, eqx.is_inexact_array))
+
+    def step(model, state, x):
+        _, gradients = combine(eqx.filter_value_and_grad(lambda m: loss_of((jax.vmap(m)(x)[:, 0] - 1) ** 2))(model))
+        updates, state = TX.update(gradients, state)
+        return eqx.apply_updates(model, updates), state
+
+    for batch in batches:
+        model, state = strategy.run(step, args=(model, state, batch))
+    return model.weight if isinstance(model.weight, mr.PerReplica) else model.weight.T
+
+
+def by_optimizer_of_mirrored(strategy, batches, loss_of, combine):
+    w = variable(W, strategy)
+    with strategy.scope():
+        optimizer = mr.Optimizer(TX, [w])
+
+    def step(x):
+        _, gradients = combine(jax.value_and_grad(lambda w: loss_of(per_row(w, x)))(w.value))
+        optimizer.apply_gradients([gradients], aggregate=False)
+
+    for batch in batches:
+        strategy.run(step, args=(batch,))
+    return w.value
+
+
+LIBRARIES = {
+    function.__name__: function for function in (by_tree_in_a_variable, by_nnx, by_linen, by_equinox, by_optimizer_of_mirrored)
+}
+
+
+def said_by(function):
+    """Return what a function returns, or None if mirrored refuses it, and what is said."""
+    result = None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            result = function()
+        except ValueError as error:
+            return None, [str(error)]
+    kinds = mr.FactorOfReplicasWarning, mr.ReplicasDivergeWarning
+    return result, [str(warning.message) for warning in caught if issubclass(warning.category, kinds)]
+
+
+@functools.cache
+def on_one_device(name):
+    strategy = strategy_of(1)
+    return np.asarray(LIBRARIES[name](strategy, strategy.distribute_dataset([X[:4], X[:7]]), average, total))
+
+
+@pytest.mark.parametrize("num_replicas", [2, *(pytest.param(r, marks=pytest.mark.slow) for r in (1, 3))])
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_factor_is_said_in_any_library_and_right_steps_are_silent(library, num_replicas):
+    strategy = strategy_of(num_replicas)
+    for name, (loss_of, combine, expected) in WAYS.items():
+        rows = [X] if "that is said" in name else [X[:6]] if expected == OWN else [X[:4], X]
+        batches = strategy.distribute_dataset(rows)
+        found, said = said_by(lambda b=batches, how=loss_of, c=combine: LIBRARIES[library](strategy, b, how, c))
+        if expected == OWN and library not in ("by_linen", "by_equinox"):  # which return arrays
+            expected = "differ by replica"
+        assert bool(said) == bool(expected), (name, said)
+        assert all(expected in message for message in said), (name, said)
+        if not expected and len(rows) == 2:
+            np.testing.assert_allclose(found, on_one_device(library), rtol=1e-5, err_msg=name)
+
+
+# -- right programs, which are silent
+
+scan, V = jax.lax.scan, np.float32(0.7)
+
+
+def body(w, carry, x):
+    carry = jnp.tanh(w * x + carry)
+    return carry, carry
+
+
+@jax.custom_vjp
+def gradient_is_scaled(x):
+    return x
+
+
+gradient_is_scaled.defvjp(lambda x: (x, x), lambda x, g: (g * (1 + 0 * jnp.mean(x)),))
+
+
+def slope(w, x):
+    """Return the derivative of a small net by each row, as a gradient penalty needs it."""
+    return jax.vmap(jax.grad(lambda row: jnp.tanh(w * row).sum()))(x)
+
+
+#: Losses of rows `[n, 3]`, one for each example.
+LOSSES = {
+    "the last state of a scan": lambda w, x: scan(functools.partial(body, w), jnp.zeros(len(x)), x.T)[0] ** 2,
+    "an LSTM's cell": lambda w, x: scan(
+        lambda c, xt: ((jnp.tanh(c[1]) * w, jax.nn.sigmoid(xt * w) * c[1] + xt), None), (x[:, 0] * 0, x[:, 0] * 0), x.T
+    )[0][1] ** 2,
+    "reversed": lambda w, x: scan(functools.partial(body, w), jnp.zeros(len(x)), x.T, reverse=True)[1].sum(0) ** 2,
+    "a counter in the carry": lambda w, x: scan(
+        lambda c, xt: ((body(w, c[0], xt)[0], c[1] + 1), c[0]), (jnp.zeros(len(x)), 0), x.T
+    )[1].sum(0),
+    "a statistic in the carry": lambda w, x: scan(
+        lambda c, xt: ((body(w, c[0], xt)[0], 0.9 * c[1] + jnp.mean(c[0])), c[0] * (1 + 0 * c[1])), (jnp.zeros(len(x)), 1.0), x.T
+    )[1].sum(0),
+    "a carry that is not used": lambda w, x: scan(
+        lambda c, xt: ((jnp.tanh(xt * w + c[0]), c[0] + c[1]), c[0]), (jnp.zeros(len(x)), jnp.zeros(len(x))), x.T
+    )[1].sum(0) ** 2,
+    "a scan of checkpoints": lambda w, x: scan(jax.checkpoint(functools.partial(body, w)), jnp.zeros(len(x)), x.T)[1].sum(0),
+    "vmap of a scan": lambda w, x: jax.vmap(lambda row: scan(functools.partial(body, w), 0.0, row)[0])(x) ** 2,
+    "cond in a scan": lambda w, x: scan(
+        lambda c, xt: (jax.lax.cond(w > 0, lambda: jnp.tanh(w * xt + c), lambda: c), c), jnp.zeros(len(x)), x.T
+    )[1].sum(0),
+    "masked": lambda w, x: scan(
+        lambda c, xt: (jnp.where(xt > 0, jnp.tanh(w * xt + c), c), None), jnp.zeros(len(x)), x.T
+    )[0] ** 2,
+    "remat and jit": lambda w, x: jax.jit(jax.checkpoint(lambda w, x: jnp.sin(w * x).sum(1)))(w, x),
+    "custom_vjp": lambda w, x: jnp.sin(gradient_is_scaled(w * x)).sum(1),
+    "a gradient penalty": lambda w, x: jnp.sin(w * x).sum(1) + (jnp.linalg.norm(slope(w, x), axis=1) - 1) ** 2,
+    "jvp in the loss": lambda w, x: jax.jvp(lambda x: jnp.tanh(w * x).sum(1), (x,), (jnp.ones_like(x),))[1],
+    "linearize in the loss": lambda w, x: jax.linearize(lambda x: jnp.tanh(w * x).sum(1), x)[1](jnp.ones_like(x)),
+    "adversarial": lambda w, x: jnp.tanh(w * jax.lax.stop_gradient(
+        x + 0.1 * jnp.sign(jax.grad(lambda x: jnp.tanh(w * x).sum())(x)))).sum(1),
+    "projected adversarial": lambda w, x: jnp.tanh(w * (x + slope(w, x) / jnp.abs(slope(w, x)).max(1, keepdims=True))).sum(1),
+    "gather, slice and concatenate": lambda w, x: jnp.concatenate([w * x[:, jnp.array([0, 2])], (w * x)[:, 1:]], 1).sum(1),
+    "scattered": lambda w, x: jnp.zeros((len(x), 2)).at[:, jnp.array([0, 1, 0])].add(w * x).prod(1),
+    "sorted, largest": lambda w, x: jnp.sort(jnp.sin(w * x), axis=1)[:, 0] + jax.lax.top_k(w * x, 1)[0][:, 0],
+    "a triangular solve": lambda w, x: jax.scipy.linalg.solve_triangular(jnp.eye(3) + w * jnp.tri(3), x.T, lower=True).sum(0),
+    "fft": lambda w, x: jnp.abs(jnp.fft.rfft(w * x)).sum(1),
+}  # fmt: skip
+
+
+def halves(gradient_of, x):
+    """Accumulate over two micro-batches."""
+    parts = jnp.stack([x, x])
+    return scan(lambda g, part: (g + gradient_of(part) / 2, None), jnp.zeros(()), parts)[0]
+
+
+#: How a gradient is computed of a share, and combined.
+DERIVATIVES = {
+    "sum": lambda loss, x: total(jax.grad(loss)(V, x)),
+    "psum under jit": lambda loss, x: jax.jit(lambda w, x: by_psum(jax.grad(loss)(w, x)))(V, x),
+    "vjp": lambda loss, x: total(jax.vjp(lambda w: loss(w, x), V)[1](jnp.ones(()))[0]),
+    "accumulated": lambda loss, x: total(halves(lambda part: jax.grad(loss)(V, part), x)),
+    "forward": lambda loss, x: total(jax.jvp(lambda w: loss(w, x), (V,), (jnp.ones(()),))[1]),
+    "clipped": lambda loss, x: (lambda g: g * jnp.minimum(1.0, 1e3 / jnp.abs(g)))(total(jax.grad(loss)(V, x))),
+}
+
+
+OTHERS = [*((name, 2) for name in list(DERIVATIVES)[1:]), ("sum", 1), ("sum", 3)]
+
+
+@pytest.mark.parametrize(
+    ("derivative", "num_replicas"), [("sum", 2), *(pytest.param(*o, marks=pytest.mark.slow) for o in OTHERS)]
+)
+def test_right_losses_are_silent_and_their_wrong_sums_are_not(derivative, num_replicas):
+    strategy, combine = strategy_of(num_replicas), DERIVATIVES[derivative]
+    losses = {name: loss for name, loss in LOSSES.items() if (derivative, name) != ("forward", "custom_vjp")}
+    shares = {name: lambda w, x, loss=loss: average(loss(w, x)) for name, loss in losses.items()}
+    means = {name: lambda w, x, loss=loss: jnp.mean(loss(w, x)) for name, loss in losses.items()}
+    every = lambda x: {name: combine(loss, x) for name, loss in shares.items()}  # noqa: E731
+    for rows in (X[:6], X):
+        [batch] = strategy.distribute_dataset([rows])
+        found, said = said_by(lambda batch=batch: strategy.run(every, args=(batch,)))
+        assert said == []
+    for name, loss in losses.items():
+        expected = jax.grad(lambda w, loss=loss: loss(w, X).mean())(V)
+        np.testing.assert_allclose(found[name], expected, rtol=1e-4, atol=1e-6, err_msg=name)
+    if derivative == "forward" or num_replicas != 2:  # the proof does not know a gradient of forward mode
+        return
+    for name in list(losses)[:: 8 if derivative == "sum" else 1]:
+        run = lambda step: said_by(lambda: strategy.run(step, args=(batch,)))[1]  # noqa: E731
+        [unspoken] = run(lambda x, loss=means[name]: combine(loss, x))
+        [twice] = run(lambda x, loss=shares[name]: by_psum(combine(loss, x)))
+        assert UNSPOKEN in unspoken and TWICE in twice, name
+
+
+def test_sums_of_other_things_are_silent(strategy2):
+    """Of metrics, statistics and counters, of what is no linear function of a gradient, of gradients of each example."""
+    counted = variable(0.0, strategy2, synchronization="on_read", aggregation="sum")
+    [batch] = strategy2.distribute_dataset([X])
+
+    def step(x):
+        own = jax.grad(lambda w: jnp.mean(jnp.tanh(w * x)))(V)
+        of_rows = jax.grad(lambda x: jnp.mean(jnp.tanh(V * x)))(x)
+        each = jax.vmap(jax.grad(lambda w, row: jnp.tanh(w * row).sum()), (None, 0))(V, x)
+        clipped = each * jnp.minimum(1.0, 1.0 / jnp.abs(each))
+        counted.assign_add(jnp.sum(jnp.abs(own)))
+        noisy = x + 0.1 * jnp.sign(of_rows)
+        values = [x.sum(), len(x), (x > 0).sum(), own**2, jnp.abs(of_rows).sum(), (x + of_rows).sum(), jnp.mean(noisy)]
+        sums = total([*values, jnp.mean(x) * x.shape[0], clipped.sum()])
+        return sums, jax.lax.psum(x.sum(), "replica") / jax.lax.psum(x.shape[0], "replica"), total(each.sum()), total(own, "mean")
+
+    _, said = said_by(lambda: strategy2.run(step, args=(batch,)))
+    assert said == []
+
+
+def test_gradients_that_a_step_returns_are_judged_where_they_are_summed(strategy2):
+    [batch] = strategy2.distribute_dataset([X[:6]])
+    gradient = lambda loss: strategy2.run(lambda x: jax.grad(lambda w: loss(jnp.tanh(w * x).sum(1)))(V), args=(batch,))  # noqa: E731
+    own, share = gradient(jnp.mean), gradient(average)
+    for value, op, expected in ((own, "sum", UNSPOKEN), (own, "mean", ""), (share, "sum", ""), (share, "mean", SMALL)):
+        _, said = said_by(lambda value=value, op=op: strategy2.reduce(op, {"g": value}))
+        assert len(said) == bool(expected) and all(expected in message for message in said), (op, said)
+
+
+def test_each_line_that_the_warning_offers_silences_it_and_is_right():
+    """As in `WAYS`; `aggregate` of `mr.Optimizer` is in tests/test_losses.py."""
+    said = [message for _, (loss_of, combine, message) in WAYS.items() if (loss_of, combine) == (jnp.mean, total)]
+    assert said == [UNSPOKEN]
+    strategy = strategy_of(2)
+    [batch] = strategy.distribute_dataset([X])
+    _, [message] = said_by(lambda: strategy.run(lambda x: total(jax.grad(lambda w: jnp.mean(w * x))(V)), args=(batch,)))
+    lines = "compute_average_loss(losses)", "mean_over_own_rows(loss)", "already_divided(loss)", "all_reduce('mean', gradients)"
+    assert all(line in message for line in lines)
