@@ -3,7 +3,9 @@
 import dataclasses
 import gc
 import weakref
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -164,3 +166,38 @@ def test_a_program_goes_whose_key_has_another_hash_by_now(strategy2, monkeypatch
     for number in range(4):
         assert float(strategy2.run(lambda x, n=float(number): x + n, args=(1.0,))) == 1 + number
     assert float(strategy2.run(step, args=(argument, 1.0))) == 2
+
+
+class Metadata:
+    """What a library keeps in the structure of a tree; it cannot be compared once `is_alive` is over, as when a process ends."""
+
+    is_alive = True
+
+    def __hash__(self):
+        assert Metadata.is_alive
+        return 1
+
+    def __eq__(self, other):
+        assert Metadata.is_alive
+        return self is other
+
+
+@dataclasses.dataclass
+class Module:
+    array: Any
+    metadata: Metadata
+
+
+jax.tree_util.register_dataclass(Module, ["array"], ["metadata"])
+
+
+def test_a_program_goes_without_a_look_at_what_its_key_holds(strategy2, monkeypatch):
+    """Nothing of another library is called while garbage is collected; warnings of its errors are errors here."""
+    variables = [weights(strategy2) for _ in range(3)]
+    for w in variables:
+        strategy2.run(lambda module, w=w: module.array @ w.value, args=(Module(np.ones(4, np.float32), Metadata()),))
+    assert len(list(strategy2._steps.programs)) == 3
+    monkeypatch.setattr(Metadata, "is_alive", False)
+    del variables, w
+    gc.collect()
+    assert not list(strategy2._steps.programs)

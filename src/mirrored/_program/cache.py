@@ -45,7 +45,7 @@ class _Kept(Generic[ProgramT]):
     def __init__(self, program: ProgramT, key: tuple[Any, ...], guards: Guards, cause: str) -> None:
         self.program, self.key, self.guards = program, key, guards
         self.cause = cause  # why the program before of its function did not fit
-        self.alike: list[_Kept[ProgramT]] = []  # the entries with this key
+        self.hash = hash(key)  # as it is now: later the key's objects may have another one, and may not be compared any more
         self.used = time.monotonic()
         self._references: list[weakref.ref[Any]] = []
         self._pinned: list[Callable[[], Any]] = []
@@ -72,7 +72,7 @@ class Programs(Generic[ProgramT]):
     """
 
     def __init__(self) -> None:
-        self._by_key: dict[Hashable, list[_Kept[ProgramT]]] = {}
+        self._by_hash: dict[int, list[_Kept[ProgramT]]] = {}  # of their keys, which are compared for calls only
         self._kept: collections.OrderedDict[_Kept[ProgramT], None] = collections.OrderedDict()  # least recently used first
         self._seen: collections.OrderedDict[tuple[int, ...], _Seen] = collections.OrderedDict()
         self._last: _Kept[ProgramT] | None = None  # of the last call
@@ -101,8 +101,8 @@ class Programs(Generic[ProgramT]):
                 if last not in self._kept:  # it was just dropped
                     self._short = self.fast_path = None
             return last.program
-        for kept in list(self._by_key.get(key, ())):
-            if match(kept.guards, functions):
+        for kept in list(self._by_hash.get(hash(key), ())):
+            if kept.key == key and match(kept.guards, functions):
                 self._last = kept
                 self._touch(kept)
                 return kept.program
@@ -157,10 +157,10 @@ class Programs(Generic[ProgramT]):
         kept = _Kept(program, call.key, sight.guards, cause)
         drop = functools.partial(_drop_from, weakref.ref(self), weakref.ref(kept))
         kept.end_with((*sight.objects, *variables, *also), drop)
-        for made_meanwhile in [alike for alike in self._by_key.get(call.key, ()) if match(alike.guards, call.functions)]:
+        alike = [other for other in self._by_hash.get(kept.hash, ()) if other.key == kept.key]
+        for made_meanwhile in [other for other in alike if match(other.guards, call.functions)]:
             self.drop(made_meanwhile)  # by another thread
-        kept.alike = self._by_key.setdefault(call.key, [])
-        kept.alike.insert(0, kept)
+        self._by_hash.setdefault(kept.hash, []).insert(0, kept)
         self._kept[kept] = None
         self._last = kept
         while len(self._kept) > MAX_FORGOTTEN:
@@ -189,9 +189,9 @@ class Programs(Generic[ProgramT]):
         """Keep a program no longer; it may have been dropped before."""
         if self._kept.pop(kept, self) is self:
             return
-        kept.alike.remove(kept)  # not found by its key: an argument in it may have another hash by now
-        if not kept.alike and self._by_key.get(kept.key) is kept.alike:
-            del self._by_key[kept.key]
+        self._by_hash[kept.hash].remove(kept)
+        if not self._by_hash[kept.hash]:
+            del self._by_hash[kept.hash]
         if self._last is kept:
             self._last = None
         if self._short is kept:
