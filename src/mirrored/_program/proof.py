@@ -86,7 +86,6 @@ SAME = State(Sameness.SAME)
 CONSTANT = State(Sameness.SAME, said=Said.CONSTANT)
 ZERO = State(Sameness.SAME, said=Said.ZERO)
 
-
 #: The purposes of gradients that an optimizer combines over the replicas.
 GIVEN_TO_OPTIMIZERS = frozenset({Purpose.GRADIENT, Purpose.SUMMED_GRADIENT, Purpose.MEAN_GRADIENT})
 
@@ -139,8 +138,8 @@ def prove(jaxpr: Jaxpr, inputs: Sequence[State]) -> Findings:
     Raises:
         CollectiveHangError: when replicas may disagree on whether, or how often, they reach a collective.
     """
-    findings = Findings()
-    findings.outputs = _Pass(findings, {}).run(jaxpr, (np.nan,) * len(jaxpr.constvars), inputs)
+    findings, unknown = Findings(), np.nan
+    findings.outputs = _Pass(findings, {}).run(jaxpr, (unknown,) * len(jaxpr.constvars), inputs)
     return findings
 
 
