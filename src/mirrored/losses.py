@@ -17,6 +17,7 @@ import numpy as np
 from ._errors import ContextError
 from ._jax import marks as _marks
 from ._jax import user_code as _user_code
+from ._replicas import arrays as _arrays
 from ._replicas import frames
 from ._replicas.collectives import ReplicaAxis as _ReplicaAxis
 from ._text import shown as _shown
@@ -32,15 +33,15 @@ def compute_average_loss(
     `mr.Optimizer` sums: the same update as on one device. `mr.value_and_grad` does it by itself with a loss for each example.
 
     Args:
-        per_example_loss: shape `[n, ...]`, the losses of this replica's n examples; further axes are summed.
-        sample_weight: broadcasts to `per_example_loss` from the left (shape `[n]` or the same shape); losses
-            are multiplied by it, the number of examples stays.
+        per_example_loss: shape `[n]`, one number for each of this replica's n examples.
+        sample_weight: shape `[n]`; losses are multiplied by it, the number of examples stays.
         global_batch_size: the number of examples that all replicas have together; default: counted.
 
     Raises:
         ContextError: outside a step.
         TypeError: for something that is not an array of real numbers.
-        ValueError: for a scalar loss, shapes that do not fit, or a global batch size below one.
+        ValueError: for losses that are not one number for each example, weights of another shape, or a global batch size
+            below one.
 
     >>> def step(x):
     ...     return mr.losses.compute_average_loss(x)
@@ -57,8 +58,9 @@ def compute_average_loss(
             "compute_average_loss got a scalar; expected one loss per example, shape [n]. Take the mean out of the loss "
             "function, or say what it is: mr.losses.mean_over_own_rows(loss)."
         )
+    _arrays.check_losses(losses, "compute_average_loss got")
     if sample_weight is not None:
-        losses = losses * _broadcast_weight(sample_weight, losses, "sample_weight", "per_example_loss")
+        losses = losses * _weights(sample_weight, losses, "sample_weight", "per_example_loss")
     total = jnp.sum(losses, dtype=jnp.promote_types(losses.dtype, jnp.float32))  # 65,536 rows are no float16
     count = _global_batch_size(global_batch_size, losses, replicas)
     return _share((total / count).astype(jnp.result_type(losses, count)))
@@ -93,7 +95,8 @@ def weighted_mean(losses: _ArrayLike, weights: _ArrayLike) -> jax.Array:
 
     Args:
         losses: shape `[n, ...]`, for example `[n, length]`, one loss for each token.
-        weights: booleans or numbers, broadcast to `losses` from the left: the same shape, or `[n]`.
+        weights: booleans or numbers, of the same shape. Weights `[n]` of examples are those of their tokens by
+            `jnp.broadcast_to(weights[:, None], losses.shape)`.
 
     Raises:
         ContextError: outside a step.
@@ -112,7 +115,7 @@ def weighted_mean(losses: _ArrayLike, weights: _ArrayLike) -> jax.Array:
     replicas = _replicas("weighted_mean")
     losses = _as_floats(losses, "losses")
     wide = losses.astype(jnp.promote_types(losses.dtype, jnp.float32))  # 257 tokens are no bfloat16
-    weights = jnp.broadcast_to(_broadcast_weight(weights, wide, "weights", "losses"), losses.shape)
+    weights = _weights(weights, wide, "weights", "losses")
     [total] = replicas.sum([jnp.sum(weights)])
     return _share((jnp.sum(wide * weights) / jnp.where(total == 0, 1, total)).astype(losses.dtype))
 
@@ -274,12 +277,14 @@ def _as_floats(value: object, what: str) -> jax.Array:
     return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(jnp.result_type(float))
 
 
-def _broadcast_weight(given: object, losses: jax.Array, name: str, of: str) -> jax.Array:
-    weight = _as_numbers(given, name).astype(losses.dtype)
-    if weight.ndim > losses.ndim or any(w not in (1, n) for w, n in zip(weight.shape, losses.shape, strict=False)):
-        expected = " or ".join(sorted({str(losses.shape[:1]), str(losses.shape)}))
-        raise ValueError(f"{name} has shape {weight.shape}, {of} has shape {losses.shape}; expected {expected}.")
-    return weight.reshape(*weight.shape, *(1,) * (losses.ndim - weight.ndim))
+def _weights(given: object, losses: jax.Array, name: str, of: str) -> jax.Array:
+    weights = _as_numbers(given, name).astype(losses.dtype)
+    if weights.shape != losses.shape:
+        raise ValueError(
+            f"{name} has shape {weights.shape}, {of} has shape {losses.shape}; expected {losses.shape}. Weights of examples are "
+            f"those of their elements by jnp.broadcast_to(weights[:, None], {of}.shape)."
+        )
+    return weights
 
 
 def _global_batch_size(given: object, losses: jax.Array, replicas: _ReplicaAxis) -> Any:

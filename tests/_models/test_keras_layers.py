@@ -150,7 +150,7 @@ def test_wrong_recipes_are_refused_and_change_nothing(strategy2: mr.Strategy) ->
     [x] = strategy2.distribute_dataset([np.arange(8, dtype=np.float32).reshape(4, 2)])
 
     def gradients(x: Any) -> Any:
-        return mr.value_and_grad(lambda: mr.losses.compute_average_loss(layer(x)), layer.trainable_variables)()[1]
+        return mr.value_and_grad(lambda: mr.losses.compute_average_loss(layer(x).sum(1)), layer.trainable_variables)()[1]
 
     def without_sum(x: Any) -> None:
         for variable, gradient in zip(layer.trainable_variables, gradients(x), strict=True):
@@ -210,7 +210,7 @@ def test_losses_constraints_and_mixed_precision_are_as_on_one_device(strategy3: 
     def step(x: Any) -> Any:
         def loss() -> Any:
             y = many(x, training=True)
-            return mr.losses.compute_average_loss(y**2) + mr.losses.scale_regularization_loss(sum(many.losses))
+            return mr.losses.compute_average_loss((y**2).sum(1)) + mr.losses.scale_regularization_loss(sum(many.losses))
 
         value, gradients = mr.value_and_grad(loss, many.trainable_variables)()
         optimizer.apply_gradients(zip(gradients, many.trainable_variables, strict=True))

@@ -140,3 +140,16 @@ def _is_sparse(leaf: object) -> bool:
 def is_numeric(dtype: np.dtype[Any]) -> bool:
     """Tell whether devices can hold arrays of a numpy dtype."""
     return dtype.kind in "biufc" or (dtype.kind == "V" and jax.numpy.issubdtype(dtype, np.number))  # V: bfloat16 and its like
+
+
+def check_losses(losses: jax.Array, what: str) -> None:
+    """Refuse an array that is not one loss for each example; `what` begins the message."""
+    if losses.ndim <= 1:
+        return
+    line = f"losses.mean(axis={1 if losses.ndim == 2 else tuple(range(1, losses.ndim))})"
+    raise ValueError(
+        f"{what} losses of shape {losses.shape}; expected one number for each example, shape {losses.shape[:1]}. A difference of "
+        "shapes (n,) and (n, 1) has shape (n, n): give both one shape. Otherwise write one of these lines:\n"
+        f"    {line:<40}  # the mean over each example's own elements\n"
+        "    mr.losses.weighted_mean(losses, weights)  # the mean over all elements, such as tokens; weights of the same shape"
+    )
