@@ -42,25 +42,26 @@ OFFERS = {
     """,
     "_replicas": """
         arrays.as_array arrays.cast arrays.check_leaf arrays.check_losses arrays.check_range arrays.converted_number
-        arrays.host_array arrays.is_numeric arrays.is_wrapped arrays.refuse_mask arrays.strong collectives.AxesLike
-        collectives.MAX_ARRAYS_PER_PACK collectives.PACK_BELOW_BYTES collectives.ReplicaAxis collectives.aggregate
-        collectives.all_reduce collectives.check_axis collectives.divide collectives.normalize_axes collectives.pad_to
-        collectives.sum_in_one_buffer context.ReplicaContext context.axis_of context.check_call
-        context.current_replica context.knows_id context.own_parts cross_replica.Task cross_replica.aggregate_stack
-        cross_replica.broadcast_stack cross_replica.compiled cross_replica.gather_mirrored cross_replica.gather_stack
-        cross_replica.reduce_mirrored cross_replica.reduce_stack cross_replica.require_equal_except
-        cross_replica.run_tasks cross_replica.split_stack device_time.COMPUTATION device_time.DeviceTime
-        device_time.last_profile frames.Frame frames.check_enterable frames.current frames.entered
-        frames.foreign_trace_message frames.in_cross_replica_context frames.is_traced frames.require_cross_replica
-        host_memory.empty_rows host_memory.gather host_memory.gathers in_flight.finish in_flight.is_paced
-        in_flight.joined in_flight.new_witness in_flight.require_threads in_flight.started mesh.ReplicaMesh
-        mesh.cluster_mesh mesh.default_mesh mesh.make_mesh mesh.resolve_devices mesh.with_replicas named.seen
-        parts.all_gather_parts parts.join_parts parts.num_real parts.own_part parts.part_size parts.reduce_scatter
-        parts.split_parts per_replica.Origin per_replica.PerReplica per_replica.carried_sums
-        per_replica.is_per_replica per_replica.origin_of per_replica.proven_of per_replica.require_whole
-        per_replica.stack_of per_replica.stack_shapes per_replica.uneven_shapes placement.check_later
-        placement.checksum placement.mirror placement.mirror_constants placement.own_copy placement.refuse_argument
-        placement.stack spent.Spent spent.forget_pause spent.waited
+        arrays.host_array arrays.is_numeric arrays.is_sparse arrays.is_wrapped arrays.refuse_mask arrays.strong
+        collectives.AxesLike collectives.MAX_ARRAYS_PER_PACK collectives.PACK_BELOW_BYTES collectives.ReplicaAxis
+        collectives.aggregate collectives.all_reduce collectives.check_axis collectives.divide
+        collectives.normalize_axes collectives.pad_to collectives.sum_in_one_buffer context.ReplicaContext
+        context.axis_of context.check_call context.current_replica context.knows_id context.own_parts
+        cross_replica.Task cross_replica.aggregate_stack cross_replica.broadcast_stack cross_replica.compiled
+        cross_replica.gather_mirrored cross_replica.gather_stack cross_replica.reduce_mirrored
+        cross_replica.reduce_stack cross_replica.require_equal_except cross_replica.run_tasks
+        cross_replica.split_stack device_time.COMPUTATION device_time.DeviceTime device_time.last_profile frames.Frame
+        frames.check_enterable frames.current frames.entered frames.foreign_trace_message
+        frames.in_cross_replica_context frames.is_traced frames.require_cross_replica host_memory.empty_rows
+        host_memory.gather host_memory.gathers in_flight.finish in_flight.is_paced in_flight.joined
+        in_flight.new_witness in_flight.require_threads in_flight.started mesh.ReplicaMesh mesh.cluster_mesh
+        mesh.default_mesh mesh.make_mesh mesh.resolve_devices mesh.with_replicas named.seen parts.all_gather_parts
+        parts.join_parts parts.num_real parts.own_part parts.part_size parts.reduce_scatter parts.split_parts
+        per_replica.Origin per_replica.PerReplica per_replica.carried_sums per_replica.is_per_replica
+        per_replica.origin_of per_replica.proven_of per_replica.require_whole per_replica.stack_of
+        per_replica.stack_shapes per_replica.uneven_shapes placement.check_later placement.checksum placement.mirror
+        placement.mirror_constants placement.own_copy placement.refuse_argument placement.stack spent.Spent
+        spent.forget_pause spent.waited
     """,
     "_variables": """
         access.all_copies access.claimed access.copied access.lent access.load access.store assignment.check_per_replica

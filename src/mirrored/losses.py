@@ -69,13 +69,16 @@ def compute_average_loss(
 def scale_regularization_loss(regularization_loss: _ArrayLike) -> jax.Array:
     """Divide a sum of regularization losses by the number of replicas.
 
-    Every replica computes the same regularization loss, and gradients are summed over the replicas.
+    Every replica computes the same regularization loss, and gradients are summed over the replicas. A penalty of the replica's
+    own rows, such as an activity regularizer of Keras, is `mr.losses.mean_over_own_rows(penalty)`, or a part of each example's
+    loss.
 
     Args:
         regularization_loss: a number, or an array whose elements are summed.
 
     Raises:
         ContextError: outside a step.
+        FactorOfReplicasError: (a ValueError) when it depends on the replica's own rows.
 
     >>> float(strategy.run(lambda: mr.losses.scale_regularization_loss(6.0)))
     3.0
@@ -83,7 +86,9 @@ def scale_regularization_loss(regularization_loss: _ArrayLike) -> jax.Array:
     Source: https://www.tensorflow.org/api_docs/python/tf/nn/scale_regularization_loss
     """
     replicas = _replicas("scale_regularization_loss")
-    return _share(jnp.sum(_as_numbers(regularization_loss, "regularization_loss")) / replicas.size)
+    loss = jnp.sum(_as_numbers(regularization_loss, "regularization_loss"))
+    note = _marks.Mark(_marks.Purpose.REGULARIZATION, "", _user_code.user_line())
+    return _share(_marks.mark(loss, note) / replicas.size)
 
 
 def weighted_mean(losses: _ArrayLike, weights: _ArrayLike) -> jax.Array:

@@ -210,7 +210,7 @@ def test_losses_constraints_and_mixed_precision_are_as_on_one_device(strategy3: 
     def step(x: Any) -> Any:
         def loss() -> Any:
             y = many(x, training=True)
-            return mr.losses.compute_average_loss((y**2).sum(1)) + mr.losses.scale_regularization_loss(sum(many.losses))
+            return mr.losses.compute_average_loss((y**2).sum(1)) + mr.losses.mean_over_own_rows(sum(many.losses))
 
         value, gradients = mr.value_and_grad(loss, many.trainable_variables)()
         optimizer.apply_gradients(zip(gradients, many.trainable_variables, strict=True))

@@ -24,6 +24,8 @@ class Purpose(enum.Enum):
     SUM_OF_ALL = "the values of all replicas, which merged code adds up"
     MEAN = "averaged over the replicas"
     TOTAL = "the sum or mean over the replicas of the value with the same number"
+    KEPT_MEAN = "kept by a replica of an uneven step, and averaged with one weight for all when it is read"
+    REGULARIZATION = "divided by the number of replicas, as it is the same on each"
     BY_ROWS = "averaged with the weight of each replica's rows"
     NO_ROWS = "of no rows, so that its gradient is none"
     OPERAND = "given to a collective by the code of a step, and not by JAX for a gradient"

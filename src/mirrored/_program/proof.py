@@ -68,6 +68,7 @@ class State:
     gradient: Gradient = Gradient.NONE
     drifts: bool = False  # whether in it a gradient that was not combined was added to a mirrored value
     noise: Noise | None = None  # random numbers in it, the same on all replicas
+    of_uneven: bool = False  # of a result: whether the replicas of its step had different numbers of rows
 
     @property
     def is_mirrored(self) -> bool:

@@ -106,7 +106,7 @@ def as_array(leaf: Any, verb: str) -> jax.Array:
 
 def check_leaf(leaf: object, verb: str) -> None:
     """Refuse a leaf that cannot be combined over replicas."""
-    if _is_sparse(leaf):
+    if is_sparse(leaf):
         raise TypeError(
             f"{verb} got a {type(leaf).__name__}, whose indices would be combined like its values. Make it dense: x.todense()."
         )
@@ -130,10 +130,11 @@ def is_wrapped(leaf: object) -> bool:
 
     Another library's wrapper of an array, such as `nnx.Param`, stays a node of its tree.
     """
-    return (hasattr(leaf, "__jax_array__") and type(leaf).__module__.startswith(_OURS)) or _is_sparse(leaf)
+    return (hasattr(leaf, "__jax_array__") and type(leaf).__module__.startswith(_OURS)) or is_sparse(leaf)
 
 
-def _is_sparse(leaf: object) -> bool:
+def is_sparse(leaf: object) -> bool:
+    """Tell whether a value is a sparse array of JAX, a pytree of its indices and values."""
     return type(leaf).__module__.startswith("jax.experimental.sparse")  # not imported here: it is large
 
 
