@@ -168,8 +168,8 @@ def with_dataset(old: Callable[..., Any], model: keras.Model, x: object = None, 
             advice = "Pass other arguments by their names."
             if "class_weight" in unused:
                 advice = (
-                    "Weights of classes are its third element: dataset.map(lambda x, y: (x, y, weights[y])), with a NumPy array of "
-                    "one weight for each class."
+                    "Weights of classes are its third element: dataset.map(lambda x, y: (x, y, weights[y])), with a NumPy array "
+                    "of one weight for each class."
                 )
             raise ValueError(
                 f"{old.__name__} got a distributed dataset and {' and '.join(unused) or 'positional arguments'}; expected the "

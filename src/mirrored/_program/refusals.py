@@ -78,13 +78,15 @@ def check_means(findings: Findings) -> None:
 
 
 def check_gradients(findings: Findings, num_replicas: int) -> None:
-    """Refuse or warn of gradients, and shares of losses, that are combined otherwise than the losses were divided."""
+    """Refuse or warn of gradients, shares of losses and states of metrics that are combined otherwise than they were divided."""
     for note, _ in findings.marks:
         if note.purpose is Purpose.SHARE:
             raise FactorOfReplicasError(_DIVIDED_AGAIN.format(where=note.where))
     for note, state in findings.marks:
         if note.purpose is Purpose.REGULARIZATION and not state.is_mirrored:
             raise FactorOfReplicasError(_OWN_REGULARIZATION.format(where=note.where, origin=state.origin))
+        if note.purpose is Purpose.ADDED and not state.is_mirrored and state.old != (note.number, True):
+            raise FactorOfReplicasError(_NO_SUM.format(name=note.name, where=note.where))
     given = [(note, state) for note, state in findings.marks if note.purpose in GIVEN_TO_OPTIMIZERS]
     summed = [(note, state) for note, state in findings.marks if note.purpose in _SUMS and state.gradient]
     for note, state in given:
@@ -221,6 +223,13 @@ _KEPT_MEAN = (
     "batch does not divide evenly among them: of means over own rows that would not be the mean over the batch. It is assigned "
     "at {where}. Combine the value first: variable.assign(ctx.all_reduce('mean', value)), which weighs by rows, or with "
     "by_rows=False. Or keep a sum and a number of rows, in variables with aggregation='sum'."
+)
+_NO_SUM = (
+    "the variable {name!r} of a Keras metric is summed over the replicas when it is read, and the value assigned to it at "
+    "{where} is no sum: it is not the old value and something that was added to it. A largest or last value, or a running mean, "
+    "would be a sum of those of all replicas. Add to it: variable.assign_add(value). Or combine the replicas in update_state, "
+    "and say so where the variable is made: self.add_variable(shape, initializer, aggregation='only_first_replica'), and for a "
+    "largest value variable.assign(keras.ops.maximum(variable, jax.lax.pmax(value, 'replica')))."
 )
 _OWN_REGULARIZATION = (
     "the penalty given to scale_regularization_loss at {where} depends on {origin}. It is divided by the number of replicas, as "
