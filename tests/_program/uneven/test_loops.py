@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _program.uneven.rows import COLUMNS, STRATEGIES, assert_equals_one_device, data, run, split, total
+from _program.uneven.rows import COLUMNS, DEVICES, STRATEGIES, assert_equals_one_device, data, run, split, total
 from parameters import slow
 from strategies import variable
 
@@ -196,70 +196,167 @@ def test_loops_that_uneven_replicas_cannot_take_together_are_refused():
             strategy.run(step, args=(split(strategy, data(3)),))
 
 
-def layer(carry, w):
-    """A layer with a counter beside the rows."""
-    x, n = carry
-    return (jnp.tanh(x * w), n + 1), x.sum()
+# -- what needs no rows, beside them in one loop
+
+LAYERS = np.random.default_rng(0).normal(size=(3, COLUMNS, COLUMNS)).astype(np.float32) / 2
+KEY = jax.random.key(3)
 
 
-BESIDE_ROWS = {
-    "fori_loop": lambda x, n: jax.lax.fori_loop(0, 3, lambda i, own: (own[0] * 2, own[1] + i), (x, n)),
-    "while_loop": lambda x, n: jax.lax.while_loop(lambda own: own[1] < 3, lambda own: (own[0] * 2, own[1] + 1), (x, n)),
-    "cond": lambda x, n: jax.lax.cond(n > 0, lambda x, n: (x, n + 1), lambda x, n: (x * 2, n + 2), x, n),
-    "and then": lambda x, n: (lambda own: (own[0], jnp.sin(own[1]) * 2))(jax.lax.scan(layer, (x, n), jnp.ones((3, COLUMNS)))[0]),
-}
+def key_and_counter(x):
+    """Dropout of a key of each layer, as in every large model."""
+
+    def layer(carry, w):
+        h, key, n = carry
+        key, own = jax.random.split(key)
+        return (jnp.tanh(h @ w) * jax.random.bernoulli(own, 0.8, (COLUMNS,)), key, n + 1), (jnp.sum(w**2), h.sum(axis=1))
+
+    (h, key, n), (squares, sums) = jax.lax.scan(layer, (x, KEY, 0), LAYERS)
+    return (h, sums.T), (jax.random.key_data(key), n, squares)
 
 
-@pytest.mark.parametrize("name", BESIDE_ROWS)
-def test_what_a_loop_carries_beside_rows_may_not_be_assigned_and_two_loops_may(name):
-    strategy, x, compute = STRATEGIES[2], split(STRATEGIES[2], data(3)), BESIDE_ROWS[name]
+def fori_loop(x):
+    h, n = jax.lax.fori_loop(0, 3, lambda i, own: (jnp.tanh(own[0] * 2), own[1] + i), (x, jnp.float32(1)))
+    return h, jnp.sin(n) * 2
+
+
+def checkpointed(x):
+    return jax.checkpoint(lambda h, n: (jnp.tanh(h @ LAYERS[0]), 2 * n))(x, jnp.float32(1))
+
+
+def time_of_a_recurrent_net(x):
+    cell = lambda carry, x: ((jnp.tanh(carry[0] + x * carry[1]), carry[1] + 1), None)  # noqa: E731
+    return jax.lax.scan(cell, (x[:, 0], jnp.float32(0)), x.T)[0]
+
+
+def nested(x):
+    def outer(carry, w):
+        own = jax.lax.scan(lambda own, _: ((jnp.tanh(own[0] @ w), own[1] + w.sum()), None), carry, None, length=2)[0]
+        return own, own[1]
+
+    (h, n), each = jax.lax.scan(outer, (x, jnp.float32(0)), LAYERS)
+    return h, (n, each)
+
+
+def condition(x):
+    return jax.lax.cond(LAYERS.sum() > 0, lambda h, n: (jnp.tanh(h), n + 1), lambda h, n: (h * 2, n - 1), x, jnp.float32(3))
+
+
+def moving_average(x):
+    layer = lambda carry, w: ((jnp.tanh(carry[0] @ w), 0.9 * carry[1] + 0.1 * w.mean()), None)  # noqa: E731
+    return jax.lax.scan(layer, (x, jnp.float32(0)), LAYERS)[0]
+
+
+def collectives(x):
+    def layer(carry, w):
+        h, n = carry
+        return (jnp.tanh(h @ w) - total(h.sum(0)) / total(jnp.float32(h.shape[0])), n + 1), None
+
+    return jax.lax.scan(layer, (x, jnp.float32(0)), LAYERS)[0]
+
+
+def gradients(x, wrap=lambda layer: layer):
+    def layer(carry, w):
+        h, key, n = carry
+        key, own = jax.random.split(key)
+        return (jnp.tanh(h @ w) * jax.random.bernoulli(own, 0.8, (COLUMNS,)) + n, key, n + w.mean()), (w**2).sum()
+
+    def share(layers):
+        (h, key, n), squares = jax.lax.scan(wrap(layer), (x, KEY, jnp.float32(0)), layers)
+        penalty = mr.losses.scale_regularization_loss(squares.sum() + n)
+        return mr.losses.compute_average_loss(h.sum(1) ** 2) + penalty, (jax.random.key_data(key), n, squares)
+
+    gradient, states = jax.grad(share, has_aux=True)(LAYERS)
+    return x, (total(gradient), states)
+
+
+def gradients_of_checkpoints(x):
+    return gradients(x, jax.checkpoint)
+
+
+def while_loop(x):
+    return jax.lax.while_loop(lambda own: own[1] < 3, lambda own: (jnp.tanh(own[0] * 2), own[1] + 1), (x, jnp.float32(0)))
+
+
+BESIDE_ROWS = [
+    key_and_counter, fori_loop, checkpointed, time_of_a_recurrent_net, nested, condition, moving_average, collectives, gradients,
+    gradients_of_checkpoints,
+]  # fmt: skip
+if jax.__version_info__ >= (0, 12):  # before, JAX does not know the dead code of a `while`
+    BESIDE_ROWS.append(while_loop)
+
+
+def assigned(strategy, compute, rows):
+    """Return the rows that a step computes, and the states that it assigns."""
+    states = jax.tree.leaves(compute_on_one(compute)[1])
+    variables = [variable(np.zeros(state.shape, state.dtype), strategy) for state in states]
+
+    def step(x):
+        rows, states = compute(x)
+        for own, state in zip(variables, jax.tree.leaves(states), strict=True):
+            own.assign(state)
+        return rows
+
+    own = strategy.gather(strategy.run(step, args=(split(strategy, rows),)), axis=0)
+    strategy.assert_mirrored()
+    return own, [own.numpy() for own in variables]
+
+
+def compute_on_one(compute):
+    return jax.eval_shape(lambda x: STRATEGIES[1].run(compute, args=(x,)), jnp.zeros((2, COLUMNS)))
+
+
+SEVERAL = [mr.MirroredStrategy(DEVICES[:2], num_replicas=4, schedule=schedule) for schedule in ("together", "one_by_one")]
+
+
+@pytest.mark.parametrize("compute", [BESIDE_ROWS[0], *slow(*BESIDE_ROWS[1:])], ids=lambda compute: compute.__name__)
+def test_what_needs_no_rows_beside_them_in_a_loop_may_be_assigned(compute):
+    for num_rows in (7, 2):
+        expected = assigned(STRATEGIES[1], compute, data(num_rows))
+        for strategy in (STRATEGIES[2], STRATEGIES[3], *SEVERAL):
+            found = assigned(strategy, compute, data(num_rows))
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
+
+
+def test_what_needs_rows_may_not_and_neither_may_what_a_call_with_its_own_derivative_computes_beside_them():
+    strategy = STRATEGIES[2]
     n = variable(1.0, strategy, name="n")
 
-    def one_loop(x):
-        n.assign(compute(x, n.value)[1])
+    @jax.custom_vjp
+    def own_derivative(x, n):
+        return jnp.tanh(x), n * 2
 
-    def two_loops(x):
-        n.assign(compute(jnp.zeros((2, COLUMNS)), n.value)[1])
-        return compute(x, n.value)[0]
+    own_derivative.defvjp(lambda x, n: (own_derivative(x, n), None), lambda _, g: g)
+    of_rows = lambda x: jax.lax.scan(lambda own, w: ((own[0] * w, own[1] + own[0].sum()), None), (x, 0.0), LAYERS[:, 0])[0][1]  # noqa: E731
+    of_their_number = lambda x: jax.lax.fori_loop(0, 2, lambda i, own: (own[0] * 2, own[1] + x.shape[0]), (x, 0.0))[1]  # noqa: E731
+    wrong = {
+        "of rows": (of_rows, r"'n' is mirrored.*depends on the argument `x`"),
+        "of their number": (of_their_number, r"'n' is mirrored.*a replica's own number of rows"),
+        "its own derivative": (
+            lambda x: own_derivative(x, n.value)[1],
+            r"'n' is mirrored.*test_loops\.py:\d+, such as a call.*outside of it",
+        ),
+    }
+    for name, (compute, message) in wrong.items():
+        with pytest.raises(mr.ReplicasDivergeError, match=message):
+            strategy.run(lambda x, compute=compute: n.assign(compute(x)), args=(split(strategy, data(3)),)), pytest.fail(name)
+    assert float(n) == 1
+    counted = lambda x: jax.lax.fori_loop(0, 2, lambda i, own: (own[0] * 2, own[1] + 1), (x, 0))[1]  # noqa: E731
+    for rows in (4, 3):
+        assert int(strategy.run(counted, args=(split(strategy, data(rows)),))) == 2  # one value, and no PerReplica
 
-    strategy.run(one_loop, args=(split(strategy, data(4)),))
-    before, message = float(n), r"variable 'n' is mirrored.*computes of rows, as that at .*test_loops\.py:\d+.*Write two loops"
-    with pytest.raises(mr.ReplicasDivergeError, match=message):
-        strategy.run(one_loop, args=(x,))
-    assert float(n) == before
-    strategy.run(two_loops, args=(x,))
-    strategy.assert_mirrored()
-    assert float(n) == float(compute(jnp.zeros((2, COLUMNS)), jnp.float32(before))[1])
 
-
-def test_a_counter_in_the_loop_of_a_step_may_be_assigned_in_each_round_where_no_rows_are_carried():
+def test_a_step_may_assign_in_each_round_of_a_loop_over_rows():
     strategy, x = STRATEGIES[2], split(STRATEGIES[2], data(3))
     n, v = variable(0, strategy, name="n"), variable(0.0, strategy, name="v")
-
-    def right(x):
-        mr.fori_loop(0, 3, lambda i, c: n.assign_add(1) * 0 + c, 0)
-        return jax.lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x), x)
-
-    def wrong(x):
-        return mr.fori_loop(0, 3, lambda i, x: n.assign_add(1) * 0 + jnp.tanh(x), x)
 
     def overwritten(x):
         mr.fori_loop(0, 2, lambda i, y: v.assign(v.value + x.shape[0]) * 0 + x, x)
         v.assign(0.0)
 
-    strategy.run(right, args=(x,))
-    for step, message in ((wrong, r"'n' is mirrored.*Write two loops"), (overwritten, r"'v' is mirrored.*own number of rows")):
-        with pytest.raises(mr.ReplicasDivergeError, match=message):
-            strategy.run(step, args=(x,))
+    strategy.run(lambda x: mr.fori_loop(0, 3, lambda i, x: (n.assign_add(1), jnp.tanh(x))[1], x), args=(x,))
+    with pytest.raises(mr.ReplicasDivergeError, match=r"'v' is mirrored.*own number of rows"):
+        strategy.run(overwritten, args=(x,))
     assert int(n) == 3 and float(v) == 0
-
-
-def test_what_a_loop_counts_beside_rows_is_no_result_for_all_replicas():
-    strategy = STRATEGIES[2]
-    loop = lambda x: jax.lax.fori_loop(0, 2, lambda i, own: (own[0] * 2, own[1] + 1), (x, 0))[1]  # noqa: E731
-    assert int(strategy.run(loop, args=(split(strategy, data(4)),))) == 2
-    with pytest.raises(mr.UnevenReplicasError, match=r"result of the step depends on .*Write two loops.*one array of a batch"):
-        strategy.run(loop, args=(split(strategy, data(3)),))
 
 
 def test_a_condition_of_rows_decides_how_often_all_is_done():

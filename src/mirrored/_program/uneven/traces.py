@@ -193,8 +193,8 @@ def _origin(kinds: Kinds, loop: nodes.Node | None) -> str:
         return text
     where = user_code.equation_line(loop.equation)
     return (
-        f"{text}. What a loop, condition or call computes of rows, as that at {where}, depends on their number as a whole, also "
-        "what it carries beside them, such as a counter. Write two loops: one over the rows, and one for what is assigned"
+        f"{text}. JAX does not take apart what computes of rows at {where}, such as a call with a derivative of its own, so all "
+        "of it depends on their number. Compute what is assigned outside of it"
     )
 
 

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from ..._jax import dead_code, jaxprs
 from . import match_collectives
 from .nodes import Node, Trace, Value
 from .structural_hash import content_key, equation_key
@@ -39,11 +40,14 @@ class _Numbering:
         """Number the values of traces whose arguments are numbered."""
         match_collectives.check(traces)
         stage, last_effects = 0, [0] * len(traces)
-        waiting = [iter(trace.nodes) for trace in traces]
+        waiting = [iter(list(trace.nodes)) for trace in traces]
         for collectives in [*zip(*(trace.collectives for trace in traces), strict=True), ()]:
             for kind, nodes in enumerate(waiting):
                 for node in itertools.takewhile(lambda node: not node.is_collective, nodes):  # takes the collective, too
                     last_effects[kind] = self._number_node(node, last_effects[kind])
+                    has_rows = node.is_pure and any(value.number is None for value in node.outputs[:1])
+                    if has_rows and (smaller := self._without_rows(node)) is not None:
+                        traces[kind].nodes.insert(traces[kind].nodes.index(node), smaller)
             if collectives:
                 stage = self._number_collectives(stage, collectives)
         for trace in traces:
@@ -82,6 +86,34 @@ class _Numbering:
             value.stage = stage
             value.number = None if number is None else self._number((number, position))
         return last_effect
+
+    def _without_rows(self, node: Node) -> Node | None:
+        """Take the results of a loop, condition or call that need no operand with rows out of it, into a smaller one.
+
+        They are the same for all replicas. What the rest needs of it, such as a counter, the rest computes again.
+        """
+        if not jaxprs.inner_jaxprs(node.equation):
+            return None
+        common = {k for k, value in enumerate(node.inputs) if self._number_of(value) is not None}
+        alone = [dead_code.computing(node.equation, [k]) for k in range(len(node.outputs))]
+        results = [k for k, found in enumerate(alone) if found is not None and common.issuperset(found.operands)]
+        smaller = dead_code.computing(node.equation, results) if results else None
+        if smaller is None:
+            return None
+        inputs = [node.inputs[k] for k in smaller.operands]
+        outputs = [node.outputs[k] for k in smaller.results]
+        taken = Node(smaller.equation, inputs, outputs, False, jaxprs.is_function_of_operands(smaller.equation))
+        if not taken.is_pure:
+            return None
+        for value in outputs:
+            value.maker = taken
+        rest = dead_code.computing(node.equation, [k for k in range(len(node.outputs)) if k not in smaller.results])
+        if rest is not None:
+            node.equation, node.inputs = rest.equation, [node.inputs[k] for k in rest.operands]
+        kept = range(len(node.outputs)) if rest is None else rest.results
+        node.outputs = [Value(node.outputs[k].aval, node) if k in smaller.results else node.outputs[k] for k in kept]
+        self._number_node(taken, 0)
+        return taken
 
     def _number_collectives(self, stage: int, collectives: Sequence[Node]) -> int:
         """Number one collective of all traces; return its stage, that of the one before if it need not wait."""
