@@ -13,6 +13,7 @@ release = mirrored.__version__
 extensions = [
     "myst_parser",
     "attribute_docstrings",
+    "messages",
     "notebook_cells",
     "user_search",
     "sphinx.ext.autodoc",

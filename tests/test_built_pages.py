@@ -67,6 +67,15 @@ def test_each_public_name_is_a_link(built: Path) -> None:
     assert set(re.findall(r"(?m)py:obj\}`[^`]*?mirrored\.([\w.]+)>?`", (ROOT / "docs" / "api.md").read_text())) == links
 
 
+def test_a_message_is_one_line_that_the_browser_wraps(built: Path) -> None:
+    page = (built / "troubleshooting.html").read_text()
+    messages = [html.unescape(re.sub("<[^>]+>", "", text)) for text in re.findall(r"<pre>(.*?)</pre>", page, re.DOTALL)]
+    messages = [message.rstrip("\n") for message in messages if message.lstrip().startswith("mirrored.")]
+    assert len(messages) > 30
+    broken = [message for message in messages if re.search(r"\n\S", message) and not re.search(r"\n {4}", message)]
+    assert broken == [] and max(len(message.split("\n")[0]) for message in messages) > 300
+
+
 def found(index: dict, query: str) -> list[str]:
     """Return the pages that Sphinx' search lists, best first: by title of a page or a section, then by words.
 
