@@ -20,6 +20,7 @@ from .._typing import PyTree
 from .._variables.access import lent, store
 from .._variables.sharded import ShardedVariable
 from .._variables.variable import Variable, spec_of
+from ..data._iterator import DistributedIterator, expect_saves
 from .leaves import (
     NUMBERS,
     Leaves,
@@ -67,7 +68,9 @@ def require_positions(leaves: Leaves) -> None:
         except TypeError:
             raise
         except Exception:
-            continue  # some know it only after their first batch, and a pipeline that fails says so when it is read
+            pass  # some know it only after their first batch, and a pipeline that fails says so when it is read
+        if isinstance(leaf, DistributedIterator):
+            expect_saves(leaf)
 
 
 def take_snapshot(leaves: Leaves, positions: Sequence[Mapping[str, Any]], is_kept: bool) -> Snapshot | None:
