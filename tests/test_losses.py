@@ -1,5 +1,7 @@
 """Losses whose gradients, summed over the replicas, are those of one device."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,17 +36,33 @@ def test_the_number_of_examples_may_be_given():
     assert total(STRATEGY, lambda x: step(x, np.int64(12)), LOSSES) == LOSSES.sum() / 12
 
 
-def test_further_axes_are_summed_and_weights_broadcast_from_the_left():
-    ones, weights = jnp.ones((4, 3)), np.arange(12, dtype=np.float32)
-    cases = [
-        ((ones,), 3.0),
-        ((ones, weights[:4]), 4.5),  # one weight for each example
-        ((ones, weights.reshape(4, 3)), 16.5),
-        ((ones, weights[None, :3]), 3.0),
-        ((ones[0], 2.0), 2.0),
-    ]
-    results = mr.OneDeviceStrategy("cpu:0").run(lambda: [compute_average_loss(*arguments) for arguments, _ in cases])
-    assert [float(result) for result in results] == [expected for _, expected in cases]
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_one_loss_for_each_example_is_one_number_for_each_and_the_lines_that_the_message_has_are_right(num_replicas):
+    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+    losses = np.random.default_rng(0).normal(size=(7, 4, 2)).astype(np.float32)
+    w, weights = variable(1.0, strategy), np.ones((7, 4, 2), bool)
+    takers = {
+        "compute_average_loss got": compute_average_loss,
+        "the function returned": lambda x: mr.value_and_grad(lambda: w * x, w)()[0],
+    }
+    shapes = {"(1, 2)": lambda x: x, "1": lambda x: x[:, :, 0]}
+    for rows in (losses[:6], losses, losses[:1]):
+        [batch, mask] = next(iter(strategy.distribute_dataset([(rows, weights[: len(rows)])])))
+        for what, take in takers.items():
+            for axis, shaped in shapes.items():
+                expected = (
+                    rf"{what} losses of shape \(\d+, 4.*\(n,\) and \(n, 1\).*\n *losses\.mean\(axis={re.escape(axis)}\) .*\n *"
+                )
+                with pytest.raises(ValueError, match=expected + r"mr\.losses\.weighted_mean\(losses, weights\)"):
+                    strategy.run(lambda x, take=take, shaped=shaped: take(shaped(x)), args=(batch,))
+            mean = strategy.reduce("sum", strategy.run(lambda x, take=take: take(x.mean(axis=(1, 2))), args=(batch,)))
+            np.testing.assert_allclose(mean, rows.mean(), rtol=1e-5, atol=1e-6)
+        mean = strategy.reduce("sum", strategy.run(mr.losses.weighted_mean, args=(batch, mask)))
+        np.testing.assert_allclose(mean, rows.mean(), rtol=1e-5, atol=1e-6)
+        with pytest.raises(ValueError, match=r"broadcast_to\(weights\[:, None\], losses\.shape\)"):
+            strategy.run(lambda x: mr.losses.weighted_mean(x[:, :, 0], jnp.ones(len(x))), args=(batch,))
+    with pytest.raises(ValueError, match=r"the function returned losses of shape \(7, 7\)"):  # outside of a step
+        mr.value_and_grad(lambda: w * (losses[:, 0, 0] - losses[:, :1, 0]), w)()
 
 
 def test_losses_of_every_real_dtype_and_a_regularization_loss_that_counts_once(strategy3):
@@ -89,7 +107,7 @@ def all_of(value):
 #: Each right form, and the loss of one device; whole programs are in parity/programs.py.
 RIGHT = {
     "one for each example": (lambda w, x, y, m: each(w, x, y), lambda w, x, y, m: each(w, x, y).mean()),
-    "one for each pixel": (lambda w, x, y, m: tokens_of(w, x), lambda w, x, y, m: tokens_of(w, x).sum(1).mean()),
+    "one for each image": (lambda w, x, y, m: tokens_of(w, x).mean(1), lambda w, x, y, m: tokens_of(w, x).mean()),
     "compute_average_loss": (
         lambda w, x, y, m: compute_average_loss(each(w, x, y)) + scale_regularization_loss(0.1 * jnp.sum(w**2)),
         lambda w, x, y, m: each(w, x, y).mean() + 0.1 * jnp.sum(w**2),

@@ -24,6 +24,7 @@ PUBLIC = {
     "RecompilationWarning", "ReduceOp", "ReductionToOneDevice", "ReplicaContext", "ReplicasDivergeError",
     "ReplicasDivergeWarning", "SameNoiseWarning", "SimpleClusterResolver",
     "SlurmClusterResolver", "Strategy", "StrategyMismatchError", "TFConfigClusterResolver", "UnevenReplicasError",
+    "UnevenReplicasWarning",
     "ValueContext", "Variable", "VariableAggregation", "VariableLostError", "VariableSynchronization", "VariableTree",
     "WorkerLostError",
     "cond", "data", "eager", "export",

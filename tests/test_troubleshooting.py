@@ -185,6 +185,7 @@ CASES: list[tuple[str, str, Case]] = [
         lambda x: ctx().all_reduce("mean", mr.losses.compute_average_loss(x)), g.batch)),
     ("ReplicasDivergeWarning", "a state that differs", a_state_that_differs),
     ("SameNoiseWarning", "dropout", lambda g: g.run(lambda x: x + jax.random.normal(jax.random.key(0), x.shape), g.odd)),
+    ("UnevenReplicasWarning", "outside", lambda g: g.strategy.reduce("mean", g.run(jnp.mean, g.odd))),
     ("RecompilationWarning", "new shapes", lambda g: [
         g.run(step, np.ones(rows, np.float32)) for step in [lambda x: x.shape[0]] for rows in range(1, 30)]),
     ("RecompilationWarning", "new transformations", lambda g: [

@@ -94,6 +94,10 @@ class ReplicasDivergeWarning(UserWarning):
     """A step returns a state that was the same on all replicas and now differs."""
 
 
+class UnevenReplicasWarning(UserWarning):
+    """A mean gives one weight to replicas that had different numbers of rows."""
+
+
 class SameNoiseWarning(UserWarning):
     """Random numbers that are the same on all replicas are combined with each replica's own rows."""
 

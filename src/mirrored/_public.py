@@ -32,6 +32,7 @@ from ._errors import ReplicasDivergeWarning as ReplicasDivergeWarning
 from ._errors import SameNoiseWarning as SameNoiseWarning
 from ._errors import StrategyMismatchError as StrategyMismatchError
 from ._errors import UnevenReplicasError as UnevenReplicasError
+from ._errors import UnevenReplicasWarning as UnevenReplicasWarning
 from ._errors import VariableLostError as VariableLostError
 from ._errors import WorkerLostError as WorkerLostError
 from ._options import AutoShardPolicy as AutoShardPolicy

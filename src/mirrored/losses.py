@@ -17,6 +17,7 @@ import numpy as np
 from ._errors import ContextError
 from ._jax import marks as _marks
 from ._jax import user_code as _user_code
+from ._replicas import arrays as _arrays
 from ._replicas import frames
 from ._replicas.collectives import ReplicaAxis as _ReplicaAxis
 from ._text import shown as _shown
@@ -32,15 +33,15 @@ def compute_average_loss(
     `mr.Optimizer` sums: the same update as on one device. `mr.value_and_grad` does it by itself with a loss for each example.
 
     Args:
-        per_example_loss: shape `[n, ...]`, the losses of this replica's n examples; further axes are summed.
-        sample_weight: broadcasts to `per_example_loss` from the left (shape `[n]` or the same shape); losses
-            are multiplied by it, the number of examples stays.
+        per_example_loss: shape `[n]`, one number for each of this replica's n examples.
+        sample_weight: shape `[n]`; losses are multiplied by it, the number of examples stays.
         global_batch_size: the number of examples that all replicas have together; default: counted.
 
     Raises:
         ContextError: outside a step.
         TypeError: for something that is not an array of real numbers.
-        ValueError: for a scalar loss, shapes that do not fit, or a global batch size below one.
+        ValueError: for losses that are not one number for each example, weights of another shape, or a global batch size
+            below one.
 
     >>> def step(x):
     ...     return mr.losses.compute_average_loss(x)
@@ -57,8 +58,9 @@ def compute_average_loss(
             "compute_average_loss got a scalar; expected one loss per example, shape [n]. Take the mean out of the loss "
             "function, or say what it is: mr.losses.mean_over_own_rows(loss)."
         )
+    _arrays.check_losses(losses, "compute_average_loss got")
     if sample_weight is not None:
-        losses = losses * _broadcast_weight(sample_weight, losses, "sample_weight", "per_example_loss")
+        losses = losses * _weights(sample_weight, losses, "sample_weight", "per_example_loss")
     total = jnp.sum(losses, dtype=jnp.promote_types(losses.dtype, jnp.float32))  # 65,536 rows are no float16
     count = _global_batch_size(global_batch_size, losses, replicas)
     return _share((total / count).astype(jnp.result_type(losses, count)))
@@ -67,13 +69,16 @@ def compute_average_loss(
 def scale_regularization_loss(regularization_loss: _ArrayLike) -> jax.Array:
     """Divide a sum of regularization losses by the number of replicas.
 
-    Every replica computes the same regularization loss, and gradients are summed over the replicas.
+    Every replica computes the same regularization loss, and gradients are summed over the replicas. A penalty of the replica's
+    own rows, such as an activity regularizer of Keras, is `mr.losses.mean_over_own_rows(penalty)`, or a part of each example's
+    loss.
 
     Args:
         regularization_loss: a number, or an array whose elements are summed.
 
     Raises:
         ContextError: outside a step.
+        FactorOfReplicasError: (a ValueError) when it depends on the replica's own rows.
 
     >>> float(strategy.run(lambda: mr.losses.scale_regularization_loss(6.0)))
     3.0
@@ -81,7 +86,9 @@ def scale_regularization_loss(regularization_loss: _ArrayLike) -> jax.Array:
     Source: https://www.tensorflow.org/api_docs/python/tf/nn/scale_regularization_loss
     """
     replicas = _replicas("scale_regularization_loss")
-    return _share(jnp.sum(_as_numbers(regularization_loss, "regularization_loss")) / replicas.size)
+    loss = jnp.sum(_as_numbers(regularization_loss, "regularization_loss"))
+    note = _marks.Mark(_marks.Purpose.REGULARIZATION, "", _user_code.user_line())
+    return _share(_marks.mark(loss, note) / replicas.size)
 
 
 def weighted_mean(losses: _ArrayLike, weights: _ArrayLike, total: _ArrayLike | None = None) -> jax.Array:
@@ -93,7 +100,8 @@ def weighted_mean(losses: _ArrayLike, weights: _ArrayLike, total: _ArrayLike | N
 
     Args:
         losses: shape `[n, ...]`, for example `[n, length]`, one loss for each token.
-        weights: booleans or numbers, broadcast to `losses` from the left: the same shape, or `[n]`.
+        weights: booleans or numbers, of the same shape. Weights `[n]` of examples are those of their tokens by
+            `jnp.broadcast_to(weights[:, None], losses.shape)`.
         total: the sum of the weights of all parts on all replicas, for a batch that is accumulated in parts:
             `ctx.all_reduce("sum", weights.sum())` before the loop. Default: the sum of these `weights` on all replicas.
 
@@ -114,7 +122,7 @@ def weighted_mean(losses: _ArrayLike, weights: _ArrayLike, total: _ArrayLike | N
     replicas = _replicas("weighted_mean")
     losses = _as_floats(losses, "losses")
     wide = losses.astype(jnp.promote_types(losses.dtype, jnp.float32))  # 257 tokens are no bfloat16
-    weights = jnp.broadcast_to(_broadcast_weight(weights, wide, "weights", "losses"), losses.shape)
+    weights = _weights(weights, wide, "weights", "losses")
     whole = replicas.sum([jnp.sum(weights)])[0] if total is None else _as_floats(total, "total")
     if whole.shape:
         raise ValueError(f"total has shape {whole.shape}; expected a scalar: ctx.all_reduce('sum', weights.sum()).")
@@ -278,12 +286,14 @@ def _as_floats(value: object, what: str) -> jax.Array:
     return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(jnp.result_type(float))
 
 
-def _broadcast_weight(given: object, losses: jax.Array, name: str, of: str) -> jax.Array:
-    weight = _as_numbers(given, name).astype(losses.dtype)
-    if weight.ndim > losses.ndim or any(w not in (1, n) for w, n in zip(weight.shape, losses.shape, strict=False)):
-        expected = " or ".join(sorted({str(losses.shape[:1]), str(losses.shape)}))
-        raise ValueError(f"{name} has shape {weight.shape}, {of} has shape {losses.shape}; expected {expected}.")
-    return weight.reshape(*weight.shape, *(1,) * (losses.ndim - weight.ndim))
+def _weights(given: object, losses: jax.Array, name: str, of: str) -> jax.Array:
+    weights = _as_numbers(given, name).astype(losses.dtype)
+    if weights.shape != losses.shape:
+        raise ValueError(
+            f"{name} has shape {weights.shape}, {of} has shape {losses.shape}; expected {losses.shape}. Weights of examples are "
+            f"those of their elements by jnp.broadcast_to(weights[:, None], {of}.shape)."
+        )
+    return weights
 
 
 def _global_batch_size(given: object, losses: jax.Array, replicas: _ReplicaAxis) -> Any:

@@ -54,7 +54,7 @@ def test_variables_are_taken_over_where_a_step_meets_or_makes_them(strategy3: mr
 
     def train(x: Any) -> Any:
         def loss() -> Any:
-            return mr.losses.compute_average_loss((outside(x, training=True) - 1) ** 2)
+            return mr.losses.compute_average_loss(((outside(x, training=True) - 1) ** 2).sum(1))
 
         value, gradients = mr.value_and_grad(loss, outside.trainable_variables)()
         optimizer.apply_gradients(zip(gradients, outside.trainable_variables, strict=True))  # makes its slots
@@ -87,7 +87,7 @@ def test_eager_steps_do_the_same(strategy2: mr.Strategy) -> None:
     def step(x: Any) -> None:
         def loss() -> Any:
             count.update_state(x)
-            return mr.losses.compute_average_loss(layer(x) ** 2)
+            return mr.losses.compute_average_loss((layer(x) ** 2).sum(1))
 
         gradients = mr.value_and_grad(loss, layer.trainable_variables)()[1]
         optimizer.apply_gradients(zip(gradients, layer.trainable_variables, strict=True))
@@ -105,7 +105,9 @@ def test_gradients_and_optimizers_of_ours_take_keras_variables(strategy2: mr.Str
         layer = keras.layers.Dense(1, kernel_initializer="ones")
         layer.build((None, 2))
         optimizer = mr.Optimizer(optax.sgd(1.0), layer.trainable_variables)
-    made_before = mr.value_and_grad(lambda x: mr.losses.compute_average_loss(layer(x)), {"w": layer.kernel, "b": layer.bias})
+    made_before = mr.value_and_grad(
+        lambda x: mr.losses.compute_average_loss(layer(x).sum(1)), {"w": layer.kernel, "b": layer.bias}
+    )
 
     def step(x: Any) -> Any:
         gradients = made_before(x)[1]
@@ -117,7 +119,7 @@ def test_gradients_and_optimizers_of_ours_take_keras_variables(strategy2: mr.Str
 
     def stateless(x: Any) -> Any:  # the way of Keras' guide for JAX; its scope hides ours
         values = [variable.value for variable in layer.trainable_variables]
-        loss = lambda values: mr.losses.compute_average_loss(layer.stateless_call(values, [], x)[0])  # noqa: E731
+        loss = lambda values: mr.losses.compute_average_loss(layer.stateless_call(values, [], x)[0].sum(1))  # noqa: E731
         layer.kernel.assign(layer.kernel * 2)  # what is not given to the inner scope is read from the step
         return jax.grad(loss)(values), layer(x), made_before(x)[1]["w"]
 
@@ -131,7 +133,9 @@ def test_gradients_and_optimizers_of_ours_take_keras_variables(strategy2: mr.Str
     lazy = Lazy()
 
     def builds(x: Any) -> Any:
-        return mr.value_and_grad(lambda: mr.losses.compute_average_loss(lazy(x, training=True)), lazy.trainable_variables)()[1]
+        return mr.value_and_grad(
+            lambda: mr.losses.compute_average_loss(lazy(x, training=True).sum(1)), lazy.trainable_variables
+        )()[1]
 
     assert len(strategy2.run(builds, args=(batch,))) == len(lazy.trainable_variables) == 4
     with pytest.raises(TypeError, match=r"no variables.*before it is built: model.build"):

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,29 @@ def test_a_model_is_trained_by_steps_and_by_fit_in_turns_and_by_distributed_data
     strategy2.assert_mirrored()
 
 
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_weights_of_classes_are_the_third_element_of_a_distributed_dataset(num_replicas: int) -> None:
+    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+    x = np.random.default_rng(0).normal(size=(12, 3)).astype(np.float32)
+    y, of_class, weights = (x[:, 0] > 0).astype(np.int32), {0: 1.0, 1: 3.0}, np.array([1.0, 3.0])
+    dataset = strategy.distribute_dataset(strategy.make_numpy_dataset((x, y)).batch(5))
+    found = []
+    for data, options in (
+        ((x, y), {"class_weight": of_class, "batch_size": 5, "shuffle": False}),
+        ((dataset.map(lambda x, y: (x, y, weights[y])),), {}),
+    ):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+            model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        with warnings.catch_warnings(action="ignore"):  # batches that the replicas do not divide
+            model.fit(*data, **options, verbose=0)
+        found.append(model.get_weights()[0])
+    np.testing.assert_allclose(*found, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"class_weight; .*dataset\.map\(lambda x, y: \(x, y, weights\[y\]\)\)"):
+        model.fit(dataset, class_weight=of_class, verbose=0)
+
+
 def test_what_would_train_elsewhere_is_refused(strategy2: mr.Strategy, strategy3: mr.Strategy) -> None:
     def make() -> Any:
         return compiled(keras.Sequential([keras.Input((64,)), keras.layers.Dense(10)]))
@@ -159,6 +183,8 @@ def test_what_would_train_elsewhere_is_refused(strategy2: mr.Strategy, strategy3
         make().fit(dataset, verbose=0)
     with pytest.raises(ValueError, match=r"fit got a distributed dataset and class_weight; expected the dataset alone"):
         model.fit(dataset, class_weight={0: 1.0}, verbose=0)
+    with pytest.raises(ValueError, match=r"fit got a distributed dataset and positional arguments.* by their names"):
+        model.fit(dataset, None, verbose=0)
     with (
         strategy3.scope(),
         pytest.raises(mr.StrategyMismatchError, match=r"lives on 2 .*scope of a strategy on 3 .*Leave the scope"),

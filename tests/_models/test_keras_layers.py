@@ -150,7 +150,7 @@ def test_wrong_recipes_are_refused_and_change_nothing(strategy2: mr.Strategy) ->
     [x] = strategy2.distribute_dataset([np.arange(8, dtype=np.float32).reshape(4, 2)])
 
     def gradients(x: Any) -> Any:
-        return mr.value_and_grad(lambda: mr.losses.compute_average_loss(layer(x)), layer.trainable_variables)()[1]
+        return mr.value_and_grad(lambda: mr.losses.compute_average_loss(layer(x).sum(1)), layer.trainable_variables)()[1]
 
     def without_sum(x: Any) -> None:
         for variable, gradient in zip(layer.trainable_variables, gradients(x), strict=True):
@@ -210,7 +210,7 @@ def test_losses_constraints_and_mixed_precision_are_as_on_one_device(strategy3: 
     def step(x: Any) -> Any:
         def loss() -> Any:
             y = many(x, training=True)
-            return mr.losses.compute_average_loss(y**2) + mr.losses.scale_regularization_loss(sum(many.losses))
+            return mr.losses.compute_average_loss((y**2).sum(1)) + mr.losses.mean_over_own_rows(sum(many.losses))
 
         value, gradients = mr.value_and_grad(loss, many.trainable_variables)()
         optimizer.apply_gradients(zip(gradients, many.trainable_variables, strict=True))
@@ -257,3 +257,76 @@ def test_a_loss_of_keras_is_a_mean_over_own_rows_and_says_so_in_a_word(strategy2
         np.testing.assert_allclose(found, expected, rtol=1e-5)
     with pytest.warns(mr.FactorOfReplicasWarning, match=r"nobody has said.*\n.*\n.*mr\.losses\.mean_over_own_rows\(loss\)"):
         update([lambda y, z, _: mean(y, z)])
+
+
+class Extreme(keras.metrics.Metric):
+    """A metric whose state is written in many ways."""
+
+    def __init__(self, update: Any, **options: Any) -> None:
+        super().__init__(name="extreme")
+        self.update, self.value = update, self.add_variable((), "zeros", name="value", **options)
+        self.count = self.add_variable((), "zeros", name="count")
+
+    def update_state(self, values: Any) -> None:
+        self.count.assign_add(keras.ops.cast(keras.ops.size(values), "float32"))
+        self.value.assign(self.update(self.value, values))
+
+    def result(self) -> Any:
+        return self.value + 0
+
+
+def initial_max(values: Any) -> Any:
+    return jnp.max(values, initial=0.0)
+
+
+#: Updates of a state, and what one device has after two batches of rows.
+SUMS = {
+    "added": (lambda old, values: old + keras.ops.sum(values), lambda rows: rows.sum()),
+    "added in parts": (
+        lambda old, values: jnp.where(values.sum() > 0, values.sum() + old - 1.0 + 1.0, old + 0.0), lambda rows: rows.sum()
+    ),
+    "added to a cast": (lambda old, values: jnp.reshape(old.value.astype("float32"), ()) + values.sum(), lambda rows: rows.sum()),
+}  # fmt: skip
+NO_SUMS = {
+    "largest": lambda old, values: keras.ops.maximum(old, initial_max(values)),
+    "last": lambda old, values: keras.ops.sum(values),
+    "moving": lambda old, values: 0.9 * old + 0.1 * keras.ops.sum(values),
+    "twice": lambda old, values: old + old + keras.ops.sum(values),
+    "taken from": lambda old, values: keras.ops.sum(values) - old,
+    "of a count": lambda old, values: old + (keras.ops.sum(values) - old) / 9.0,
+}
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_a_metric_whose_state_is_no_sum_is_refused(num_replicas: int) -> None:
+    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+    rows = np.random.default_rng(0).uniform(1, 2, size=(9, 2)).astype(np.float32)
+
+    def result(update: Any, **options: Any) -> float:
+        with strategy.scope():
+            metric = Extreme(update, **options)
+        for batch in strategy.distribute_dataset([rows[:6], rows[6:8], rows[8:]]):  # in the last some replicas have no rows
+            strategy.run(lambda values, metric=metric: metric.update_state(values), args=(batch,))
+        assert float(metric.count.value) == rows.size
+        return float(metric.result())
+
+    for name, (update, expected) in SUMS.items():
+        np.testing.assert_allclose(result(update), expected(rows), rtol=1e-5, err_msg=name)
+    for name, update in NO_SUMS.items():
+        with pytest.raises(mr.FactorOfReplicasError, match=r"'extreme\w*/value' of a Keras metric .*only_first_replica.*pmax"):
+            result(update), pytest.fail(name)
+    largest = lambda old, values: keras.ops.maximum(old, jax.lax.pmax(initial_max(values), "replica"))  # noqa: E731
+    assert result(largest, aggregation="only_first_replica") == rows.max()
+
+
+def test_a_metric_may_begin_again_within_a_step(strategy2: mr.Strategy) -> None:
+    with strategy2.scope():
+        metric = keras.metrics.Mean()
+
+    def step(values: Any) -> None:
+        metric.reset_state()
+        metric.update_state(values)
+
+    for batch in strategy2.distribute_dataset([np.float32([1, 2, 3]), np.float32([4, 6])]):
+        strategy2.run(step, args=(batch,))
+    assert float(metric.result()) == 5

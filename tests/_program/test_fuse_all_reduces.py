@@ -45,6 +45,7 @@ def test_sums_join_whether_or_not_jax_compiles(strategy2):
     assert num_all_reduces(strategy2) == (1, 1) and float(twice[0]) == pytest.approx(ROWS.sum(), rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore::mirrored.UnevenReplicasWarning")
 @pytest.mark.parametrize("count", [16, 13])
 def test_a_result_that_a_step_has_added_up_is_looked_up_with_the_same_bits(strategy, count):
     def step(x):

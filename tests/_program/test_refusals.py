@@ -79,7 +79,7 @@ def test_a_mean_of_shares_is_said_with_the_sum_to_write(op, name, num_replicas, 
 
 
 def test_a_mean_of_shares_that_a_step_has_returned_is_said_too(strategy2):
-    [x] = strategy2.distribute_dataset([np.arange(5, dtype=np.float32)])
+    [x] = strategy2.distribute_dataset([np.arange(4, dtype=np.float32)])
     step = lambda x: {"loss": mr.losses.compute_average_loss(x), "metric": jnp.mean(x)}  # noqa: E731
     result = strategy2.run(step, args=(x,))
     for mean_of in (lambda: strategy2.reduce("mean", result), mr.function(lambda: strategy2.reduce("mean", result["loss"]))):
@@ -90,7 +90,7 @@ def test_a_mean_of_shares_that_a_step_has_returned_is_said_too(strategy2):
 
 def test_a_mean_of_shares_in_a_metric_is_said_too(strategy2):
     seen = variable(0.0, strategy2, synchronization="on_read", aggregation="mean")
-    [x] = strategy2.distribute_dataset([np.arange(5, dtype=np.float32)])
+    [x] = strategy2.distribute_dataset([np.arange(4, dtype=np.float32)])
     [found] = warnings_of(strategy2.run, lambda x: seen.assign_add(mr.losses.compute_average_loss(x)), (x,))
     assert re.search(rf"the mean over the replicas at {HERE}:\d+ is of this replica's share", str(found.message))
     assert not warnings_of(strategy2.run, lambda x: seen.assign_add(jnp.mean(x)), (x,))
@@ -121,6 +121,63 @@ def test_other_means_are_silent(strategy2):
         return all_reduce("mean", [jnp.mean(x), jnp.mean((x > 1) * 1.0), own, total, w.value, 3, 2.5, is_finite])
 
     assert not warnings_of(strategy2.run, step, (batch,))
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_a_mean_outside_of_an_uneven_step_is_said_and_each_line_is_right(num_replicas):
+    strategy = strategy_of(num_replicas)
+    for rows, is_uneven in ((np.float32([3, 1, 4, 1, 5, 9, 2]), True), (np.float32([3]), True), (np.arange(6.0), False)):
+        [x] = strategy.distribute_dataset([rows.astype(np.float32)])
+        own, each, inside = strategy.run(lambda x: (x.mean(), x * 1, all_reduce("mean", x.mean())), args=(x,))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            strategy.reduce("mean", {"own": own})
+        found = [str(warning.message) for warning in caught if warning.category is mr.UnevenReplicasWarning]
+        assert len(found) == is_uneven and all("all_reduce('mean', value)" in message for message in found)
+        for mean in (inside, strategy.reduce("mean", each, axis=0)):
+            np.testing.assert_allclose(mean, rows.mean(), rtol=1e-6)
+        np.testing.assert_array_equal(
+            strategy.reduce("sum", own) / num_replicas, np.mean([np.float32(v) for v in strategy.local_results(own)])
+        )
+        strategy.reduce("mean", {"inside": inside})
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_a_mean_that_a_variable_keeps_of_own_rows_is_refused_beside_an_uneven_batch(num_replicas):
+    strategy = strategy_of(num_replicas)
+    seen = variable(0.0, strategy, synchronization="on_read", aggregation="mean")
+    [even], [odd] = (strategy.distribute_dataset([np.arange(n, dtype=np.float32)]) for n in (6, 7))
+    plain, combined = (lambda x: seen.assign(x.mean())), (lambda x: seen.assign(all_reduce("mean", x.mean())))
+    strategy.run(plain, args=(even,))
+    assert float(seen) == 2.5
+    if num_replicas > 1:
+        line = r"assign\(ctx\.all_reduce\('mean', value\)\)"
+        with pytest.raises(mr.UnevenReplicasError, match=rf"at {HERE}:\d+\. Combine .*{line}"):
+            strategy.run(plain, args=(odd,))
+        assert float(seen) == 2.5
+    strategy.run(combined, args=(odd,))
+    np.testing.assert_allclose(float(seen), 3.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_a_penalty_of_own_rows_is_no_regularization_and_both_lines_are_right(num_replicas):
+    strategy = strategy_of(num_replicas)
+    scaled, own, average = mr.losses.scale_regularization_loss, mr.losses.mean_over_own_rows, mr.losses.compute_average_loss
+    losses = {
+        "in its mean": lambda w, h: average((h - 1) ** 2) + own(0.1 * jnp.mean(h**2) + 0.1 * w**2),
+        "in each": lambda w, h: average((h - 1) ** 2 + 0.1 * h**2) + scaled(0.1 * w**2),
+    }
+    for rows in ([1.0, 2.0, 6.0, 3.0, 2.0, 1.0], [1.0, 2.0, 6.0, 4.0], [2.0]):
+        x = np.float32(rows)
+        [batch] = strategy.distribute_dataset([x])
+        wrong = lambda x: average(x) + scaled(0.1 * jnp.mean(x**2))  # noqa: E731
+        message = rf"at {HERE}:\d+ depends on the argument `x`.*mean_over_own_rows\(penalty\)"
+        with pytest.raises(mr.FactorOfReplicasError, match=message):
+            strategy.run(wrong, args=(batch,))
+        expected = jax.grad(lambda w, x=x: jnp.mean((x * w - 1) ** 2) + 0.1 * jnp.mean((x * w) ** 2) + 0.1 * w**2)(1.0)
+        for name, loss in losses.items():
+            step = lambda x, loss=loss: all_reduce("sum", jax.grad(lambda w: loss(w, x * w))(1.0))  # noqa: E731
+            np.testing.assert_allclose(strategy.run(step, args=(batch,)), expected, rtol=1e-5, err_msg=name)
 
 
 # -- gradients that have been combined before
@@ -346,7 +403,7 @@ def test_an_update_of_what_was_updated_is_judged_by_itself(strategy3):
 
 
 def average_loss(w, x):
-    return mr.losses.compute_average_loss(jnp.reshape(w * x, (1, -1)))
+    return mr.losses.compute_average_loss(jnp.sum(w * x)[None])
 
 
 def regularized(w, b, both, first, second, x):

@@ -56,7 +56,8 @@ class Model:
             _, gradients = mr.value_and_grad(lambda: jnp.sum(self.w * jnp.sum(x)), [self.w])()
             self.optimizer.apply_gradients(gradients)
             self.seen.assign_add(x.shape[0])
-            self.mean.assign(jnp.sum(x).astype(jnp.float32))
+            total = jnp.sum(x).astype(jnp.float32)
+            self.mean.assign(mr.get_replica_context().all_reduce("mean", total, by_rows=False))
 
         strategy.run(step, args=(batch,))
         self.state["epoch"] += 1

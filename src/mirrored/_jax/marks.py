@@ -24,6 +24,10 @@ class Purpose(enum.Enum):
     SUM_OF_ALL = "the values of all replicas, which merged code adds up"
     MEAN = "averaged over the replicas"
     TOTAL = "the sum or mean over the replicas of the value with the same number"
+    KEPT_MEAN = "kept by a replica of an uneven step, and averaged with one weight for all when it is read"
+    OLD = "the value of a state that is summed over the replicas when it is read"
+    ADDED = "the new value of such a state"
+    REGULARIZATION = "divided by the number of replicas, as it is the same on each"
     BY_ROWS = "averaged with the weight of each replica's rows"
     NO_ROWS = "of no rows, so that its gradient is none"
     OPERAND = "given to a collective by the code of a step, and not by JAX for a gradient"
@@ -46,7 +50,7 @@ class Mark:
     purpose: Purpose
     name: str
     where: str
-    number: int = 0  # of a gradient: which optimizer's; of a sum: which of its arrays
+    number: int = 0  # of a gradient: which optimizer's; of a sum: which of its arrays; of a state: which variable's
 
     def __str__(self) -> str:
         """Leave out the line, which may differ between workers that run the same program: files have other paths there."""

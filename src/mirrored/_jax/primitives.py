@@ -51,6 +51,14 @@ ADDITIONS = frozenset({
 })  # fmt: skip
 #: Add up the derivatives of several uses of a value.
 DERIVATIVE_SUMS = frozenset({"add_any"})
+#: Have the numbers of their operand, maybe in another shape or type.
+SPREADS = frozenset({"convert_element_type", "copy", "reshape", "squeeze"})
+#: Add to their first operand, or subtract from it.
+ADD_TO_FIRST = frozenset({"add", "scatter-add", "scatter_add", "sub"})
+#: Add two operands, in any order.
+COMMUTATIVE = frozenset({"add"})
+#: Choose among their operands, but for the first.
+SELECTS = frozenset({"select_n"})
 #: Raise to the integer power `y`.
 POWERS = frozenset({"integer_pow"})
 #: Return their operands.

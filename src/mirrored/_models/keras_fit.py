@@ -165,9 +165,15 @@ def with_dataset(old: Callable[..., Any], model: keras.Model, x: object = None, 
     if isinstance(x, DistributedDataset):
         unused = [name for name in ("y", "sample_weight", "class_weight", "validation_split") if kwargs.get(name)]
         if unused or args:
+            advice = "Pass other arguments by their names."
+            if "class_weight" in unused:
+                advice = (
+                    "Weights of classes are its third element: dataset.map(lambda x, y: (x, y, weights[y])), with a NumPy array "
+                    "of one weight for each class."
+                )
             raise ValueError(
                 f"{old.__name__} got a distributed dataset and {' and '.join(unused) or 'positional arguments'}; expected the "
-                "dataset alone, which yields (x, y) or (x, y, sample_weight). Pass other arguments by their names."
+                f"dataset alone, which yields (x, y) or (x, y, sample_weight). {advice}"
             )
         x = _adapted(x, mesh, model)
     if isinstance(kwargs.get("validation_data"), DistributedDataset):

@@ -15,6 +15,7 @@ from .. import _process
 from .._errors import ContextError
 from .._jax import tracing, user_code
 from .._jax.marks import Mark, Purpose, mark
+from .._options import VariableAggregation
 from .._replicas import frames
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh, default_mesh
@@ -48,7 +49,7 @@ class View:
         # Outside of steps an eager scan or cond closes over the value, as in Keras.
         is_passing = not is_in_step and tracing.is_staging() and tracing.is_for_this_call()
         with tracing.untraced() if is_passing else contextlib.nullcontext():
-            return ours.value
+            return _noted(Purpose.OLD, ours, ours.value)
 
     @_value.setter
     def _value(self, value: jax.Array | None) -> None:
@@ -63,7 +64,7 @@ class View:
             is_mirrored = not spec_of(ours).is_on_read
             store(ours, mark(value, Mark(Purpose.ASSIGN, ours.name, user_code.user_line())) if is_mirrored else value)
         else:
-            ours.assign(value)
+            ours.assign(_noted(Purpose.ADDED, ours, value))
 
     def _initialize_layout(self) -> None:
         """Leave the placement to the strategy, whatever `keras.distribution` says."""
@@ -75,6 +76,14 @@ class View:
         """Be copied and pickled as an ordinary Keras variable, with its value."""
         state = {name: content for name, content in vars(self).items() if name not in (_OURS, _MESH)}
         return object.__new__, (type(self).__base__,), state | {keras_parts.VALUE: self._value}
+
+
+def _noted(purpose: Purpose, variable: Variable, value: jax.Array) -> jax.Array:
+    """Mark what a step reads of a metric's state, or writes to it: it is summed over the replicas, so it must be a sum."""
+    frame, spec = frames.current(), spec_of(variable)
+    if frame is None or frame.replica is None or not (spec.is_on_read and spec.aggregation is VariableAggregation.SUM):
+        return value
+    return mark(jnp.asarray(value), Mark(purpose, spec.name, user_code.user_line(), spec.number))
 
 
 @functools.cache

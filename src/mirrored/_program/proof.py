@@ -20,7 +20,22 @@ from .._jax import jaxprs, user_code
 from .._jax.interpreter import Analysis
 from .._jax.jaxprs import Equation, Jaxpr
 from .._jax.marks import Mark, Purpose, mark_p
-from .._jax.primitives import ADDITIONS, DERIVATIVE_SUMS, DIVISIONS, DRAWS, ELEMENTWISE, LOOPS, MAKE_SAME, ONE_TO_ONE, PURE, SUMS
+from .._jax.primitives import (
+    ADD_TO_FIRST,
+    ADDITIONS,
+    COMMUTATIVE,
+    DERIVATIVE_SUMS,
+    DIVISIONS,
+    DRAWS,
+    ELEMENTWISE,
+    LOOPS,
+    MAKE_SAME,
+    ONE_TO_ONE,
+    PURE,
+    SELECTS,
+    SPREADS,
+    SUMS,
+)
 from . import noise
 from .noise import Noise
 
@@ -68,6 +83,8 @@ class State:
     gradient: Gradient = Gradient.NONE
     drifts: bool = False  # whether in it a gradient that was not combined was added to a mirrored value
     noise: Noise | None = None  # random numbers in it, the same on all replicas
+    old: tuple[int, bool] | None = None  # the variable whose old value is in it, and whether all else was added to that
+    of_uneven: bool = False  # of a result: whether the replicas of its step had different numbers of rows
 
     @property
     def is_mirrored(self) -> bool:
@@ -86,7 +103,6 @@ SAME = State(Sameness.SAME)
 CONSTANT = State(Sameness.SAME, said=Said.CONSTANT)
 ZERO = State(Sameness.SAME, said=Said.ZERO)
 
-
 #: The purposes of gradients that an optimizer combines over the replicas.
 GIVEN_TO_OPTIMIZERS = frozenset({Purpose.GRADIENT, Purpose.SUMMED_GRADIENT, Purpose.MEAN_GRADIENT})
 
@@ -98,19 +114,23 @@ def varying(origin: str) -> State:
 
 def join(states: Iterable[State]) -> State:
     """Return the state of a value that is computed from values in these states."""
-    highest, said, came_back, has_share, drifts, noise = ZERO, Said.CONSTANT, "", False, False, None
+    highest, said, came_back, has_share, drifts, noise, old = ZERO, Said.CONSTANT, "", False, False, None, None
     for state in states:
         said, came_back, has_share = max(said, state.said), came_back or state.came_back, has_share or state.has_share
-        drifts, noise = drifts or state.drifts, noise or state.noise
+        drifts, noise, old = drifts or state.drifts, noise or state.noise, old or state.old
         if state.sameness > highest.sameness:
             highest = state
-    return State(highest.sameness, highest.origin, said, came_back=came_back, has_share=has_share, drifts=drifts, noise=noise)
+    mixed = None if old is None else (old[0], False)
+    return State(
+        highest.sameness, highest.origin, said, came_back=came_back, has_share=has_share, drifts=drifts, noise=noise, old=mixed
+    )
 
 
 def either(states: Sequence[State]) -> State:
     """Return the state of a value that is one of several."""
-    said = _lowest([state.said for state in states], above=Said.CONSTANT)
-    return dataclasses.replace(join(states), said=said, gradient=_gradient_of_sum(states))
+    said, olds = _lowest([state.said for state in states], above=Said.CONSTANT), {state.old for state in states}
+    joined = dataclasses.replace(join(states), said=said, gradient=_gradient_of_sum(states))
+    return dataclasses.replace(joined, old=olds.pop()) if len(olds) == 1 else joined
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,8 +159,8 @@ def prove(jaxpr: Jaxpr, inputs: Sequence[State]) -> Findings:
     Raises:
         CollectiveHangError: when replicas may disagree on whether, or how often, they reach a collective.
     """
-    findings = Findings()
-    findings.outputs = _Pass(findings, {}).run(jaxpr, (np.nan,) * len(jaxpr.constvars), inputs)
+    findings, unknown = Findings(), np.nan
+    findings.outputs = _Pass(findings, {}).run(jaxpr, (unknown,) * len(jaxpr.constvars), inputs)
     return findings
 
 
@@ -183,7 +203,8 @@ class _Pass(Analysis[State]):
         return either(values)
 
     def chosen(self, decision: State, value: State) -> State:
-        return dataclasses.replace(join((decision, value)), said=value.said, gradient=value.gradient, noise=value.noise)
+        state = join((decision, value))
+        return dataclasses.replace(state, said=value.said, gradient=value.gradient, noise=value.noise, old=value.old or state.old)
 
     def constant(self, value: Any) -> State:
         is_zero = not isinstance(value, jax.Array) and not np.any(value)
@@ -224,6 +245,8 @@ class _Pass(Analysis[State]):
             state = dataclasses.replace(state, said=min(state.said, Said.NOTHING), has_share=False)
         if name in DRAWS or state.noise is not None:
             state = dataclasses.replace(state, noise=self.noise(equation, inputs, state))
+        if state.old is not None:
+            state = dataclasses.replace(state, old=_old(name, inputs, state.old))
         if not state.is_mirrored:
             return state
         if name in PURE and all(map(jaxprs.is_plain, inside)):
@@ -276,6 +299,8 @@ class _Pass(Analysis[State]):
                 state = varying(self.within)  # only some replicas assign it
             case Purpose.ROWS:
                 return varying(note.name)
+            case Purpose.OLD:
+                return dataclasses.replace(state, old=(note.number, True))
             case Purpose.OPERAND:
                 return dataclasses.replace(state, is_operand=True)
             case Purpose.TOTAL:
@@ -313,6 +338,17 @@ class _Pass(Analysis[State]):
         highest = Said.NOTHING if is_of_step else Said.COMBINED
         is_multiplied = name in SUMS and Said.ZERO < given.said <= highest
         return dataclasses.replace(given, origin="", has_share=False, said=Said.WHOLE if is_multiplied else given.said)
+
+
+def _old(name: str, inputs: Sequence[State], mixed: tuple[int, bool]) -> tuple[int, bool]:
+    """Return which variable's old value is in a result, and whether all else was added to it."""
+    first, *others = inputs
+    if name in SELECTS:
+        return others[0].old or mixed if len({one.old for one in others}) == 1 and first.old is None else mixed
+    if name in COMMUTATIVE and first.old is None and len(others) == 1:
+        first, others = others[0], [first]
+    is_sum = name in SPREADS or name in ADD_TO_FIRST
+    return first.old if is_sum and first.old is not None and all(one.old is None for one in others) else mixed
 
 
 def _linear(equation: Equation, inputs: Sequence[State], state: State) -> State:

@@ -13,6 +13,7 @@ from .._errors import (
     ReplicasDivergeWarning,
     SameNoiseWarning,
     UnevenReplicasError,
+    UnevenReplicasWarning,
 )
 from .._jax import user_code
 from .._jax.marks import Mark, Purpose
@@ -57,8 +58,14 @@ def _state_message(note: Mark, state: State) -> str:
 
 
 def check_means(findings: Findings) -> None:
-    """Refuse means by rows of gradients to which other replicas have added in the backward pass, without a weight."""
+    """Refuse means that would have other weights than the replicas' rows, in an uneven step.
+
+    Those of gradients to which other replicas have added in the backward pass, without a weight, and those of a sync-on-read
+    variable, whose copies are averaged when it is read.
+    """
     for note, state in findings.marks:
+        if note.purpose is Purpose.KEPT_MEAN and not state.is_mirrored:
+            raise UnevenReplicasError(_KEPT_MEAN.format(name=note.name, where=note.where))
         if note.purpose is Purpose.BY_ROWS and state.came_back:
             raise UnevenReplicasError(
                 f"the batch does not divide evenly among the replicas, and the mean over the replicas at {note.where} is of "
@@ -71,10 +78,15 @@ def check_means(findings: Findings) -> None:
 
 
 def check_gradients(findings: Findings, num_replicas: int) -> None:
-    """Refuse or warn of gradients, and shares of losses, that are combined otherwise than the losses were divided."""
+    """Refuse or warn of gradients, shares of losses and states of metrics that are combined otherwise than they were divided."""
     for note, _ in findings.marks:
         if note.purpose is Purpose.SHARE:
             raise FactorOfReplicasError(_DIVIDED_AGAIN.format(where=note.where))
+    for note, state in findings.marks:
+        if note.purpose is Purpose.REGULARIZATION and not state.is_mirrored:
+            raise FactorOfReplicasError(_OWN_REGULARIZATION.format(where=note.where, origin=state.origin))
+        if note.purpose is Purpose.ADDED and not state.is_mirrored and state.old != (note.number, True):
+            raise FactorOfReplicasError(_NO_SUM.format(name=note.name, where=note.where))
     given = [(note, state) for note, state in findings.marks if note.purpose in GIVEN_TO_OPTIMIZERS]
     summed = [(note, state) for note, state in findings.marks if note.purpose in _SUMS and state.gradient]
     for note, state in given:
@@ -119,7 +131,10 @@ def check_noise(findings: Findings) -> None:
 
 def check_outside(given: Iterable[tuple[Mark, State | None]], num_replicas: int) -> None:
     """As `check_gradients`, of values that steps have returned: for each what it is combined for, and its state in the step."""
-    check_gradients(Findings(marks=[(note, state) for note, state in given if state is not None]), num_replicas)
+    marks = [(note, state) for note, state in given if state is not None]
+    check_gradients(Findings(marks=marks), num_replicas)
+    if any(note.purpose is Purpose.MEAN and state.of_uneven and state.said is not Said.SHARE for note, state in marks):
+        user_code.warn(_PLAIN_MEAN, UnevenReplicasWarning)
 
 
 def _refuse_contradiction(note: Mark, state: State, num_replicas: int) -> None:
@@ -194,6 +209,33 @@ _MEAN_OF_SHARES = (
     "gradient: a loss for each example, or a loss of mr.losses, is divided by all rows, so that the shares of all replicas add "
     "up, and their mean is R times too small (R = {num_replicas} here). Add them up: ctx.all_reduce('sum', value), or outside "
     "of a step strategy.reduce('sum', value)."
+)
+_PLAIN_MEAN = (
+    "strategy.reduce('mean', value) gives all replicas one weight, and this value comes of a step in which they had different "
+    "numbers of rows: of means over own rows it is not the mean over the batch, and a replica without rows may make it NaN. "
+    "Write one of these lines:\n"
+    "    ctx.all_reduce('mean', value)            # in the step: weighs each replica by its rows\n"
+    "    strategy.reduce('mean', values, axis=0)  # of one value for each row\n"
+    "    strategy.reduce('sum', value) / strategy.num_replicas_in_sync  # one weight for each replica"
+)
+_KEPT_MEAN = (
+    "variable {name!r} is sync-on-read with aggregation='mean', which gives all replicas one weight when it is read, and the "
+    "batch does not divide evenly among them: of means over own rows that would not be the mean over the batch. It is assigned "
+    "at {where}. Combine the value first: variable.assign(ctx.all_reduce('mean', value)), which weighs by rows, or with "
+    "by_rows=False. Or keep a sum and a number of rows, in variables with aggregation='sum'."
+)
+_NO_SUM = (
+    "the variable {name!r} of a Keras metric is summed over the replicas when it is read, and the value assigned to it at "
+    "{where} is no sum: it is not the old value and something that was added to it. A largest or last value, or a running mean, "
+    "would be a sum of those of all replicas. Add to it: variable.assign_add(value). Or combine the replicas in update_state, "
+    "and say so where the variable is made: self.add_variable(shape, initializer, aggregation='only_first_replica'), and for a "
+    "largest value variable.assign(keras.ops.maximum(variable, jax.lax.pmax(value, 'replica')))."
+)
+_OWN_REGULARIZATION = (
+    "the penalty given to scale_regularization_loss at {where} depends on {origin}. It is divided by the number of replicas, as "
+    "one that is the same on each; that of own rows would have a wrong weight in a batch that the replicas do not divide. Write "
+    "mr.losses.mean_over_own_rows(penalty), in which a penalty for weights counts once, too; or add it to the loss of each "
+    "example."
 )
 _DIVIDED_AGAIN = (
     "the loss at {where} is divided by all rows, and in it is a share of mr.losses, or the gradient of one, that was divided so "

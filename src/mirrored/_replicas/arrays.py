@@ -106,7 +106,7 @@ def as_array(leaf: Any, verb: str) -> jax.Array:
 
 def check_leaf(leaf: object, verb: str) -> None:
     """Refuse a leaf that cannot be combined over replicas."""
-    if _is_sparse(leaf):
+    if is_sparse(leaf):
         raise TypeError(
             f"{verb} got a {type(leaf).__name__}, whose indices would be combined like its values. Make it dense: x.todense()."
         )
@@ -130,13 +130,27 @@ def is_wrapped(leaf: object) -> bool:
 
     Another library's wrapper of an array, such as `nnx.Param`, stays a node of its tree.
     """
-    return (hasattr(leaf, "__jax_array__") and type(leaf).__module__.startswith(_OURS)) or _is_sparse(leaf)
+    return (hasattr(leaf, "__jax_array__") and type(leaf).__module__.startswith(_OURS)) or is_sparse(leaf)
 
 
-def _is_sparse(leaf: object) -> bool:
+def is_sparse(leaf: object) -> bool:
+    """Tell whether a value is a sparse array of JAX, a pytree of its indices and values."""
     return type(leaf).__module__.startswith("jax.experimental.sparse")  # not imported here: it is large
 
 
 def is_numeric(dtype: np.dtype[Any]) -> bool:
     """Tell whether devices can hold arrays of a numpy dtype."""
     return dtype.kind in "biufc" or (dtype.kind == "V" and jax.numpy.issubdtype(dtype, np.number))  # V: bfloat16 and its like
+
+
+def check_losses(losses: jax.Array, what: str) -> None:
+    """Refuse an array that is not one loss for each example; `what` begins the message."""
+    if losses.ndim <= 1:
+        return
+    line = f"losses.mean(axis={1 if losses.ndim == 2 else tuple(range(1, losses.ndim))})"
+    raise ValueError(
+        f"{what} losses of shape {losses.shape}; expected one number for each example, shape {losses.shape[:1]}. A difference of "
+        "shapes (n,) and (n, 1) has shape (n, n): give both one shape. Otherwise write one of these lines:\n"
+        f"    {line:<40}  # the mean over each example's own elements\n"
+        "    mr.losses.weighted_mean(losses, weights)  # the mean over all elements, such as tokens; weights of the same shape"
+    )

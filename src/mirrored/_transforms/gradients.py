@@ -16,7 +16,7 @@ from .._libraries import lines_for
 from .._models import keras
 from .._models.keras_variables import has_strangers, own_variable
 from .._program import lift
-from .._replicas import frames
+from .._replicas import arrays, frames
 from .._text import shown
 from .._typing import PyTree, UserFunction
 from .._variables.access import load, store
@@ -69,8 +69,8 @@ def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -
     Plain `jax.grad` over `variable.value` gives the same numbers for a scalar.
 
     Args:
-        fn: returns losses of shape `[n, ...]` for n examples, of which further axes are summed as in
-            `mr.losses.compute_average_loss`, or a scalar; with `has_aux`, `(loss, aux)`. Its arguments are passed through.
+        fn: returns losses of shape `[n]`, one number for each of n examples, or a scalar; with `has_aux`, `(loss, aux)`. Its
+            arguments are passed through.
         variables: floating point variables, in any nest.
         has_aux: whether `fn` returns `(loss, aux)`.
 
@@ -81,7 +81,7 @@ def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -
     Raises:
         TypeError: when `variables` holds something else, or a variable that is not floating point, and when
             the loss is not floating point.
-        ValueError: for a variable that is listed twice.
+        ValueError: for a variable that is listed twice, and for losses of more axes than `[n]`.
         ContextError: outside a step, for a sync-on-read variable.
 
     >>> w = mr.Variable([1.0, 2.0])
@@ -199,5 +199,6 @@ def _one_number(loss: object) -> jax.Array:
         raise TypeError(f"the loss has dtype {loss.dtype}; expected a floating point number.")
     if loss.ndim == 0:
         return loss
+    arrays.check_losses(loss, "the function returned")
     is_in_step = (frame := frames.current()) is not None and frame.replica is not None
     return compute_average_loss(loss) if is_in_step else jnp.sum(loss) / loss.shape[0]

@@ -50,7 +50,10 @@ class Assignment:
         else:
             update = self._converted()
         if is_in_replica and spec.is_on_read and spec.aggregation is VariableAggregation.MEAN:
-            update = mark(jnp.asarray(update), Mark(Purpose.MEAN, spec.name, user_code.user_line()))
+            assert axis is not None
+            purposes = (Purpose.MEAN,) if axis.sizes is None else (Purpose.MEAN, Purpose.KEPT_MEAN)
+            for purpose in purposes:
+                update = mark(jnp.asarray(update), Mark(purpose, spec.name, user_code.user_line()))
         if spec.is_on_read or axis is None:
             return self._combined(update)
         if is_in_replica and spec.aggregation is not VariableAggregation.NONE:

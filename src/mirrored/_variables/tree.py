@@ -35,7 +35,7 @@ class VariableTree:
     ...     optimizer = mr.Optimizer(optax.sgd(0.5), params)
     >>> def step(x):
     ...     def loss():
-    ...         return x @ params.value["w"] + params.value["b"]  # one for each example
+    ...         return (x @ params.value["w"] + params.value["b"]).sum(axis=1)  # one for each example
     ...     optimizer.apply_gradients(mr.grad(loss, params)())
     >>> for batch in strategy.distribute_dataset([np.ones((2, 2), np.float32)]):
     ...     strategy.run(step, args=(batch,))

@@ -64,6 +64,7 @@ def lift_uneven(
     for position, (state, own) in enumerate(zip(findings.outputs, of_kinds, strict=False)):
         if not state.is_mirrored and all(one.is_mirrored for one in own):
             raise UnevenReplicasError(_other_type(plan, position, kinds, state.origin))
+    findings.outputs = [dataclasses.replace(state, of_uneven=True) for state in findings.outputs]
     return merged, findings
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..._replicas.arrays import check_range, is_numeric, refuse_mask
+from ..._replicas.arrays import check_range, is_numeric, is_sparse, is_wrapped, refuse_mask
 from ..._replicas.host_memory import empty_rows
-from ..._replicas.per_replica import PerReplica, is_per_replica
+from ..._replicas.per_replica import PerReplica
 from ..._text import shown
 from ..._typing import PyTree
 
@@ -107,6 +107,11 @@ def to_numpy(batch: PyTree) -> PyTree:
                 f"the dataset yielded a PerReplica{_at(path)}, which is distributed already; expected global batches on the "
                 "host. Pass it to strategy.run as it is."
             )
+        if is_sparse(leaf):
+            raise TypeError(
+                f"the dataset yielded a {type(leaf).__name__}{_at(path)}, of which the stored values would be cut in place of "
+                "the rows. Make it dense: dataset.map(lambda x: x.todense())."
+            )
         refuse_mask(leaf, lambda: f"the dataset yielded{_at(path)}")
         array = np.asarray(leaf)
         array = array.astype(array.dtype.newbyteorder("="), copy=False)  # files of other machines, such as IDX
@@ -123,7 +128,7 @@ def to_numpy(batch: PyTree) -> PyTree:
         check_range(array, lambda: f"the dataset yielded{_at(path)}")
         return array
 
-    return jax.tree_util.tree_map_with_path(convert, batch, is_leaf=is_per_replica)
+    return jax.tree_util.tree_map_with_path(convert, batch, is_leaf=is_wrapped)
 
 
 def copied(batch: PyTree) -> PyTree:

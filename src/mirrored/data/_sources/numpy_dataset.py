@@ -10,9 +10,9 @@ import numpy as np
 
 from ... import _tf_names
 from ..._html import outline
-from ..._replicas.arrays import is_numeric, refuse_mask
+from ..._replicas.arrays import is_numeric, is_wrapped, refuse_mask
 from ..._replicas.host_memory import empty_rows
-from ..._replicas.per_replica import PerReplica, is_per_replica
+from ..._replicas.per_replica import PerReplica
 from ..._text import counted, shown
 from ..._typing import PyTree
 from .._sharing.rows import count_rows
@@ -55,7 +55,7 @@ class NumpyDataset:
     _passes: list[int] = dataclasses.field(default_factory=lambda: [0], init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for path, leaf in jax.tree_util.tree_flatten_with_path(self.arrays, is_leaf=is_per_replica)[0]:
+        for path, leaf in jax.tree_util.tree_flatten_with_path(self.arrays, is_leaf=is_wrapped)[0]:
             name = jax.tree_util.keystr(path) or "the array"
             if not isinstance(leaf, np.ndarray):
                 kind = type(leaf).__name__
