@@ -12,7 +12,10 @@ author = "the mirrored developers"
 release = mirrored.__version__
 extensions = [
     "myst_parser",
+    "attribute_docstrings",
+    "messages",
     "notebook_cells",
+    "user_search",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
@@ -22,6 +25,7 @@ extensions = [
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["pages.css"]
+html_search_scorer = str(Path(__file__).parent / "_static" / "search.js")
 html_title = "mirrored"
 html_show_copyright = False
 copybutton_prompt_text = ">>> "

@@ -1,4 +1,4 @@
-"""Equinox on the digits, on four replicas: examples/single_device/equinox_digits.py with five lines changed.
+"""Equinox on the digits, on two replicas: examples/single_device/equinox_digits.py with five lines changed.
 
 python examples/equinox_digits.py
 """
@@ -12,7 +12,7 @@ from sklearn.datasets import load_digits
 
 import mirrored as mr
 
-strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(4)])  # leave the list out to take all GPUs
+strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])  # omit the list to use every GPU
 
 
 class Net(eqx.Module):
@@ -50,7 +50,9 @@ def train_step(model, state, opt_state, batch):
 
 digits = load_digits()
 images, labels = (digits.images[:, None] / 16).astype(np.float32), digits.target
-batches = [{"image": images[i : i + 50], "label": labels[i : i + 50]} for i in range(0, 1437, 50)]  # the last has 37 rows
+cuts = range(50, 1437, 50)  # the last batch has 37 rows
+parts = zip(np.split(images[:1437], cuts), np.split(labels[:1437], cuts), strict=True)
+batches = [{"image": image, "label": label} for image, label in parts]
 
 model, state = eqx.nn.make_with_state(Net)(jax.random.key(0))
 optimizer = optax.adam(3e-3)

@@ -1,4 +1,4 @@
-"""Flax Linen on the digits, on four replicas: examples/single_device/linen_digits.py with five lines changed.
+"""Flax Linen on the digits, on two replicas: examples/single_device/linen_digits.py with five lines changed.
 
 python examples/linen_digits.py
 """
@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 
 import mirrored as mr
 
-strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(4)])  # leave the list out to take all GPUs
+strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])  # omit the list to use every GPU
 
 
 class Net(nn.Module):
@@ -44,7 +44,9 @@ def train_step(state, batch):
 
 digits = load_digits()
 images, labels = (digits.images[..., None] / 16).astype(np.float32), digits.target
-batches = [{"image": images[i : i + 50], "label": labels[i : i + 50]} for i in range(0, 1437, 50)]  # the last has 37 rows
+cuts = range(50, 1437, 50)  # the last batch has 37 rows
+parts = zip(np.split(images[:1437], cuts), np.split(labels[:1437], cuts), strict=True)
+batches = [{"image": image, "label": label} for image, label in parts]
 
 net = Net()
 variables = net.init(jax.random.key(0), images[:1], train=False)

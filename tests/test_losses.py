@@ -308,6 +308,30 @@ def test_a_mean_by_weights_of_small_numbers_and_of_none():
     assert [float(STRATEGY.reduce("sum", value)) for value in STRATEGY.run(of_nothing, args=(mask,))] == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_tokens_accumulated_in_parts_are_divided_by_those_of_all_parts(num_replicas):
+    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+    x = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
+    mask = np.arange(12) % 5 < 3
+    w = variable(W, strategy)
+
+    def step(x, mask, is_divided_by_all):
+        total = mr.get_replica_context().all_reduce("sum", mask.sum()) if is_divided_by_all else None
+        parts = jax.tree.map(lambda a: a.reshape(2, -1, *a.shape[1:]), (x, mask))
+        loss = lambda w, x, mask: mr.losses.weighted_mean((x @ w) ** 2, mask, total)  # noqa: E731
+        add = lambda sums, part: (jax.tree.map(jnp.add, sums, jax.value_and_grad(loss)(w.value, *part)), None)  # noqa: E731
+        return mr.get_replica_context().all_reduce("sum", jax.lax.scan(add, (jnp.float32(0), jnp.zeros(4)), parts)[0])
+
+    [batch] = strategy.distribute_dataset([(x, mask)])
+    alone = jax.value_and_grad(lambda w: ((x @ w) ** 2 * mask).sum() / mask.sum())(W)
+    jax.tree.map(
+        lambda ours, one: np.testing.assert_allclose(ours, one, rtol=1e-5), strategy.run(step, args=(*batch, True)), alone
+    )
+    assert float(strategy.run(step, args=(*batch, False))[0]) > 1.5 * float(alone[0]), "each part by its own tokens"
+    with pytest.raises(ValueError, match=r"total has shape \(3,\); expected a scalar: ctx.all_reduce"):
+        strategy.run(lambda: mr.losses.weighted_mean(jnp.ones(3), jnp.ones(3), jnp.ones(3)))
+
+
 #: Losses in which a share is divided again, and two in which it is not.
 AGAIN = {
     "a mean": lambda w, x, y: mr.losses.mean_over_own_rows(compute_average_loss(each(w, x, y))),

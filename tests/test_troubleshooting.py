@@ -1,5 +1,6 @@
 """Each public error and warning is in docs/troubleshooting.md: each message there is raised here, and is printed so."""
 
+import dataclasses
 import gc
 import re
 import warnings
@@ -34,6 +35,12 @@ PUBLIC = {
 }
 
 Case = Callable[[SimpleNamespace], Any]
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class State:
+    tx: optax.GradientTransformation
 
 
 @pytest.fixture
@@ -181,6 +188,8 @@ CASES: list[tuple[str, str, Case]] = [
     ("UnevenReplicasWarning", "outside", lambda g: g.strategy.reduce("mean", g.run(jnp.mean, g.odd))),
     ("RecompilationWarning", "new shapes", lambda g: [
         g.run(step, np.ones(rows, np.float32)) for step in [lambda x: x.shape[0]] for rows in range(1, 30)]),
+    ("RecompilationWarning", "new transformations", lambda g: [
+        g.run(step, State(optax.sgd(0.1))) for step in [lambda state: None] for _ in range(10)]),
 ]  # fmt: skip
 
 

@@ -45,7 +45,9 @@ def train_step(model, state, opt_state, batch):
 
 digits = load_digits()
 images, labels = (digits.images[:, None] / 16).astype(np.float32), digits.target
-batches = [{"image": images[i : i + 50], "label": labels[i : i + 50]} for i in range(0, 1437, 50)]  # the last has 37 rows
+cuts = range(50, 1437, 50)  # the last batch has 37 rows
+parts = zip(np.split(images[:1437], cuts), np.split(labels[:1437], cuts), strict=True)
+batches = [{"image": image, "label": label} for image, label in parts]
 
 model, state = eqx.nn.make_with_state(Net)(jax.random.key(0))
 optimizer = optax.adam(3e-3)

@@ -38,7 +38,9 @@ def train_step(model, optimizer, metrics, batch):
 
 digits = load_digits()
 images, labels = (digits.images[..., None] / 16).astype(np.float32), digits.target
-batches = [{"image": images[i : i + 50], "label": labels[i : i + 50]} for i in range(0, 1437, 50)]  # the last has 37 rows
+cuts = range(50, 1437, 50)  # the last batch has 37 rows
+parts = zip(np.split(images[:1437], cuts), np.split(labels[:1437], cuts), strict=True)
+batches = [{"image": image, "label": label} for image, label in parts]
 
 model = Net(nnx.Rngs(0))
 optimizer = nnx.Optimizer(model, optax.adam(3e-3), wrt=nnx.Param)
@@ -47,7 +49,8 @@ for epoch in range(3):
     metrics.reset()
     for batch in batches:
         loss = train_step(model, optimizer, metrics, batch)
-    print(f"epoch {epoch}: loss {float(loss):.4f}, accuracy {float(metrics.compute()):.4f}")
+    accuracy = float(metrics.compute())
+    print(f"epoch {epoch}: loss {float(loss):.4f}, accuracy {accuracy:.4f}")
 model.eval()
 right = int((jnp.argmax(model(images[1437:]), axis=1) == labels[1437:]).sum())
 print(f"{right} of {len(labels) - 1437} held-out images right")

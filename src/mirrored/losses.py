@@ -91,7 +91,7 @@ def scale_regularization_loss(regularization_loss: _ArrayLike) -> jax.Array:
     return _share(_marks.mark(loss, note) / replicas.size)
 
 
-def weighted_mean(losses: _ArrayLike, weights: _ArrayLike) -> jax.Array:
+def weighted_mean(losses: _ArrayLike, weights: _ArrayLike, total: _ArrayLike | None = None) -> jax.Array:
     """Divide this replica's weighted sum of losses by the sum of the weights of all replicas.
 
     It is for losses that are not divided by rows: tokens (padding has the weight 0), masks, sample weights. The results of all
@@ -102,11 +102,13 @@ def weighted_mean(losses: _ArrayLike, weights: _ArrayLike) -> jax.Array:
         losses: shape `[n, ...]`, for example `[n, length]`, one loss for each token.
         weights: booleans or numbers, of the same shape. Weights `[n]` of examples are those of their tokens by
             `jnp.broadcast_to(weights[:, None], losses.shape)`.
+        total: the sum of the weights of all parts on all replicas, for a batch that is accumulated in parts:
+            `ctx.all_reduce("sum", weights.sum())` before the loop. Default: the sum of these `weights` on all replicas.
 
     Raises:
         ContextError: outside a step.
         TypeError: for something that is not an array of real numbers.
-        ValueError: for shapes that do not fit.
+        ValueError: for shapes that do not fit, and a `total` with axes.
 
     >>> def step(lengths):
     ...     is_token = jnp.arange(3) < lengths[:, None]
@@ -121,8 +123,10 @@ def weighted_mean(losses: _ArrayLike, weights: _ArrayLike) -> jax.Array:
     losses = _as_floats(losses, "losses")
     wide = losses.astype(jnp.promote_types(losses.dtype, jnp.float32))  # 257 tokens are no bfloat16
     weights = _weights(weights, wide, "weights", "losses")
-    [total] = replicas.sum([jnp.sum(weights)])
-    return _share((jnp.sum(wide * weights) / jnp.where(total == 0, 1, total)).astype(losses.dtype))
+    whole = replicas.sum([jnp.sum(weights)])[0] if total is None else _as_floats(total, "total")
+    if whole.shape:
+        raise ValueError(f"total has shape {whole.shape}; expected a scalar: ctx.all_reduce('sum', weights.sum()).")
+    return _share((jnp.sum(wide * weights) / jnp.where(whole == 0, 1, whole)).astype(losses.dtype))
 
 
 def mean_over_own_rows(loss: _ArrayLike) -> jax.Array:

@@ -190,6 +190,39 @@ class Place:
         self.at = at
 
 
+class Plain:
+    """A loader without a position, as torch's DataLoader."""
+
+    def __iter__(self):
+        return iter([np.ones(4, np.float32)])
+
+
+class Late(Plain):
+    """A loader that knows its position after the first batch, and keeps in it what JSON has not."""
+
+    def state_dict(self):
+        return {"object": object()}
+
+    def load_state_dict(self, state): ...
+
+
+def test_an_iterator_without_a_position_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
+    batches = iter(strategy.distribute_dataset(Plain()))
+    with pytest.raises(
+        TypeError, match=r"position of state\['batches'\] cannot be saved: Plain has no position .* StatefulDataLoader"
+    ):
+        Checkpoint(tmp_path / "a", state={"batches": batches})
+    assert not (tmp_path / "a").exists()
+    batches = iter(strategy.distribute_dataset(Late()))
+    Checkpoint(tmp_path / "a", state={"batches": batches})
+    with pytest.raises(
+        TypeError, match=r"mr\.Checkpoint cannot save the position of this iterator: its state holds .* which JSON cannot hold"
+    ):
+        next(batches)
+    assert next(iter(strategy.distribute_dataset(Late()))).shape == (2,), "whose position nobody wants"
+
+
 def test_each_worker_gets_back_its_own_position() -> None:
     """And that of the first when their number has changed, which an iterator may refuse."""
     leaves = {"data": Place()}
@@ -321,10 +354,11 @@ def test_strays_are_ignored_with_a_line_and_nothing_is_written_through_them(tmp_
     before = {p: p.read_bytes() for p in files_of(outside)}
     assert restore(directory, w=w.assign(0.0)) == 2 and float(w) == 3.0
     for text in (
-        "3 is an empty directory", "9 is a symbolic link", "8 is not a directory", "07 is not", "cut short", "notes.t",
+        "3 is an empty directory", "9 is a symbolic link", "8 is not a directory", "07 is not", "cut short",
         "5 was not written by mr.Checkpoint", "step 6 in", "is that of step 2",
     ):  # fmt: skip
         assert text in caplog.text, text
+    assert "notes.txt" not in caplog.text, "a file is the user's own"
     shutil.rmtree(directory / "6")
     with Checkpoint(directory, max_to_keep=1, w=w, max_failed_saves=9) as checkpoint:
         assert checkpoint.steps() == [2]

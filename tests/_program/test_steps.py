@@ -302,6 +302,10 @@ def of_a_setting(i):
     return lambda x: x * SETTINGS.lr, (np.ones(2),)
 
 
+def state_of(tx):
+    return pytest.importorskip("flax.training.train_state").TrainState.create(apply_fn=None, params=np.ones(2, np.float32), tx=tx)
+
+
 #: Each makes the i-th call: a function and its arguments; what the warning says of the ninth.
 REASONS = [
     (lambda i: (named, (np.ones(2), {"rate": str(i)})),
@@ -309,6 +313,8 @@ REASONS = [
     (lambda i: (named, ([np.ones(i + 1)], 0)), r"`x\[0\]` changed from shape \(8,\) float32 to \(9,\) float32\. Give batches"),
     (lambda i: (named, (np.ones(2) if i % 2 else "1", str(i))), r"the argument `x` changed from an array of shape \(2,\) to '1'"),
     (lambda i: (named, ([1] * i, 0)), r"the structure of its arguments changed"),
+    (lambda i: (named, ({"a": 0, str(i): 1}, 0)), r"the structure of its arguments changed"),
+    (lambda i: (named, ([state_of(optax.sgd(0.1))], 0)), r"an optax transformation in its arguments is another object .*tx=tx"),
     (of_another_object, "captured, which it reads, is another object than before"),
     (of_a_setting, r"SETTINGS\.lr, .* changed from 0\.7 to 0\.8\. What a step reads is compiled into it\. .* as an argument"),
 ]  # fmt: skip
@@ -323,6 +329,20 @@ def test_recompilation_is_reported_once_with_what_changed(strategy2, make, messa
     [warning] = recompiled(run)
     assert (warning.category, warning.filename) == (mr.RecompilationWarning, __file__)
     assert re.search(r"has been compiled 9 times; this time because .*" + message, str(warning.message))
+
+
+def test_one_optax_transformation_or_a_rate_in_its_state_compiles_once(strategy2):
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    with testing.count_programs() as count:
+        for rate in (0.1, 0.2, 0.3):
+            state = state_of(tx)
+            state.opt_state.hyperparams["learning_rate"] = np.float32(rate)
+            strategy2.run(named, args=(state,))
+    assert count.count == 1
+    nnx = pytest.importorskip("flax.nnx")
+    optimizer = lambda: nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param)  # noqa: E731
+    [warning] = recompiled(lambda i: strategy2.run(named, args=(optimizer(),)))
+    assert "an optax transformation in its arguments" in str(warning.message)
 
 
 def test_a_cross_validation_is_silent(strategy2):

@@ -87,3 +87,5 @@ def test_nothing_is_said_of_a_few_steps_and_a_line_of_many(strategy2, tmp_path):
     [words] = Spent(num_steps=20, wall=2.0, input=1.0, devices=0.5, python=0.2).in_words()
     whole = "50% waiting for input, 25% waiting for devices, 10% Python and dispatch, 15% between the steps"
     assert words == f"time of 20 steps, 100 ms each: {whole}"
+    words, why = Spent(num_steps=20, wall=2.0, input=0.1, devices=0.0, python=0.2).in_words()
+    assert words.endswith(", 85% between the steps") and why.endswith("each result that it reads, as float(loss) does")

@@ -9,7 +9,7 @@ MUTANTS = [
     ("_strategy/leaves.py", "tuple(map(jax.numpy.copy, copies))", "tuple(copies)",
      STRATEGY + "local_results_of_variables_are_their_copies"),
     ("losses.py", "loss * (own / total) if own else", "loss * (own / total) if True else", RIGHT + "[uneven]"),
-    ("losses.py", "[total] = replicas.sum([jnp.sum(weights)])", "total = jnp.sum(weights)", RIGHT + "[even]"),
+    ("losses.py", "replicas.sum([jnp.sum(weights)])[0] if total", "jnp.sum(weights) if total", RIGHT + "[even]"),
     ("optimizer.py", ".mirrored, op, (), None)", ".mirrored, ReduceOp.MEAN, (), None)",
      "tests/test_optimizer.py::test_outside_a_step_gradients_are_one_value_and_per_replica_ones_are_summed"),
     ("optimizer.py", "        self._iterations.assign_add(1)\n", "",

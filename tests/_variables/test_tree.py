@@ -99,6 +99,20 @@ def test_as_a_pytree_it_is_the_tree_of_its_arrays(strategy2: mr.Strategy) -> Non
     assert float(optax.tree.norm(tree)) == pytest.approx(2**0.5)
 
 
+def test_a_tree_is_shown_by_its_shapes_and_a_large_one_in_part(strategy2: mr.Strategy) -> None:
+    tree = variable({"a": np.zeros((3, 2), np.float32), "b": {"c": np.int32(1), "n": 3}}, strategy2, name="params")
+    lines = [
+        "mr.Variable(name='params', a tree of 2 variables with 7 elements:",
+        "  ['a']: (3, 2) float32",
+        "  ['b']['c']: () int32)",
+    ]
+    assert repr(tree).split("\n") == lines
+    assert "<td>[&#x27;a&#x27;]</td><td>(3, 2)</td><td>float32</td>" in tree._repr_html_()
+    large = variable([np.zeros((1 + i, 2)) for i in range(23)], strategy2)
+    assert repr(large).endswith("  [19]: (20, 2) float32\n  ... and 3 more)") and large._repr_html_().count("<tr>") == 22
+    assert strategy2.run(lambda: repr(tree)) == repr(tree), "also in a step"
+
+
 def test_what_is_refused_changes_nothing(strategy2: mr.Strategy) -> None:
     tree = variable({"a": np.zeros(2, np.float32), "b": np.zeros(3, np.float32), "step": 0}, strategy2, name="state")
     with pytest.raises(ValueError, match=r"got \['step'\] = 1, which was 0 .*step=jnp\.asarray"):

@@ -1,6 +1,8 @@
 """The position of an iterator: JSON, counts what was delivered, survives another number of replicas."""
 
 import dataclasses
+import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -175,6 +177,49 @@ def test_the_passes_after_a_restart_have_the_orders_of_the_unbroken_run() -> Non
     unbroken, first, second = make(2), make(2), make(3)
     whole = [batches_of(unbroken) for _ in range(3)]
     assert batches_of(first) == whole[0] and resumed(first, 1, second) == whole[1] and batches_of(second) == whole[2]
+
+
+class Tensor:
+    """So much of a torch tensor as a position needs."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def __array__(self, dtype: object = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.array, dtype, copy=copy)
+
+
+class WithTensors:
+    """As a shuffled StatefulDataLoader of torchdata: its state has the generator's as a tensor of bytes, among other things."""
+
+    def __init__(self) -> None:
+        self.at, self.generator = 0, np.random.default_rng(7).integers(0, 256, 16, np.uint8)
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        order = np.random.default_rng(self.generator).permutation(12).astype(np.int32)
+        start, self.at = self.at, 0
+        for self.at in range(start + 1, 4):
+            yield order[4 * (self.at - 1) : 4 * self.at]
+
+    def state_dict(self) -> dict[str, Any]:
+        sampler = {"samples_yielded": 4 * self.at, "sampler_iter_state": {"generator": Tensor(self.generator), "yielded": 4}}
+        return {"_sampler_iter_state": sampler, "_num_yielded": self.at, "dataset_state": None, "of_workers": [Tensor(np.eye(2))]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        generator = state["_sampler_iter_state"]["sampler_iter_state"]["generator"]
+        assert isinstance(generator, Tensor) and generator.array.flags.writeable
+        assert np.array_equal(state["of_workers"][0].array, np.eye(2))
+        self.at, self.generator = state["_num_yielded"], generator.array
+
+
+def test_a_shuffled_loader_whose_state_holds_tensors_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(Tensor=Tensor, from_numpy=Tensor))
+    whole = batches_of(STRATEGIES[1].distribute_dataset(WithTensors()))
+    for at in (1, 2):
+        other = WithTensors()
+        other.generator = other.generator[::-1]  # as in another process, which draws another seed
+        first, second = STRATEGIES[2].distribute_dataset(WithTensors()), STRATEGIES[3].distribute_dataset(other)
+        assert resumed(first, at, second) == whole
 
 
 def test_a_position_that_cannot_be_saved_is_an_error_only_when_asked_for() -> None:

@@ -91,7 +91,7 @@ class Checkpoint:
         self._strategy = get_strategy()
         if not has_strategy() and values.joint_among(values.leaves_of(self._named)):
             self._strategy = joint_strategy() or self._strategy  # made outside the scope, for what belongs to all workers
-        self._leaves()
+        state.require_positions(self._leaves())
         self._writer = Writer(self._files, max_to_keep, max_failed_saves, is_joint=self._strategy.num_workers > 1)
         self._last: int | None = None  # the step that this program saved or restored last
         self._known = max(self.steps(), default=-1)  # the last step there of which it knows

@@ -26,7 +26,7 @@ import numpy as np
 
 from .._errors import CheckpointError
 from .._text import version_of
-from .sole_writer import LOCK, SoleWriter, sole_writer
+from .sole_writer import SoleWriter, sole_writer
 
 _logger = logging.getLogger("mirrored")
 
@@ -100,7 +100,7 @@ class StepFiles:
         self._right = None
 
     def look(self) -> tuple[list[int], list[str]]:
-        """Return the steps, in order, and the other entries with the reason why each is no step."""
+        """Return the steps, in order, and the other folders with the reason why each is no step; files are the user's own."""
         steps, strays = [], []
         try:
             entries = sorted(os.scandir(self.root), key=lambda entry: entry.name)
@@ -116,7 +116,7 @@ class StepFiles:
                     steps.append(int(entry.name))
                 else:
                     strays.append(f"{entry.name} {reason}")
-            elif not entry.name.startswith((_REMOVED, _MARK)) and entry.name != LOCK:
+            elif not entry.name.startswith(_REMOVED) and entry.is_dir(follow_symlinks=False):
                 strays.append(f"{entry.name} {'is a save that was cut short' if _is_leftover(entry) else 'is not a step'}")
         return sorted(steps), strays
 

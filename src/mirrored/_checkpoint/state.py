@@ -20,6 +20,7 @@ from .._typing import PyTree
 from .._variables.access import lent, store
 from .._variables.sharded import ShardedVariable
 from .._variables.variable import Variable, spec_of
+from ..data._iterator import DistributedIterator, expect_saves
 from .leaves import (
     NUMBERS,
     Leaves,
@@ -52,12 +53,24 @@ def positions_of(leaves: Leaves) -> dict[str, Any]:
     positions = {}
     for path, leaf in leaves.items():
         if has_position(leaf):
-            state = leaf.get_state()
             try:
-                positions[path] = json.loads(json.dumps(state))
-            except (TypeError, ValueError) as error:
-                raise TypeError(f"mr.Checkpoint: the position of {path} cannot be written as JSON: {error}") from error
+                positions[path] = json.loads(json.dumps(leaf.get_state()))
+            except TypeError as error:
+                raise TypeError(f"mr.Checkpoint: the position of {path} cannot be saved: {error}") from error
     return positions
+
+
+def require_positions(leaves: Leaves) -> None:
+    """Raise TypeError where an iterator has no position that could be saved, before a program trains for an hour."""
+    for path, leaf in leaves.items():
+        try:
+            positions_of({path: leaf})
+        except TypeError:
+            raise
+        except Exception:
+            pass  # some know it only after their first batch, and a pipeline that fails says so when it is read
+        if isinstance(leaf, DistributedIterator):
+            expect_saves(leaf)
 
 
 def take_snapshot(leaves: Leaves, positions: Sequence[Mapping[str, Any]], is_kept: bool) -> Snapshot | None:

@@ -83,7 +83,7 @@ def shorten_errors(verb: Callable[P, T]) -> Callable[P, T]:
     def shortened(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return verb(*args, **kwargs)
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             show_users_lines(error)
             raise
 

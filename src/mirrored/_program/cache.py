@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import inspect
 import sys
@@ -11,6 +12,9 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
+
+import optax
+from jax.tree_util import PyTreeDef
 
 from .._errors import RecompilationWarning
 from .._jax import tracing, user_code
@@ -230,10 +234,37 @@ def _refer_to(owner: Any) -> Callable[[], Any]:
         return lambda: None
 
 
+def _structure_reason(before: PyTreeDef, after: PyTreeDef) -> str:
+    """Say in which node two treedefs differ, where it is what the node has besides its children."""
+    old, new = before.node_data(), after.node_data()
+    if old == new:
+        pairs = zip(before.children(), after.children(), strict=False)
+        if (differing := next((pair for pair in pairs if pair[0] != pair[1]), None)) is not None:
+            return _structure_reason(*differing)
+    elif old and new and list(_transformations(old[1])) != list(_transformations(new[1])):
+        return (
+            "an optax transformation in its arguments is another object than before, and its functions are compiled into the "
+            "program. Make it once, before the loop, and give it to each state: tx = optax.adam(0.1); TrainState.create(tx=tx, "
+            "...). A rate that changes is a number of its state: optax.inject_hyperparams(optax.adam)(learning_rate=0.1)."
+        )
+    return "the structure of its arguments changed. Pass arguments of one structure."
+
+
+def _transformations(fixed: object) -> Iterator[object]:
+    """Yield the transformations of optax among what a node of a pytree has besides its children, as train states and NNX have."""
+    if isinstance(fixed, optax.GradientTransformation):
+        yield fixed
+        return
+    if dataclasses.is_dataclass(fixed):
+        fixed = [getattr(fixed, field.name, None) for field in dataclasses.fields(fixed)]
+    for part in fixed.values() if isinstance(fixed, dict) else fixed if isinstance(fixed, tuple | list) else ():
+        yield from _transformations(part)
+
+
 def _reason(before: Structure, after: Structure, names: Sequence[str]) -> str:
     """Say which difference between two calls needs another program, and how to avoid it."""
     if before.treedef != after.treedef:
-        return "the structure of its arguments changed. Pass arguments of one structure."
+        return _structure_reason(before.treedef, after.treedef)
     for leaf_name, old, new in zip(names, before.leaves, after.leaves, strict=True):
         if old == new:
             continue

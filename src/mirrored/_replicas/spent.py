@@ -48,7 +48,9 @@ class Spent:
         return {name: seconds / self.wall for name, seconds in parts.items()}
 
     def in_words(self) -> Iterator[str]:
-        """Yield a line about the shares; none after too few steps."""
+        """Yield a line about the shares, and where most is between the steps what that may be; none after too few steps."""
         if shares := self.shares():
             listed = ", ".join(f"{share:.0%} {name}" for name, share in shares.items())
             yield f"time of {self.num_steps} steps, {1e3 * self.wall / self.num_steps:.3g} ms each: {listed}"
+            if shares["between the steps"] > 0.5:
+                yield "  between the steps: your own code, and its wait for each result that it reads, as float(loss) does"

@@ -258,16 +258,16 @@ class Strategy:
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#run
         """
-        if type(args) is not tuple or kwargs is not None or not callable(fn):
-            context.check_call("strategy.run", "strategy.run(step, args=(x,))", fn, args, kwargs)
-        if frames.current() is not None:
-            frames.require_cross_replica("run", "Call the function directly.")
-            self._check_current("run")
         try:
+            if type(args) is not tuple or kwargs is not None or not callable(fn):
+                context.check_call("strategy.run", "strategy.run(step, args=(x,))", fn, args, kwargs)
+            if frames.current() is not None:
+                frames.require_cross_replica("run", "Call the function directly.")
+                self._check_current("run")
             if "flax.nnx" in sys.modules and nnx.holds_objects((args, kwargs)):
                 return nnx.run_with_objects(functools.partial(self._steps.run, self), self._mesh, fn, args, kwargs or {})
             return self._steps.run(self, fn, args, kwargs or {})
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             user_code.show_users_lines(error)
             raise
 

@@ -70,7 +70,7 @@ def function(fn: Callable[P, ResultT]) -> Callable[P, ResultT]:
     def compiled(*args: P.args, **kwargs: P.kwargs) -> ResultT:
         try:
             return call_compiled(fn, args, kwargs)
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             user_code.show_users_lines(error)
             raise
 

@@ -10,11 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .. import _html
 from .._replicas import frames
 from .._replicas.arrays import is_wrapped
 from .._replicas.per_replica import is_per_replica
+from .._text import counted
 from .._typing import PyTree
 from . import storage
+
+#: So many arrays of a tree are shown.
+_MAX_SHOWN = 20
 
 
 class VariableTree:
@@ -112,7 +117,22 @@ class VariableTree:
         return jax.tree.unflatten(self._treedef, [next(remaining) if s is None else s[0] for s in self._static])
 
     def __repr__(self) -> str:
-        return f"mr.Variable(name={self._name!r}, a tree of {len(self._variables)} variables:\n{self.variables!r})"
+        shown = [f"  {path}: {shape} {dtype}" for path, shape, dtype in self._rows()[:_MAX_SHOWN]]
+        hidden = [f"  ... and {len(self._variables) - _MAX_SHOWN} more"] * (len(self._variables) > _MAX_SHOWN)
+        return "\n".join([f"mr.Variable(name={self._name!r}, {self._summary()}:", *shown, *hidden]) + ")"
+
+    def _repr_html_(self) -> str:
+        rows = self._rows()
+        hidden = [("...", "", "")] * (len(rows) > _MAX_SHOWN)
+        title = _html.element("b", f"mr.Variable {self._name!r}")
+        return _html.join([title, f", {self._summary()}", _html.table(("array", "shape", "dtype"), rows[:_MAX_SHOWN] + hidden)])
+
+    def _summary(self) -> str:
+        size = sum(int(np.prod(variable.shape)) for variable in self._variables)
+        return f"a tree of {counted(len(self._variables), 'variable')} with {counted(size, 'element')}"
+
+    def _rows(self) -> list[tuple[str, tuple[int, ...], Any]]:
+        return [(v.name.removeprefix(self._name), v.shape, v.dtype) for v in self._variables]
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError(f"variable {self._name!r} cannot be copied or pickled; make a new one with mr.Variable(variable.value).")

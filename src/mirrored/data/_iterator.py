@@ -74,6 +74,7 @@ class DistributedIterator:
         self._is_closed = False
         self._failure = ""  # the error of the pipeline, after which it would seem to have ended
         self._channel: Channel | None = None
+        self._is_saved = False  # so a batch after which there is nothing to save is an error at once
 
     @property
     def element_spec(self) -> PyTree:
@@ -98,6 +99,8 @@ class DistributedIterator:
                 batch, step = self._next()
                 with self._lock:
                     self._position, self._extra = step.position, step.extra
+                if self._is_saved and isinstance(step.position, TypeError):
+                    raise TypeError(f"mr.Checkpoint cannot save the position of this iterator: {step.position}")
             except BaseException as error:
                 if not isinstance(error, KeyboardInterrupt) or not self._goes_on():
                     self._is_closed = True
@@ -262,6 +265,11 @@ class DistributedIterator:
 def num_workers_of(iterator: DistributedIterator) -> int:
     """Return the number of workers that take the batches together."""
     return iterator._layout.worker.count
+
+
+def expect_saves(iterator: DistributedIterator) -> None:
+    """Let the first batch fail whose position cannot be saved: a loader may know its position only then."""
+    iterator._is_saved = True
 
 
 def _batches(steps: Steps, mesh: ReplicaMesh, layout: LocalReplicas, elements: Elements) -> Batches:

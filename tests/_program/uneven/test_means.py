@@ -74,7 +74,7 @@ def test_whatever_it_is_each_replica_weighs_as_much_as_it_has_rows():
 
 
 def test_a_mean_under_another_name_than_jaxs_is_jaxs_plain_one():
-    """As docs/concepts.md says: what a name stands for is not guessed."""
+    """As docs/concepts/uneven-batches.md says: what a name stands for is not guessed."""
     x = split(STRATEGIES[2], [0, 1, 2])
     assert float(STRATEGIES[2].run(lambda x: OTHER.plain_mean(x.mean(), "replica"), args=(x,))) == np.mean([0.5, 2.0])
 

@@ -6,6 +6,7 @@ import base64
 import collections
 import copy
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -19,6 +20,8 @@ from .verbs import applied
 
 #: A position as JSON text, or the exception that says why there is none.
 Position: TypeAlias = str | Exception
+#: The key of a torch tensor's bytes in a position; torchdata's loaders have their generator's state as a tensor.
+_TENSOR = "torch.Tensor"
 
 
 class Source:
@@ -59,7 +62,7 @@ class Source:
                 return _no_position(self._dataset)
             state = {"base64": base64.b64encode(state).decode()} if isinstance(state, bytes) else state
             _require_text_keys(state)
-            return json.dumps(state, default=_plain_number)
+            return json.dumps(state, default=_as_json)
         except Exception as error:  # of the user's pipeline, which need not know its position to be read
             return error
 
@@ -160,7 +163,7 @@ def _resume(dataset: Any, start: Callable[[], Any], state: Any) -> Iterator[PyTr
     """Start an iterator that goes on from a position; when that fails, the dataset is as before."""
     if isinstance(state, dict) and set(state) == {"base64"}:
         state = base64.b64decode(state["base64"])
-    state = copy.deepcopy(state)  # grain keeps parts of it and changes them
+    state = _with_tensors(copy.deepcopy(state))  # grain keeps parts of it and changes them
     if hasattr(dataset, "load_state_dict"):
         before = dataset.state_dict()
         try:
@@ -204,7 +207,22 @@ def _require_text_keys(state: object) -> None:
         _require_text_keys(value)
 
 
-def _plain_number(value: object) -> Any:
+def _as_json(value: object) -> Any:
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
+    if "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor):
+        array = np.asarray(value)
+        return {_TENSOR: base64.b64encode(array.tobytes()).decode(), "dtype": array.dtype.name, "shape": array.shape}
     raise TypeError(f"its state holds {value!r} of type {type(value).__name__}, which JSON cannot hold.")
+
+
+def _with_tensors(state: PyTree) -> PyTree:
+    """Make the tensors of a position again; torch is imported already by whoever has a loader of torch's."""
+    if isinstance(state, list):
+        return [_with_tensors(part) for part in state]
+    if not isinstance(state, dict):
+        return state
+    if set(state) != {_TENSOR, "dtype", "shape"}:
+        return {key: _with_tensors(part) for key, part in state.items()}
+    array = np.frombuffer(bytearray(base64.b64decode(state[_TENSOR])), state["dtype"]).reshape(state["shape"])
+    return sys.modules["torch"].from_numpy(array)

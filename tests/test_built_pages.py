@@ -1,0 +1,114 @@
+"""The pages as they are built: no path of the machine, whole sentences, a search that finds the user's pages first."""
+
+import html
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from snowballstemmer import stemmer
+
+import mirrored as mr
+from mirrored import testing
+
+ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pages")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "-b", "html", "-d", folder / "trees", "docs", folder / "html"]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=110)
+    return folder / "html"
+
+
+def words(page: Path) -> str:
+    """Return what a reader sees of a page, on one line."""
+    return plain(html.unescape(re.sub(r"<[^>]+>", "", page.read_text())))
+
+
+def plain(text: str) -> str:
+    """Return a text on one line, without marks of code, and with the apostrophe of typewriters."""
+    return " ".join(text.replace("\N{RIGHT SINGLE QUOTATION MARK}", "'").replace("`", "").split())
+
+
+def test_no_page_has_a_path_of_the_machine_that_built_it(built: Path) -> None:
+    pages = [*built.rglob("*.html"), *built.rglob("*.md.txt"), built / "searchindex.js"]
+    assert len(pages) > 120
+    known = {str(ROOT), str(Path.home()), sys.prefix, sys.base_prefix} - {"/usr"}
+    assert [(page.name, path) for page in pages for path in known if path in page.read_text()] == []
+
+
+def test_the_first_sentence_of_each_attribute_is_whole(built: Path) -> None:
+    """Napoleon takes what stands before a colon for a type."""
+    text = " ".join(map(words, built.glob("api/*.html")))
+    things = [getattr(owner, name) for owner in (mr, mr.data, testing) for name in dir(owner)]
+    properties = {
+        f"{cls.__name__}.{name}": inspect.getdoc(thing).split("\n\n")[0]
+        for cls in things
+        if isinstance(cls, type)
+        for name, thing in vars(cls).items()
+        if isinstance(thing, property) and not name.startswith("_") and thing.__doc__
+    }
+    with_colon = {name: plain(sentence) for name, sentence in properties.items() if ": " in sentence}
+    assert {"Variable.value", "VariableTree.value", "Optimizer.state", "Strategy.is_chief"} <= set(with_colon)
+    assert [name for name, sentence in with_colon.items() if sentence not in text] == []
+
+
+def test_each_public_name_is_a_link(built: Path) -> None:
+    page = (built / "api.html").read_text()
+    links = set(re.findall(r'<a class="reference internal" href="api/\w+\.html#mirrored\.([\w.]+)"', page))
+    errors = {name for name in mr.__all__ if inspect.isclass(getattr(mr, name)) and issubclass(getattr(mr, name), Exception)}
+    assert errors < links and {"Variable", "losses.weighted_mean", "data.NumpyDataset"} <= links
+    assert set(re.findall(r"(?m)py:obj\}`[^`]*?mirrored\.([\w.]+)>?`", (ROOT / "docs" / "api.md").read_text())) == links
+
+
+def test_a_message_is_one_line_that_the_browser_wraps(built: Path) -> None:
+    page = (built / "troubleshooting.html").read_text()
+    messages = [html.unescape(re.sub("<[^>]+>", "", text)) for text in re.findall(r"<pre>(.*?)</pre>", page, re.DOTALL)]
+    messages = [message.rstrip("\n") for message in messages if message.lstrip().startswith("mirrored.")]
+    assert len(messages) > 30
+    broken = [message for message in messages if re.search(r"\n\S", message) and not re.search(r"\n {4}", message)]
+    assert broken == [] and max(len(message.split("\n")[0]) for message in messages) > 300
+
+
+def found(index: dict, query: str) -> list[str]:
+    """Return the pages that Sphinx' search lists, best first: by title of a page or a section, then by words.
+
+    What `searchtools.js` does with docs/_static/search.js, without objects and partial words.
+    """
+    score = {}
+    for title, places in index["alltitles"].items():
+        if query in title.lower() and 2 * len(query) >= len(title):
+            for place, _ in places:
+                score[place] = max(score.get(place, 0), round(15 * len(query) / len(title)))
+    stem = stemmer("porter").stemWord
+    pages_of = lambda table, word: {*(p if isinstance(p := index[table].get(word, []), list) else [p])}  # noqa: E731
+    terms = [stem(word) for word in query.split() if word not in ("of", "the")]
+    in_all = set.intersection(*(pages_of("terms", term) | pages_of("titleterms", term) for term in terms))
+    for page in in_all:
+        best = 15 if any(page in pages_of("titleterms", term) for term in terms) else 5
+        score[page] = max(score.get(page, 0), best)
+    names = index["docnames"]
+    weights = {page: score[page] - 2 * names[page].startswith("api") for page in score}
+    return [names[page] for page in sorted(weights, key=lambda page: (-weights[page], index["titles"][page].lower()))]
+
+
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        ("out of memory", "troubleshooting"),
+        ("weighted loss accumulation", "recipes/accumulation"),
+        ("shuffle", "input"),
+        ("checkpoint", "checkpoints"),
+    ],
+)
+def test_a_search_finds_the_users_pages_first(built: Path, query: str, expected: str) -> None:
+    index = json.loads((built / "searchindex.js").read_text().removeprefix("Search.setIndex(").removesuffix(")"))
+    pages = found(index, query)
+    assert pages[0] == expected, pages
+    assert not [page for page in pages if page.startswith(("design/", "LOG", "releasing", "contributing"))]
