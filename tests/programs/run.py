@@ -1,0 +1,103 @@
+"""`make programs NUM=3000 SEED=0`: random programs in several ways, each compared with one device."""
+
+import argparse
+import collections
+import gc
+import multiprocessing
+import os
+import re
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+CHUNK = 10
+#: Of a hundred programs that run on one device, so many may be refused.
+MAX_REFUSED = 2
+
+
+def start() -> None:
+    """Set up a process: compiling is what counts."""
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_parallel_codegen_split_count=1"
+    import mirrored as mr
+
+    mr.MirroredStrategy([f"cpu:{i}" for i in range(4)])
+    import programs.harness  # noqa: F401
+
+    gc.freeze()
+
+
+def chunk(seeds: list[int]) -> list[Any]:
+    import jax
+    from programs.harness import check
+
+    outcomes = [outcome for seed in seeds for outcome in check(seed)]
+    gc.collect()
+    if seeds[0] % (20 * CHUNK) == 0:
+        jax.clear_caches()
+    return outcomes
+
+
+def cause(words: str) -> str:
+    """Return a message without what differs by program."""
+    return re.sub(r"<program \d+>:\d+|'\w+'|`[^`]*`|\(?[\d,. \[\]()]+\)?", "_", words)[:160]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--num", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no more programs after so many")
+    parser.add_argument("--show", action="store_true", help="print the text of each program and how it ends")
+    args = parser.parse_args()
+    seeds = range(args.seed, args.seed + args.num)
+    began, outcomes = time.monotonic(), []
+    if args.show:
+        start()
+        from programs.grammar import Program
+
+        for seed in seeds:
+            print(Program(seed).text)
+            print(*chunk([seed]), sep="\n", flush=True)
+        return 0
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.jobs, context, start, max_tasks_per_child=40) as pool:
+        futures = [pool.submit(chunk, list(seeds[i : i + CHUNK])) for i in range(0, len(seeds), CHUNK)]
+        for future in as_completed(futures):
+            if future.cancelled():
+                continue
+            outcomes += future.result()
+            for seed, way, outcome in future.result():
+                if outcome.kind not in ("ok", "refused"):
+                    print(f"{outcome.kind}: seed {seed}, {way}: {outcome.words}", flush=True)
+            if time.monotonic() - began > args.seconds:
+                for waiting in futures:
+                    waiting.cancel()
+    return report(outcomes, time.monotonic() - began)
+
+
+def report(outcomes: list[Any], seconds: float) -> int:
+    """Print the counts; return the exit code."""
+    counts = collections.Counter(outcome.kind for _, _, outcome in outcomes)
+    programs = {seed for seed, _, _ in outcomes}
+    refused = collections.defaultdict(list)
+    for seed, way, outcome in outcomes:
+        if outcome.kind == "refused":
+            refused[cause(outcome.words)].append((seed, way, outcome.words))
+    for examples in sorted(refused.values(), key=len, reverse=True):
+        seed, way, words = examples[0]
+        print(f"refused {len(examples)} times, first: seed {seed}, {way}: {words}")
+    share = 100 * len({seed for seed, _, outcome in outcomes if outcome.kind == "refused"}) / len(programs)
+    print(f"{len(programs)} programs in {seconds:.0f} s: {dict(counts)}; {share:.1f} of 100 refused")
+    wrong = {(seed, way) for seed, way, outcome in outcomes if outcome.kind not in ("ok", "refused")}
+    if wrong:
+        print(f"see one: {Path(__file__).name} --show --num 1 --seed {min(wrong)[0]}")
+    return int(bool(wrong) or share > MAX_REFUSED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
