@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-CHUNK = 10
+CHUNK = 5
 #: Of a hundred programs that run on one device, so many may be refused.
 MAX_REFUSED = 2
 
@@ -21,18 +21,21 @@ MAX_REFUSED = 2
 def start() -> None:
     """Set up a process: compiling is what counts."""
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[2] / ".pytest_cache" / "jax"))  # as in conftest
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_parallel_codegen_split_count=1"
     import mirrored as mr
 
     mr.MirroredStrategy([f"cpu:{i}" for i in range(4)])
-    import programs.harness  # noqa: F401
+    import random_programs.harness  # noqa: F401
 
     gc.freeze()
 
 
 def chunk(seeds: list[int]) -> list[Any]:
     import jax
-    from programs.harness import check
+    from random_programs.harness import check
 
     outcomes = [outcome for seed in seeds for outcome in check(seed)]
     gc.collect()
@@ -58,7 +61,7 @@ def main() -> int:
     began, outcomes = time.monotonic(), []
     if args.show:
         start()
-        from programs.grammar import Program
+        from random_programs.grammar import Program
 
         for seed in seeds:
             print(Program(seed).text)
@@ -70,6 +73,8 @@ def main() -> int:
         for future in as_completed(futures):
             if future.cancelled():
                 continue
+            if len(outcomes) % 1000 > 1000 - 2 * CHUNK:
+                print(f"{len(outcomes) // 2} programs in {time.monotonic() - began:.0f} s", flush=True)
             outcomes += future.result()
             for seed, way, outcome in future.result():
                 if outcome.kind not in ("ok", "refused"):

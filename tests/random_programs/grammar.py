@@ -4,6 +4,8 @@ The model is written once. What needs all rows of the batch goes through `rows`:
 a step of `mirrored`. The text is what a failure shows, and what is executed (`harness.py`).
 """
 
+# ruff: noqa: E501  (lines of programs)
+
 import random
 import textwrap
 from collections.abc import Callable
@@ -47,7 +49,6 @@ class Program:
         self.lines: list[str] = []
         self.penalties: list[str] = []
         self.has_collective = False
-        self.has_dropped_rows = False
         self.text = self.written()
 
     # -- small words
@@ -63,7 +64,9 @@ class Program:
 
     def weight(self, *shape: int) -> str:
         """Return a matrix: mostly a new one, else one that is there already."""
-        of_this_shape = [name for name, value in self.params.items() if value.startswith(f"normal({', '.join(map(str, shape))}, ")]
+        of_this_shape = [
+            name for name, value in self.params.items() if value.startswith(f"normal({', '.join(map(str, shape))}, ")
+        ]
         if of_this_shape and self.chance(0.25):
             name = self.one(*of_this_shape)
             return f"p['{name}']" + (".T" if len(set(shape)) == 1 and len(shape) == 2 and self.chance(0.5) else "")
@@ -132,7 +135,13 @@ class Program:
         stack = self.weight(2, 4, 4)
         noise = self.one("", "h = dropout(h, k, b['id'])", "h = jnp.where(jax.random.bernoulli(k, 0.7, (4,)), h / 0.7, 0)")
         out, after = self.random.choice(
-            [("None", ""), ("h", "h = h + ys.mean(0)"), ("h.sum(-1)", "h = h + ys.mean(0)[:, None]"), ("jnp.sum(w**2)", "penalty"), ("h", "")]
+            [
+                ("None", ""),
+                ("h", "h = h + ys.mean(0)"),
+                ("h.sum(-1)", "h = h + ys.mean(0)[:, None]"),
+                ("jnp.sum(w**2)", "penalty"),
+                ("h", ""),
+            ]
         )
         self.add(f"""
             def layer(h, wk):
@@ -353,7 +362,11 @@ class Program:
             self.random.choice(layers)()
         kind = self.losses()
         if self.chance(0.3):
-            self.penalties.append(self.one("sum(jnp.sum(a**2) for a in p.values())", "optax.tree.norm(p, squared=True)", "jnp.sum(jnp.abs(p['w0']))"))
+            self.penalties.append(
+                self.one(
+                    "sum(jnp.sum(a**2) for a in p.values())", "optax.tree.norm(p, squared=True)", "jnp.sum(jnp.abs(p['w0']))"
+                )
+            )
         self.add(f"penalty = 0.01 * ({' + '.join(self.penalties) or '0.0'})")
         alone, share, how = self.divided(kind)
         return "\n".join([self.head(), self.losses_text(alone, share), self.make(share, how)])

@@ -1,7 +1,6 @@
 """Runs the text of a program on one device and in a way of `mirrored`, and compares the numbers."""
 
 import functools
-import gc
 import itertools
 import linecache
 import traceback
@@ -13,14 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from random_programs.grammar import Program
 
 import mirrored as mr
-from programs.grammar import Program
 
 Batch = dict[str, Any]
-OWN_ERRORS = tuple(
-    getattr(mr, name) for name in dir(mr) if name.endswith("Error") and isinstance(getattr(mr, name), type)
-)
+OWN_ERRORS = tuple(getattr(mr, name) for name in dir(mr) if name.endswith("Error") and isinstance(getattr(mr, name), type))
 
 
 @functools.cache
@@ -44,13 +41,13 @@ def batches(sizes: tuple[int, ...]) -> list[Batch]:
 # -- what a text names
 
 
-class batch:  # noqa: N801  (a namespace)
+class batch:
     """The rows of a batch on one device: all are there."""
 
     mean = sum = max = gather = staticmethod(lambda tree: tree)
 
 
-class replicas:  # noqa: N801
+class replicas:
     """The rows of a batch in a step of one replica."""
 
     mean = staticmethod(lambda tree: mr.get_replica_context().all_reduce("mean", tree))
@@ -129,7 +126,7 @@ def step_alone(names: dict[str, Any]) -> Callable[..., Any]:
         updates, state = names["tx"].update(gradients, state, trained)
         return {**p, **optax.apply_updates(trained, updates), **aux}, state, value, h, optax.tree.norm(gradients)
 
-    return step
+    return jax.jit(step)
 
 
 # -- ways
