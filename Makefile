@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # How many processes share the tests.
 JOBS ?= 2
 
-.PHONY: demo demo-cluster test test-oldest test-all check mutants mutations bench setup dist lock clean
+.PHONY: demo demo-cluster test test-oldest test-all check mutants mutations programs bench setup dist lock clean
 
 ## demo: train on real digits with 4 replicas; picture in out/
 demo: setup
@@ -46,6 +46,10 @@ mutants: setup
 ## mutations: damage each line that differs from SINCE (default: the last commit); tells which no test reads
 mutations: setup
 	$(BIN)/python tests/mutations.py --since $(or $(SINCE),HEAD)
+
+## programs: NUM random programs (default 3000) from seed SEED on, in several ways, each compared with one device
+programs: setup
+	$(BIN)/python tests/random_programs/run.py --num $(or $(NUM),3000) --seed $(or $(SEED),0) --jobs $(JOBS)
 
 ## bench: measure against hand-written JAX, and peers that are installed
 bench: setup

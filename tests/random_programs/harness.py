@@ -1,0 +1,248 @@
+"""Runs the text of a program on one device and in a way of `mirrored`, and compares the numbers."""
+
+import functools
+import itertools
+import linecache
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from random_programs.grammar import Program
+
+import mirrored as mr
+
+Batch = dict[str, Any]
+OWN_ERRORS = tuple(getattr(mr, name) for name in dir(mr) if name.endswith("Error") and isinstance(getattr(mr, name), type))
+
+
+@functools.cache
+def batches(sizes: tuple[int, ...]) -> list[Batch]:
+    """Make global batches of so many rows."""
+    draw, n = np.random.default_rng(0), sum(sizes)
+    rows = {
+        "x": draw.normal(size=(n, 4)).astype(np.float32),
+        "seq": draw.normal(size=(n, 3, 4)).astype(np.float32),
+        "y": draw.normal(size=n).astype(np.float32),
+        "label": draw.integers(0, 4, n).astype(np.int32),
+        "weight": draw.uniform(0.5, 2, n).astype(np.float32),
+        "tokens": draw.integers(0, 6, (n, 3)).astype(np.int32),
+        "mask": np.arange(3) < draw.integers(1, 4, n)[:, None],
+        "id": np.arange(n, dtype=np.int32),
+    }
+    starts = np.cumsum([0, *sizes])
+    return [{name: array[a:b] for name, array in rows.items()} for a, b in itertools.pairwise(starts)]
+
+
+# -- what a text names
+
+
+class batch:
+    """The rows of a batch on one device: all are there."""
+
+    mean = sum = max = gather = staticmethod(lambda tree: tree)
+
+
+class replicas:
+    """The rows of a batch in a step of one replica."""
+
+    mean = staticmethod(lambda tree: mr.get_replica_context().all_reduce("mean", tree))
+    sum = staticmethod(lambda tree: mr.get_replica_context().all_reduce("sum", tree))
+    max = staticmethod(lambda value: jax.lax.pmax(value, "replica"))
+    gather = staticmethod(lambda tree: mr.get_replica_context().all_gather(tree, axis=0))
+
+
+def normal(*shape: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0, 0.5, shape).astype(np.float32)
+
+
+def norm(h: jax.Array) -> jax.Array:
+    mean = h.mean(-1, keepdims=True)
+    return (h - mean) / jnp.sqrt(((h - mean) ** 2).mean(-1, keepdims=True) + 0.1)
+
+
+def dropout(h: jax.Array, key: jax.Array, ids: jax.Array) -> jax.Array:
+    """Drop by the number of the row: the same on any number of replicas."""
+    keep = jax.vmap(lambda i: jax.random.bernoulli(jax.random.fold_in(key, i), 0.7, h.shape[1:]))(ids)
+    return jnp.where(keep, h / 0.7, 0)
+
+
+@jax.custom_vjp
+def clipped(h: jax.Array) -> jax.Array:
+    """Return h, whose gradient is cut off."""
+    return h
+
+
+clipped.defvjp(lambda h: (h, None), lambda _, g: (0.5 * jnp.tanh(g),))
+
+
+@jax.custom_jvp
+def softsign(h: jax.Array) -> jax.Array:
+    return h / (1 + jnp.abs(h))
+
+
+softsign.defjvp(lambda p, t: (softsign(*p), t[0] / (1 + jnp.abs(p[0])) ** 2))
+
+NAMES = {"mr": mr, "jax": jax, "jnp": jnp, "np": np, "optax": optax, "batch": batch, "replicas": replicas, "normal": normal}
+NAMES |= {"norm": norm, "dropout": dropout, "clipped": clipped, "softsign": softsign}
+NAMES |= {"zeros": lambda n: np.zeros(n, np.float32), "ones": lambda n: np.ones(n, np.float32)}
+
+
+def executed(seed: int, text: str) -> dict[str, Any]:
+    """Return the names that a text defines; tracebacks show its lines."""
+    file = f"<program {seed}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(True), file)
+    names = dict(NAMES)
+    exec(compile(text, file, "exec"), names)
+    return names
+
+
+# -- one device
+
+
+def alone(program: Program, names: dict[str, Any], sizes: tuple[int, ...]) -> tuple[Any, list[Any]]:
+    """Train on one device, in plain JAX: the parameters, and the results of each step."""
+    p, tx, not_trained = dict(names["PARAMS"]), names["tx"], names["NOT_TRAINED"]
+    state = tx.init({name: a for name, a in p.items() if name not in not_trained})
+    ema, seen, results = dict(p), 0.0, []
+    one = step_alone(names)
+    for t, b in enumerate(batches(sizes)):
+        p, state, value, h, norm = one(p, state, b, np.int32(t))
+        ema = {name: 0.9 * ema[name] + 0.1 * p[name] for name in ema}
+        seen += b["weight"].sum()
+        results.append({"loss": value, "rows": h, "norm": norm, "error": np.abs(b["y"]).mean()})
+    return {"p": p, "ema": ema, "seen": seen}, results
+
+
+def step_alone(names: dict[str, Any]) -> Callable[..., Any]:
+    def step(p: Any, state: Any, b: Batch, t: Any) -> Any:
+        trained = {name: a for name, a in p.items() if name not in names["NOT_TRAINED"]}
+        loss = lambda trained: names["loss_on_one_device"]({**p, **trained}, b, t)  # noqa: E731
+        (value, (h, aux)), gradients = jax.value_and_grad(loss, has_aux=True)(trained)
+        updates, state = names["tx"].update(gradients, state, trained)
+        return {**p, **optax.apply_updates(trained, updates), **aux}, state, value, h, optax.tree.norm(gradients)
+
+    return jax.jit(step)
+
+
+# -- ways
+
+
+class Way(NamedTuple):
+    """So many replicas and devices, the global numbers of rows, and how the steps are called."""
+
+    num_replicas: int
+    sizes: tuple[int, ...]
+    call: str = "run"
+    devices: int | None = None
+    shard_state: bool = False
+    schedule: str = "together"
+
+    def strategy(self) -> mr.Strategy:
+        devices = [f"cpu:{i}" for i in range(self.devices or self.num_replicas)]
+        virtual = {"num_replicas": self.num_replicas, "schedule": self.schedule} if self.devices else {}
+        return mr.MirroredStrategy(devices, **virtual)
+
+
+def collected(strategy: mr.Strategy, results: Any, axis: int = 0) -> Any:
+    def of_all(name: str, leaf: Any) -> Any:
+        if not isinstance(leaf, mr.PerReplica):
+            return leaf
+        return strategy.gather(leaf, axis) if name == "rows" else strategy.reduce("sum", leaf)
+
+    return {name: of_all(name, leaf) for name, leaf in results.items()}
+
+
+def steps_of(strategy: mr.Strategy, step: Callable[[Batch], Any], way: Way) -> list[Any]:
+    data = batches(way.sizes)
+    if way.call == "scan":
+        steps = jax.tree.map(lambda *a: np.stack([np.split(leaf, way.num_replicas) for leaf in a], 1), *data)
+        steps = strategy.distribute_values_from_function(lambda c: jax.tree.map(lambda a: a[c.replica_id_in_sync_group], steps))
+        _, results = mr.scan(lambda carry, b: (carry, strategy.run(step, args=(b,))), 0.0, steps)
+        results = collected(strategy, results, 1)
+        return [jax.tree.map(lambda leaf, i=i: leaf[i], results) for i in range(len(data))]
+    call = lambda b: collected(strategy, strategy.run(step, args=(b,)))  # noqa: E731
+    if way.call == "function":
+        call = mr.function(call)
+    return [call(b) for b in strategy.distribute_dataset(data)]
+
+
+class Outcome(NamedTuple):
+    """How a program ended in a way: ok, refused (an error of ours), wrong, warned, or broken (another's exception)."""
+
+    kind: str
+    words: str = ""
+
+
+def difference(ours: Any, right: Any) -> str:
+    """Tell the first number that differs; one device may have computed more than is asked for."""
+    for path, own in jax.tree_util.tree_leaves_with_path(ours):
+        value = functools.reduce(lambda tree, key: tree[key.key if hasattr(key, "key") else key.idx], path, right)
+        own, value = np.asarray(own, np.float64), np.asarray(value, np.float64)
+        if own.shape != value.shape or not np.allclose(own, value, rtol=1e-3, atol=1e-4):
+            return f"{jax.tree_util.keystr(path)} is {own.tolist()}, on one device {value.tolist()}"[:300]
+    return ""
+
+
+def judge(program: Program, names: dict[str, Any], way: Way, right: tuple[Any, list[Any]]) -> Outcome:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            strategy = way.strategy()
+            step, read = names["make"](strategy, way.shard_state)
+            results = steps_of(strategy, step, way)
+            if wrong := difference((read(), results), right):
+                return Outcome("wrong", wrong)
+            strategy.assert_mirrored()
+        except Exception as error:
+            is_own = "/mirrored/" in (traceback.extract_tb(error.__traceback__)[-1].filename) or isinstance(error, OWN_ERRORS)
+            return Outcome("refused" if is_own else "broken", f"{type(error).__name__}: {error}")
+    own = [w for w in said if "persistent compilation cache" not in str(w.message)]
+    return Outcome("warned", f"{own[0].category.__name__}: {own[0].message}") if own else Outcome("ok")
+
+
+#: Two numbers of rows are two programs, which take twice the time.
+ODD = {
+    "R2, odd": Way(2, (6, 5)),
+    "R3, odd": Way(3, (5, 5)),
+    "R2, odd only": Way(2, (5, 5)),
+    "R2, sharded, odd": Way(2, (5, 5), shard_state=True),
+    "R3, function, odd": Way(3, (5, 5), "function"),
+    "R4 on 2, odd": Way(4, (7, 7), devices=2),
+    "R3, empty": Way(3, (2, 2)),
+    "R3 on 1, one by one, odd": Way(3, (5, 5), devices=1, schedule="one_by_one"),
+}
+EVEN = {
+    "R1": Way(1, (5, 5)),
+    "R2": Way(2, (6, 6)),
+    "R2, scan": Way(2, (6, 6, 6), "scan"),
+    "R2, function": Way(2, (6, 6), "function"),
+    "R3, sharded": Way(3, (6, 6), shard_state=True),
+    "R4 on 1, one by one": Way(4, (8, 8), devices=1, schedule="one_by_one"),
+    "R4 on 2": Way(4, (8, 8), devices=2),
+}
+
+
+def ways_of(program: Program) -> dict[str, Way]:
+    """Choose an odd way and an even one."""
+    chosen = [program.random.choice(list(ways.items())) for ways in (ODD, EVEN)]
+    return dict(chosen)
+
+
+def check(seed: int) -> list[tuple[int, str, Outcome]]:
+    """Run a program in its ways: how each has ended."""
+    program = Program(seed)
+    names, outcomes = executed(seed, program.text), []
+    for name, way in ways_of(program).items():
+        try:
+            right = alone(program, names, way.sizes)
+        except Exception as error:  # the generator's fault: it runs on no device
+            outcomes.append((seed, name, Outcome("broken", f"on one device: {type(error).__name__}: {error}")))
+            continue
+        outcomes.append((seed, name, judge(program, names, way, right)))
+    linecache.cache.pop(f"<program {seed}>", None)
+    return outcomes

@@ -1,0 +1,93 @@
+"""The generator itself: a seed is a program, all of the grammar is used, and what is wrong is found."""
+
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from random_programs.grammar import MAPS, TRANSFORMATIONS, Program
+from random_programs.harness import EVEN, ODD, Outcome, alone, check, executed, judge, ways_of
+from random_programs.run import report
+
+import mirrored as mr
+
+#: Words of a step that is right -> words that damage it, and how it must end then.
+DAMAGES = {
+    "mr.losses.compute_average_loss(l)": ("mr.losses.already_divided(l.mean())", {"wrong"}),
+    "rows = replicas": ("rows = batch", {"wrong", "refused"}),
+    "dropout(h, k, b['id'])": ("dropout(h, k, jnp.arange(h.shape[0]))", {"wrong"}),
+    "optimizer.apply_gradients(gradients)": ("optimizer.apply_gradients(jax.tree.map(lambda g: 0.5 * g, gradients))", {"wrong"}),
+    "average.assign(0.9 * average": ("average.assign(0.8 * average", {"wrong"}),
+    "b['weight']), (h, aux)": ("b['weight'] ** 2), (h, aux)", {"wrong"}),
+    "return l + penalty, (h": ("return l + 2 * penalty, (h", {"wrong"}),
+    "v[name].assign(new)": ("v[name].assign(0.5 * new)", {"wrong"}),
+    "return mr.losses.mean_over_own_rows(l.mean())": ("return l.mean()", {"wrong", "warned"}),
+}
+
+
+def test_a_seed_is_a_program() -> None:
+    assert Program(7).text == Program(7).text != Program(8).text
+    assert ways_of(Program(7)) == ways_of(Program(7))
+
+
+def test_all_of_the_grammar_is_used() -> None:
+    programs = [Program(seed) for seed in range(600)]
+    text = "\n".join(program.text for program in programs)
+    last = lambda pattern: max(re.split(r"\{[hw]\}", pattern), key=len)  # noqa: E731  (of a map, its longest part)
+    assert [pattern for pattern in (*map(last, MAPS), *TRANSFORMATIONS) if pattern not in text] == []
+    words = "checkpoint fori_loop while_loop switch vmap associative_scan stop_gradient ys.mean weighted_mean minimize psum ema"
+    assert [word for word in words.split() if word not in text] == []
+    assert {name for program in programs for name in ways_of(program)} == {*ODD, *EVEN}
+
+
+@pytest.mark.slow
+def test_programs_are_those_of_one_device() -> None:
+    assert {outcome.kind for _, _, outcome in check(1)} == {"ok"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("old", DAMAGES)
+def test_a_damaged_step_is_found(old: str) -> None:
+    new, kinds = DAMAGES[old]
+    is_simple = lambda p: old in p.text and ("rows." in p.text or "replicas" not in old) and "stop_gradient" not in p.text  # noqa: E731
+    program = next(program for program in map(Program, range(1000)) if is_simple(program))
+    way = ODD["R2, odd only"]
+    right = alone(program, executed(program.seed, program.text), way.sizes)
+    outcome = judge(program, executed(program.seed, program.text.replace(old, new)), way, right)
+    assert outcome.kind in kinds, (program.text, outcome)
+
+
+@pytest.mark.xfail(reason="a false warning: found by the generator, to be mended in _program/proof", raises=AssertionError)
+def test_a_masked_loop_that_gives_what_it_masks() -> None:
+    """When this passes, let `recurrent` in grammar.py give `new` with each mask."""
+    strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        w = mr.Variable(np.full((4, 4), 0.1, np.float32), name="w")
+        optimizer = mr.Optimizer(optax.sgd(0.1), [w])
+
+    def losses(x: jax.Array) -> jax.Array:
+        def cell(c: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            new = jnp.tanh(c @ w + x)
+            return jnp.where(x[:, :1] > 0, new, c), new
+
+        _, ys = jax.lax.scan(cell, jnp.zeros((x.shape[0], 4)), x.swapaxes(0, 1))
+        return ys.mean(0).sum(-1)
+
+    [x] = strategy.distribute_dataset([np.random.default_rng(0).normal(size=(6, 3, 4)).astype(np.float32)])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        strategy.run(lambda x: optimizer.minimize(lambda: losses(x)), args=(x,))
+    assert [str(warning.message) for warning in said] == []
+
+
+def test_the_report_fails_for_what_is_wrong_and_for_too_many_refusals(capsys: pytest.CaptureFixture[str]) -> None:
+    fine = [(seed, "R1", Outcome("ok")) for seed in range(99)]
+    assert report(fine, 1.0) == 0
+    assert report([*fine, (99, "R1", Outcome("refused", "ValueError: (3,)"))], 1.0) == 0
+    assert "refused 1 times, first: seed 99, R1: ValueError: (3,)" in capsys.readouterr().out
+    assert report([*fine, *((99 + i, "R1", Outcome("refused", "ValueError")) for i in range(3))], 1.0) == 1
+    assert report([*fine, (99, "R2", Outcome("wrong"))], 1.0) == 1
+    assert "--seed 99" in capsys.readouterr().out
