@@ -170,8 +170,6 @@ class Program:
         seen, after = self.random.choice(
             [("None", "h = h + c"), ("None", "h = c"), ("new", "h = h + ys.mean(0)"), ("c.mean(-1)", "h = c + ys[0][:, None]")]
         )
-        if keep != "new" and seen == "new":  # warned of falsely: test_a_masked_loop_that_gives_what_it_masks
-            seen = "c"
         self.add(f"""
             w, u = {w}, {u}
             def cell(carry, xm):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from jax._src.interpreters import partial_eval
 
 from . import jaxprs
-from .jaxprs import Equation, Var
+from .jaxprs import Atom, Equation, Var
 
 
 class Smaller(NamedTuple):
@@ -24,7 +24,7 @@ def computing(equation: Equation, results: Collection[int]) -> Smaller | None:
     inner = jaxprs.inner_jaxprs(equation)
     if not inner or equation.primitive not in partial_eval.dce_rules:
         return None
-    operands = [Var(atom.aval) for atom in equation.invars]
+    operands: list[Atom] = [Var(atom.aval) for atom in equation.invars]
     outputs = [Var(atom.aval) for atom in equation.outvars]
     alone = equation.replace(invars=operands, outvars=outputs)
     jaxpr = inner[0].jaxpr.replace(constvars=[], invars=operands, outvars=outputs, eqns=[alone], effects=equation.effects)
