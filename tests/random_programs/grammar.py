@@ -327,8 +327,8 @@ class Program:
                 [
                     (f"l.mean(){plus}", f"l.mean(axis=1){plus}", ""),
                     (f"(l * b['mask']).sum() / b['mask'].sum(){plus}", f"mr.losses.weighted_mean(l, b['mask']){scaled}", ""),
-                    (f"l.sum() / l.shape[0]{plus}", f"mr.losses.compute_average_loss(l){scaled}", ""),
-                    (f"(l * b['weight'][:, None]).sum() / (3 * b['weight'].sum()){plus}", f"mr.losses.weighted_mean(l, b['weight']){scaled}", ""),
+                    (f"l.sum() / l.shape[0]{plus}", f"mr.losses.compute_average_loss(l.sum(1)){scaled}", ""),
+                    (f"(l * b['weight'][:, None]).sum() / (3 * b['weight'].sum()){plus}", f"mr.losses.weighted_mean(l, jnp.broadcast_to(b['weight'][:, None], l.shape)){scaled}", ""),
                     (f"(l * b['mask']).sum() / b['mask'].sum(){plus}",
                      f"mr.losses.already_divided((l * b['mask']).sum() / rows.sum(b['mask'].sum())){scaled}", ""),
                 ]
@@ -404,8 +404,8 @@ def loss_of_a_replica(p, b, t):
         """Return the text of the function that makes the variables and the step of one replica."""
         told = f", aggregate='{how}'" if how else ""
         is_scalar = share.startswith(("mr.losses", "0.5 * mr.losses")) or bool(how)
-        forms = ["mr", "mr", "function", "norm"] + ["jax", "tree", "scan", "twice"] * is_scalar * (not how)
-        form = self.one(*(forms if how != "mean" else forms[:3]))
+        forms = ["mr", "mr", "function", *["norm"] * (not how)] + ["jax", "tree", "scan", "twice"] * is_scalar * (not how)
+        form = self.one(*(forms[:3] if how else forms))  # a sum by hand of gradients of a loss that has no word is warned of
         if not self.stats and self.chance(0.3):
             form = "minimize"
         t = "state.value['t']" if form == "tree" else "optimizer.iterations.value"
