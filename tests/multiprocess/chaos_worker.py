@@ -118,7 +118,7 @@ class Training:
         self.optimizer.apply_gradients(gradients)
         self.num_seen.assign_add(batch["id"].shape[0])
         self.sum.assign_add(error)
-        self.mean.assign_add(error * context.num_replicas_in_sync)
+        self.mean.assign_add(context.all_reduce("sum", error))
         return batch["id"], context.all_reduce("sum", value)
 
     def take_step(self, step: int) -> list[list[int]]:

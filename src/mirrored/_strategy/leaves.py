@@ -18,7 +18,7 @@ from .._program.refusals import check_outside
 from .._replicas import arrays, collectives, cross_replica, frames, host_memory, placement
 from .._replicas.cross_replica import Task
 from .._replicas.mesh import ReplicaMesh
-from .._replicas.per_replica import PerReplica, carried_sums, is_per_replica, proven_of, require_whole, stack_of, uneven_shapes
+from .._replicas.per_replica import PerReplica, carried_sums, proven_of, require_whole, stack_of, uneven_shapes
 from .._typing import REPLICA_AXIS, PyTree
 from .._variables.access import all_copies, lent
 from .._variables.variable import Variable, local_arrays, note_use, spec_of, use_value
@@ -45,7 +45,7 @@ class Leaves:
         return tuple(jax.tree.unflatten(treedef, row) for row in rows)
 
     def reduce(self, op: ReduceOp, tree: PyTree, axis: collectives.AxesLike) -> PyTree:
-        values = (tree,) if type(tree) is PerReplica else jax.tree.leaves(tree, is_leaf=is_per_replica)
+        values = (tree,) if type(tree) is PerReplica else jax.tree.leaves(tree, is_leaf=arrays.is_wrapped)
         is_mean, is_plain = op is ReduceOp.MEAN, axis is None
         states = [state for state in map(proven_of, values) if state is not None]
         if any(state.said is Said.SHARE or (is_plain and state.of_uneven) if is_mean else state.gradient for state in states):
