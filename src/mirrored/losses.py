@@ -154,8 +154,10 @@ def mean_over_own_rows(loss: _ArrayLike) -> jax.Array:
     Source: https://keras.io/api/losses/
     """
     own, total = _replicas("mean_over_own_rows").rows()
-    loss = _scalar(loss, "mean_over_own_rows")
-    return _share(loss * (own / total) if own else jnp.zeros_like(loss))
+    if own:
+        return _share(_scalar(loss, "mean_over_own_rows") * (own / total))
+    nothing = _as_floats(loss, "the loss given to mean_over_own_rows")  # NaN, or of Keras an array without elements
+    return _share(jnp.zeros((), nothing.dtype))
 
 
 def already_divided(loss: _ArrayLike) -> jax.Array:
@@ -290,8 +292,9 @@ def _weights(given: object, losses: jax.Array, name: str, of: str) -> jax.Array:
     weights = _as_numbers(given, name).astype(losses.dtype)
     if weights.shape != losses.shape:
         raise ValueError(
-            f"{name} has shape {weights.shape}, {of} has shape {losses.shape}; expected {losses.shape}. Weights of examples are "
-            f"those of their elements by jnp.broadcast_to(weights[:, None], {of}.shape)."
+            f"{name} has shape {weights.shape}, {of} has shape {losses.shape}; expected {losses.shape}."
+            + f" Weights of examples are those of their elements by jnp.broadcast_to(weights[:, None], {of}.shape)."
+            * (weights.ndim < losses.ndim)
         )
     return weights
 

@@ -183,6 +183,8 @@ def test_what_would_train_elsewhere_is_refused(strategy2: mr.Strategy, strategy3
         make().fit(dataset, verbose=0)
     with pytest.raises(ValueError, match=r"fit got a distributed dataset and class_weight; expected the dataset alone"):
         model.fit(dataset, class_weight={0: 1.0}, verbose=0)
+    with pytest.raises(ValueError, match=r"fit got a distributed dataset and sample_weight; expected the dataset alone"):
+        model.fit(dataset, sample_weight=np.ones(6), verbose=0)
     with pytest.raises(ValueError, match=r"fit got a distributed dataset and positional arguments.* by their names"):
         model.fit(dataset, None, verbose=0)
     with (

@@ -330,3 +330,17 @@ def test_a_metric_may_begin_again_within_a_step(strategy2: mr.Strategy) -> None:
     for batch in strategy2.distribute_dataset([np.float32([1, 2, 3]), np.float32([4, 6])]):
         strategy2.run(step, args=(batch,))
     assert float(metric.result()) == 5
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_a_loss_of_keras_that_is_a_mean_takes_a_replica_without_rows(num_replicas: int) -> None:
+    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+    x = np.random.default_rng(0).normal(size=(7, 4)).astype(np.float32)
+
+    def loss_of(x: Any) -> Any:
+        return keras.losses.MeanSquaredError()(jnp.ones((len(x), 1)), x.sum(1, keepdims=True))
+
+    for rows in (x, x[:2], x[:1]):
+        [batch] = strategy.distribute_dataset([rows])
+        loss = strategy.run(lambda x: mr.losses.mean_over_own_rows(loss_of(x)), args=(batch,))
+        np.testing.assert_allclose(strategy.reduce("sum", loss), loss_of(rows), rtol=1e-5)

@@ -163,13 +163,13 @@ def with_dataset(old: Callable[..., Any], model: keras.Model, x: object = None, 
     """Call `fit`, `evaluate` or `predict` with support for distributed datasets, and with the same shuffles on all workers."""
     mesh = _mesh_of(model)
     if isinstance(x, DistributedDataset):
-        unused = [name for name in ("y", "sample_weight", "class_weight", "validation_split") if kwargs.get(name)]
+        unused = [name for name in ("y", "sample_weight", "class_weight", "validation_split") if not _is_unset(kwargs.get(name))]
         if unused or args:
             advice = "Pass other arguments by their names."
             if "class_weight" in unused:
                 advice = (
                     "Weights of classes are its third element: dataset.map(lambda x, y: (x, y, weights[y])), with a NumPy array "
-                    "of one weight for each class."
+                    "of one weight for each class, for labels that are numbers of classes."
                 )
             raise ValueError(
                 f"{old.__name__} got a distributed dataset and {' and '.join(unused) or 'positional arguments'}; expected the "
@@ -181,6 +181,11 @@ def with_dataset(old: Callable[..., Any], model: keras.Model, x: object = None, 
     if mesh is not None and not mesh.is_alone and old.__name__ == "fit":  # Keras shuffles by numpy's numbers
         np.random.seed(int(placement.mirror(mesh, [np.random.randint(2**31, dtype=np.int32)])[0]))
     return old(model, x, *args, **kwargs)
+
+
+def _is_unset(value: object) -> bool:
+    """Tell whether an argument of `fit` is that of none; arrays have no truth value."""
+    return value is None or (not hasattr(value, "shape") and not value)
 
 
 def _adapted(dataset: DistributedDataset, mesh: ReplicaMesh | None, model: keras.Model) -> Any:
