@@ -3,8 +3,8 @@
 OFFERS = {
     "_jax": """
         callbacks.forget_failed compilations.heard complaints.NEEDS_A_VALUE complaints.complaint_of
-        complaints.needed_arguments distributed.choose_cpu_collectives distributed.client distributed.has_backend
-        distributed.known_devices distributed.late_devices distributed.listen_at distributed.place
+        complaints.needed_arguments distributed.choose_cpu_collectives distributed.clear_backends distributed.client
+        distributed.has_backend distributed.known_devices distributed.late_devices distributed.listen_at distributed.place
         distributed.swallows_sigterm interpreter.Analysis interpreter.Evaluation interpreter.Flattening
         interpreter.Interpreter interpreter.evaluate interpreter.run_parts interrupts.send_ignored_again jaxprs.Atom
         jaxprs.ClosedJaxpr jaxprs.Equation jaxprs.Jaxpr jaxprs.Literal jaxprs.Loop jaxprs.Part jaxprs.Var
@@ -38,7 +38,7 @@ OFFERS = {
         joint_programs.note joint_programs.of_chief joint_programs.prepared joint_programs.started progress.BatchPlace
         progress.NEXT_BATCH progress.in_main_thread progress.progress runtime.Runtime runtime.attach runtime.current
         runtime.exit_codes runtime.is_connected runtime.start runtime.starting_devices same_program.ONE_DATASET
-        same_program.data_ended same_program.require_same_history
+        same_program.data_ended same_program.require_same_history verdict.tells_of_loss
     """,
     "_replicas": """
         arrays.as_array arrays.cast arrays.check_leaf arrays.check_range arrays.converted_number arrays.host_array

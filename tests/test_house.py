@@ -404,12 +404,12 @@ def test_sizes() -> None:
 #: and so are small wings that stand for one thing. `python tests/test_house.py` prints today's.
 BUDGETS = {
     "_program": 4361,  # 4,000
-    "_jax": 1351,  # 1,300
-    "_replicas": 2319,  # 2,100
+    "_jax": 1352,  # 1,300
+    "_replicas": 2331,  # 2,100
     "_variables": 1858,  # 1,700
     "_models": 1207,  # 1,050
     "_updates": 262,  # 250
-    "_strategy": 1162,  # 1,100
+    "_strategy": 1164,  # 1,100
     "_transforms": 607,  # 600
     "data": 3420,  # 3,200
     "_workers": 2244,  # 1,700
