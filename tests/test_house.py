@@ -404,12 +404,12 @@ def test_sizes() -> None:
 #: and so are small wings that stand for one thing. `python tests/test_house.py` prints today's.
 BUDGETS = {
     "_program": 4504,  # 4,000
-    "_jax": 1402,  # 1,300
-    "_replicas": 2335,  # 2,100
+    "_jax": 1403,  # 1,300
+    "_replicas": 2347,  # 2,100
     "_variables": 1881,  # 1,700
     "_models": 1227,  # 1,050
     "_updates": 262,  # 250
-    "_strategy": 1164,  # 1,100
+    "_strategy": 1166,  # 1,100
     "_transforms": 608,  # 600
     "data": 3451,  # 3,200
     "_workers": 2244,  # 1,700

@@ -21,6 +21,7 @@ from strategies import ctx, variable
 import mirrored as mr
 from mirrored._cluster.meeting import meet
 from mirrored._cluster.spec import Cluster, ClusterSpec
+from mirrored._replicas import mesh
 from mirrored._workers import runtime
 from mirrored._workers.coordination import Coordination
 from mirrored._workers.same_program import require_same_history
@@ -88,6 +89,15 @@ def a_program_fails(g):
 def no_gpu(g):
     g.monkeypatch.setattr(jax, "devices", lambda *a, _devices=jax.devices: [] if "gpu" in a or "cuda" in a else _devices(*a))
     mr.MirroredStrategy(["gpu:31"])
+
+
+def broken_accelerator(g):
+    def fail(**_: object) -> None:
+        raise RuntimeError("Unable to initialize backend 'cuda': no memory")
+
+    g.monkeypatch.setattr(jax, "local_devices", fail)
+    g.monkeypatch.setattr(mesh.distributed, "clear_backends", lambda: None)
+    mr.MirroredStrategy()
 
 
 def no_task(g):
@@ -167,6 +177,7 @@ CASES: list[tuple[str, str, Case]] = [
     ("VariableLostError", "a program fails", a_program_fails),
     ("DeviceError", "twice", lambda g: mr.MirroredStrategy(["cpu:0", "cpu:0"])),
     ("DeviceError", "no gpu", no_gpu),
+    ("DeviceError", "does not start", broken_accelerator),
     ("DeviceError", "too late", lambda g: mr.MirroredStrategy(["cpu:99"])),
     ("ClusterConfigError", "no task", no_task),
     ("ClusterConfigError", "started by a worker", started_by_a_worker),

@@ -42,7 +42,7 @@ class VariableLostError(RuntimeError):
 
 
 class DeviceError(ValueError):
-    """A device does not exist, is named twice, or can no longer be made."""
+    """A device does not exist, does not start, is named twice, or can no longer be made."""
 
 
 class TFRecordError(ValueError):

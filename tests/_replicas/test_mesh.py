@@ -72,6 +72,58 @@ def test_pool_is_twice_the_devices_and_not_below_the_cores(monkeypatch: pytest.M
     assert mesh.cpu_pool_size(1) == 5
 
 
+#: An accelerator that is installed: its backend fails when JAX starts it.
+BROKEN = """
+from jax.extend.backend import register_backend_factory
+
+def start():
+    raise RuntimeError("the card has fallen off the bus")
+
+register_backend_factory("broken", start, priority=500, fail_quietly=False)
+"""
+#: Makes a strategy, and says which, or why not.
+TRY = """
+def attempt(*devices):
+    try:
+        print(mr.MirroredStrategy(*devices).devices[0].platform, end="; ")
+    except mr.DeviceError as error:
+        print(error, end="; ")
+"""
+
+
+@pytest.mark.slow
+def test_an_accelerator_that_does_not_start_is_an_error_and_never_the_cpu() -> None:
+    def said(code: str, **environment: str) -> str:
+        return run_program(f"{REPORT}{BROKEN}{TRY}{code}", env=environment).stdout
+
+    for asks in ("attempt()", "attempt(['gpu:0'])", "attempt(); attempt()"):  # also whoever catches the error and tries again
+        reason = (
+            "JAX cannot start the devices of this process: Unable to initialize backend 'broken': the card has fallen off the bus"
+        )
+        assert (text := said(asks)).count(reason) == asks.count("attempt") and "cpu; " not in text
+        assert "to train on the CPU, set JAX_PLATFORMS=cpu in the environment." in text
+    assert said("attempt()", JAX_PLATFORMS="cpu") == "cpu; "  # the line that the message offers
+    done = run_program(f"{REPORT}{BROKEN}{TRY}attempt(['cpu:0', 'cpu:1'])", env={})
+    assert done.stdout == "cpu; " and "JAX cannot start the others: Unable to initialize backend 'broken'" in done.stderr
+
+
+def test_an_error_of_jax_s_start_is_the_devices_or_another_worker_s_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    error, cleared = RuntimeError("Unable to initialize backend 'cuda': no memory"), []
+
+    def local_devices(backend: str | None = None) -> list[object]:
+        raise error
+
+    monkeypatch.setattr(jax, "local_devices", local_devices)
+    monkeypatch.setattr(mesh.distributed, "clear_backends", lambda: cleared.append(True))
+    with pytest.raises(mr.DeviceError, match=r"cannot start .* 'cuda': no memory\. Nothing is trained on the CPU") as caught:
+        mesh.resolve_devices(None)
+    assert caught.value.__cause__ is error and cleared == [True]
+    error = RuntimeError("Unable to initialize backend 'cuda': Getting local topologies failed")
+    with pytest.raises(RuntimeError, match="topologies failed") as lost:
+        mesh.resolve_devices(None)
+    assert lost.value is error and cleared == [True]
+
+
 def test_jax_without_cpu_devices_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with JAX_PLATFORMS=cuda: there is no CPU backend to prepare, and none is needed."""
     gpus = [SimpleNamespace(platform="gpu", id=i) for i in range(2)]
@@ -156,6 +208,6 @@ def test_strategies_on_the_same_devices_are_the_same_place() -> None:
 
 
 def test_devices_of_two_kinds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax, "local_devices", lambda backend: [SimpleNamespace(platform=backend)])
+    monkeypatch.setattr(jax, "local_devices", lambda backend="cpu": [SimpleNamespace(platform=backend)])
     with pytest.raises(mr.DeviceError, match=r"devices mixes cpu and gpu devices .* Name only gpu devices"):
         mesh.resolve_devices(["cpu:0", "gpu:0"])

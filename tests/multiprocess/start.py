@@ -5,6 +5,7 @@ import sys
 import time
 
 import jax
+from jax.extend.backend import register_backend_factory
 
 import mirrored as mr
 
@@ -21,6 +22,15 @@ if way == "gone after the meeting":
     jax.distributed.initialize = lambda **given: os._exit(9) if given["process_id"] == 1 else connect(**given)
 if way == "devices stuck" and os.environ["JAX_PROCESS_ID"] == "1":
     jax.local_devices = lambda **_: time.sleep(1000)
+if way.startswith("accelerator") and os.environ["JAX_PROCESS_ID"] == "1":
+
+    def start() -> None:
+        if way == "accelerator hangs":
+            time.sleep(1000)
+        raise RuntimeError("the card has fallen off the bus")
+
+    jax.config.update("jax_platforms", None)  # the tests' workers have the CPU alone
+    register_backend_factory("broken", start, priority=500, fail_quietly=False)
 strategy = mr.MultiWorkerMirroredStrategy(communication_options=options)
 again = mr.MultiWorkerMirroredStrategy()
 assert again.devices == strategy.devices

@@ -30,6 +30,13 @@ def test_workers_start_with_a_jax_distributed_of_their_own() -> None:
     [
         ("different devices", 20, (76, 76), ["ConfigError: the workers have different devices: worker 0 1 cpu, worker 1 2 cpu"]),
         ("devices stuck", 2, (75, 75), ["worker 1 has not entered the exchange of devices for 2 s", "have not started"]),
+        (
+            "accelerator fails",
+            120,
+            (75, 1),
+            ["worker 1 failed at step 0 with DeviceError: JAX cannot", "the card has fallen off the bus"],
+        ),
+        ("accelerator hangs", 2, (75, 75), ["worker 1 has not entered the barrier after the exchange of devices for 2 s"]),
         ("gone after the meeting", 2, (75, 9), ["ClusterStartError: worker 0 met all 2 workers, but one of them was gone"]),
     ],
 )

@@ -11,6 +11,7 @@ import jax
 from jax._src import distributed as _distributed
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.lib import _jax
+from jax.extend.backend import clear_backends as clear_backends
 
 #: Under which names JAX's backends tell each other their devices.
 _PLATFORMS = ("cpu", "cuda", "rocm")

@@ -17,9 +17,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import _env
 from .._errors import ClusterConfigError, DeviceError
-from .._jax import interrupts
+from .._jax import distributed, interrupts
 from .._text import counted, shown
 from .._typing import REPLICA_AXIS
+from .._workers import verdict
 
 _DEVICE_NAME = re.compile(r"/?(?:device:)?(cpu|gpu|tpu|cuda|rocm):(\d+)", re.IGNORECASE | re.ASCII)
 
@@ -188,7 +189,8 @@ def resolve_devices(devices: Sequence[Any] | None) -> tuple[jax.Device, ...]:
 def start_backend(num_cpu_devices: int) -> None:
     """Start JAX's backends, unless they run, with enough CPU devices and a thread pool that cannot starve.
 
-    The size of XLA's CPU thread pool is read once, when the backend starts: docs/design/cpu-rendezvous.md.
+    An accelerator that does not start is an error, unless the user has named CPU devices. The size of XLA's CPU thread pool is
+    read once, when the backend starts: docs/design/cpu-rendezvous.md.
     """
     interrupts.send_ignored_again()
     configured = jax.config.jax_num_cpu_devices  # pyrefly: ignore[missing-attribute]
@@ -200,7 +202,19 @@ def start_backend(num_cpu_devices: int) -> None:
         except RuntimeError:
             return  # the backends have started; `_find_device` says so for the first device that is missing
     with _env.at_least(_env.CPU_THREADS, cpu_pool_size(max(num_cpu_devices, configured)), _env.CPU_THREADS_FALLBACK):
-        _local_devices("cpu")
+        try:
+            jax.local_devices()
+        except RuntimeError as error:
+            if verdict.tells_of_loss(error):  # another worker's devices are missing
+                raise
+            if num_cpu_devices:
+                _logger.warning("training on CPU devices, as devices= says. JAX cannot start the others: %s", error)
+                return
+            distributed.clear_backends()  # JAX would give the CPU, which it has started, to whoever asks again
+            raise DeviceError(
+                f"JAX cannot start the devices of this process: {error}. Nothing is trained on the CPU instead. Free or repair "
+                "them; to train on the CPU, set JAX_PLATFORMS=cpu in the environment."
+            ) from error
 
 
 def cpu_pool_size(num_devices: int) -> int:
@@ -265,9 +279,7 @@ def _find_device(entry: str, platform: str, index: int, num_cpu_devices: int) ->
 def _local_devices(platform: str) -> Sequence[jax.Device]:
     try:
         return jax.local_devices(backend=platform)
-    except RuntimeError as error:  # JAX has no such backend here
-        if "topologies failed" in str(error):  # another worker's are missing, after minutes of waiting: do not wait again
-            raise
+    except RuntimeError:  # JAX has no such backend here: `start_backend` has started those that there are
         return ()
 
 

@@ -27,6 +27,7 @@ from .._options import (
 from .._replicas import placement
 from .._replicas.mesh import ReplicaMesh, cluster_mesh, make_mesh, resolve_devices, with_replicas
 from .._workers import runtime
+from .._workers.progress import progress
 from .._workers.runtime import Runtime
 from .strategy import Strategy
 
@@ -144,7 +145,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         if joined is not None:
             self._coordination = joined.coordination
             # The first collective on a set of devices waits for 30 s only: so all workers run one now, together.
-            self._coordination.barrier("MultiWorkerMirroredStrategy")
+            with progress.phase("the barrier after the exchange of devices", waits=True):
+                self._coordination.barrier("MultiWorkerMirroredStrategy")
             placement.mirror(mesh, [np.zeros((), np.int32)])[0].block_until_ready()
 
     def _join(self, cluster: ClusterResolver | None, options: CommunicationOptions) -> Runtime | None:
