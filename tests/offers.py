@@ -5,7 +5,7 @@ OFFERS = {
         callbacks.forget_failed compilations.heard complaints.NEEDS_A_VALUE complaints.complaint_of
         complaints.needed_arguments distributed.choose_cpu_collectives distributed.client distributed.has_backend
         distributed.known_devices distributed.late_devices distributed.listen_at distributed.place
-        distributed.swallows_sigterm interpreter.Analysis interpreter.Evaluation interpreter.Flattening
+        distributed.swallows_sigterm forks.leave_to_parent interpreter.Analysis interpreter.Evaluation interpreter.Flattening
         interpreter.Interpreter interpreter.evaluate interpreter.run_parts interrupts.send_ignored_again jaxprs.Atom
         jaxprs.ClosedJaxpr jaxprs.Equation jaxprs.Jaxpr jaxprs.Literal jaxprs.Loop jaxprs.Part jaxprs.Var
         jaxprs.has_collective jaxprs.has_host_callback jaxprs.has_replica_number jaxprs.inexact_operands

@@ -404,8 +404,8 @@ def test_sizes() -> None:
 #: and so are small wings that stand for one thing. `python tests/test_house.py` prints today's.
 BUDGETS = {
     "_program": 4361,  # 4,000
-    "_jax": 1351,  # 1,300
-    "_replicas": 2319,  # 2,100
+    "_jax": 1379,  # 1,300
+    "_replicas": 2324,  # 2,100
     "_variables": 1858,  # 1,700
     "_models": 1207,  # 1,050
     "_updates": 262,  # 250
