@@ -29,6 +29,8 @@ from ._errors import ClusterConfigError
 from ._text import describe, escape
 
 USAGE_ERROR = 2
+#: Names of what this process has open; the same names are other files for a worker.
+_OF_THIS_PROCESS = ("/dev/stdin", "/dev/fd/", "/proc/self/")
 
 _HELP = """usage: mirrored launch -n N [options] script.py args...   start N workers, and start them again after a failure
        mirrored check                                     compute and measure with all workers of this cluster
@@ -231,6 +233,10 @@ def _check(parser: _Parser, options: argparse.Namespace, command: list[str]) -> 
     if command[0] != "-m":
         if not os.path.exists(command[0]):
             parser.error(f"there is no file {describe(command[0])}")
+        is_readable = os.path.isfile(command[0]) or os.path.isdir(command[0])
+        if not is_readable or os.path.abspath(command[0]).startswith(_OF_THIS_PROCESS):
+            why = "each worker reads the program, and the workers' standard input is empty. Write it into a file"
+            parser.error(f"{describe(command[0])} is no file that a worker could read: {why}")
         if command[0].startswith("-"):  # a file, which Python would take for an option
             command[0] = os.path.join(".", command[0])
     options.command = command

@@ -149,10 +149,10 @@ class Group:
 
     def _pass_on(self, worker: Worker, stream: Stream, lines: Sequence[bytes]) -> None:
         for line in lines:
-            if not worker.ended or time.monotonic() < worker.ended + LEFTOVER_SECONDS:  # later its trackers warn
-                worker.tail.add(line)
             if line.startswith(_NOISE):
                 continue
+            if not worker.ended or time.monotonic() < worker.ended + LEFTOVER_SECONDS:  # later its trackers warn
+                worker.tail.add(line)
             if not isinstance(line, BarState):
                 stream.outlet.write(stream.prefix + line + b"\n")
             elif stream.outlet.is_terminal:
