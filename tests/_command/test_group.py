@@ -240,7 +240,8 @@ def test_a_reader_that_is_stuck_holds_workers_back_but_not_the_launcher(launcher
 # Environment
 
 
-def test_workers_are_told_their_cluster_and_devices(plan: Plan, tmp_path: Path) -> None:
+def test_workers_are_told_their_cluster_and_devices(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     names = "JAX_COORDINATOR_ADDRESS JAX_NUM_PROCESSES JAX_PROCESS_ID JAX_PLATFORMS JAX_NUM_CPU_DEVICES JAX_LOCAL_DEVICE_IDS"
 
     def told(*options: object) -> list[list[str | None]]:
@@ -676,6 +677,42 @@ def test_usage_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture
         shown = err.partition("Write for example: ")[2]
         assert ("--nnodes" in shown) == ("node" in message or "coordinator" in message or "65536 workers" in message), options
         assert ("--log-dir" in shown) == ("folder" in message), options
+
+
+def test_more_gpus_than_there_are_are_refused_before_anything_starts(
+    tmp_path: Path, plan: Plan, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By CUDA_VISIBLE_DEVICES, else by the files of NVIDIA's driver; where neither is there, nothing is compared."""
+    four, one, none = ["nvidia0", "nvidia1", "nvidia2", "nvidia10", "nvidiactl", "nvidia-uvm", "null"], ["nvidia0"], ["null"]
+    refused = [  # -n, GPUs of each, CUDA_VISIBLE_DEVICES, /dev; what is said, and offered
+        (2, 1, None, one, "needs 2 GPUs, and this host has 1", "-n 1 --gpus-per-worker 1"),
+        (3, 2, None, four, "needs 6 GPUs, and this host has 4", "-n 2 --gpus-per-worker 2"),
+        (1, 8, None, four, "needs 8 GPUs, and this host has 4", "-n 1 --gpus-per-worker 4"),
+        (3, 1, "0, 1", four, "CUDA_VISIBLE_DEVICES, which is '0, 1', has 2", "-n 2 --gpus-per-worker 1"),
+        (2, 1, "0,-1,1", four, "has 1", "-n 1 --gpus-per-worker 1"),
+        (2, 1, "", four, "CUDA_VISIBLE_DEVICES, which is '', has 0", "-n 2 --cpu-devices 1"),
+        (1, 1, "-1", four, "has 0", "-n 1 --cpu-devices 1"),
+    ]
+    runs = [(4, 1, None, four), (2, 2, "GPU-a,GPU-b,GPU-c,GPU-d", one), (8, 2, None, none), (1, 1, "3", one)]
+
+    def see(visible: str | None, files: list[str]) -> None:
+        monkeypatch.setattr(launch.os, "listdir", lambda folder: files)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+    for n, each, visible, files, says, offers in refused:
+        see(visible, files)
+        with pytest.raises(SystemExit, match="2"):
+            launch.main(["launch", "-n", str(n), "--gpus-per-worker", str(each), __file__])
+        err = capfd.readouterr().err
+        assert says in err and f"Write for example: mirrored launch {offers} train.py\n" in err, err
+        assert plan(*offers.split())[0] == 0, "what is offered starts"
+    for n, each, visible, files in runs:
+        see(visible, files)
+        assert plan("-n", n, "--gpus-per-worker", each)[0] == 0
+    see("0", one)
+    assert plan("-n", 2)[0] == plan("-n", 2, "--cpu-devices", 1)[0] == 0, "without the option, nothing is compared"
 
 
 #: Tells what is loaded at the first process that is started, and ends.
