@@ -265,7 +265,7 @@ def test_primitives_are_named_in_one_table() -> None:
 
 
 def test_the_environment_is_read_in_one_file() -> None:
-    alone = "_command.standby"  # is run as a file, and can import nothing of ours
+    alone = "_command.spare"  # is run as a file, and can import nothing of ours
     readers = {name for name, path in PATHS.items() if re.search(r"os\.(environ|getenv)", path.read_text())}
     assert readers == {"_env", alone}
 
@@ -404,8 +404,8 @@ def test_sizes() -> None:
 #: and so are small wings that stand for one thing. `python tests/test_house.py` prints today's.
 BUDGETS = {
     "_program": 4504,  # 4,000
-    "_jax": 1403,  # 1,300
-    "_replicas": 2347,  # 2,100
+    "_jax": 1431,  # 1,300
+    "_replicas": 2352,  # 2,100
     "_variables": 1881,  # 1,700
     "_models": 1227,  # 1,050
     "_updates": 262,  # 250
@@ -418,10 +418,10 @@ BUDGETS = {
     "_report": 967,  # 800
     "_testing": 771,  # 750
     "losses optimizer": 664,  # 600
-    "_command launch": 1373,  # 1,000
+    "_command launch": 1517,  # 1,000
     "__init__ __main__ _public testing": 122,
     "_process": 90,  # was in _replicas, _jax, _strategy and _models
-    "_env _errors _html _libraries _options _text _tf_names _typing": 1014,  # 950
+    "_env _errors _html _libraries _options _text _tf_names _typing": 1015,  # 950
 }
 #: So much smaller a wing may be before its budget is to be lowered.
 MAX_SLACK = 30

@@ -83,6 +83,7 @@ HOSTNAME = EnvironmentVariable("HOSTNAME", "The name of a pod: in an indexed Job
 JAX_PLATFORMS = EnvironmentVariable("JAX_PLATFORMS", "Set to cpu by `mirrored launch --cpu-devices`; JAX reads it.")
 JAX_NUM_CPU_DEVICES = EnvironmentVariable("JAX_NUM_CPU_DEVICES", "Set by `mirrored launch --cpu-devices`; JAX reads it.")
 JAX_LOCAL_DEVICE_IDS = EnvironmentVariable("JAX_LOCAL_DEVICE_IDS", "Set by `mirrored launch`: a worker's GPUs; JAX reads it.")
+CUDA_VISIBLE_DEVICES = EnvironmentVariable("CUDA_VISIBLE_DEVICES", "Read by `mirrored launch --gpus-per-worker`: how many GPUs.")
 MIRRORED_ATTEMPT = EnvironmentVariable("MIRRORED_ATTEMPT", "Set by `mirrored launch`: 0, and one more after every restart.")
 MIRRORED_PROGRESS_FILE = EnvironmentVariable("MIRRORED_PROGRESS_FILE", "Set by `mirrored launch`: file of the last saved step.")
 MIRRORED_WORKER = EnvironmentVariable("MIRRORED_WORKER", "Set by each worker of several: the worker that its children cannot be.")

@@ -10,6 +10,7 @@ import io
 import itertools
 import math
 import os
+import re
 import signal
 import socket
 import sys
@@ -26,9 +27,11 @@ from ._command.output import Outlet, make_log_folder
 from ._command.signals import Signals
 from ._command.standby import Standby
 from ._errors import ClusterConfigError
-from ._text import describe, escape
+from ._text import counted, describe, escape
 
 USAGE_ERROR = 2
+#: Names of what this process has open; the same names are other files for a worker.
+_OF_THIS_PROCESS = ("/dev/stdin", "/dev/fd/", "/proc/self/")
 
 _HELP = """usage: mirrored launch -n N [options] script.py args...   start N workers, and start them again after a failure
        mirrored check                                     compute and measure with all workers of this cluster
@@ -231,11 +234,16 @@ def _check(parser: _Parser, options: argparse.Namespace, command: list[str]) -> 
     if command[0] != "-m":
         if not os.path.exists(command[0]):
             parser.error(f"there is no file {describe(command[0])}")
+        is_readable = os.path.isfile(command[0]) or os.path.isdir(command[0])
+        if not is_readable or os.path.abspath(command[0]).startswith(_OF_THIS_PROCESS):
+            why = "each worker reads the program, and the workers' standard input is empty. Write it into a file"
+            parser.error(f"{describe(command[0])} is no file that a worker could read: {why}")
         if command[0].startswith("-"):  # a file, which Python would take for an option
             command[0] = os.path.join(".", command[0])
     options.command = command
     if options.cpu_devices and options.gpus_per_worker:
         parser.error("--cpu-devices and --gpus-per-worker were both given; a worker runs on the CPU or on GPUs")
+    _check_gpus(parser, options)
     _check_nodes(parser, options)
     if options.log_dir:
         parser.right = "mirrored launch -n 2 --log-dir logs train.py"
@@ -244,6 +252,27 @@ def _check(parser: _Parser, options: argparse.Namespace, command: list[str]) -> 
             options.log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             parser.error(f"cannot make the folder {describe(str(options.log_dir))} of --log-dir: {error.strerror}")
+
+
+def _check_gpus(parser: _Parser, options: argparse.Namespace) -> None:
+    """Refuse more GPUs than there are, before JAX waits for minutes for those of all workers."""
+    each, (num_gpus, where) = options.gpus_per_worker or 0, _find_gpus()
+    if num_gpus is not None and options.n * each > num_gpus:
+        parser.right = f"mirrored launch -n {max(num_gpus // each, 1)} --gpus-per-worker {min(each, num_gpus)} train.py"
+        if not num_gpus:
+            parser.right = f"mirrored launch -n {options.n} --cpu-devices 1 train.py"
+        parser.error(f"-n {options.n} with --gpus-per-worker {each} needs {counted(options.n * each, 'GPU')}, and {where}")
+
+
+def _find_gpus() -> tuple[int | None, str]:
+    """Return the number of NVIDIA's GPUs that workers can use, and what says so; None where nothing does."""
+    names = _env.CUDA_VISIBLE_DEVICES.get()
+    if names is not None:  # CUDA reads it up to the first that is no GPU, such as -1
+        listed = [name.strip() for name in names.split(",")]
+        count = len(list(itertools.takewhile(lambda name: name and not name.startswith("-"), listed)))
+        return count, f"CUDA_VISIBLE_DEVICES, which is {describe(names)}, has {count}"
+    count = sum(re.fullmatch(r"nvidia\d+", name) is not None for name in os.listdir("/dev"))
+    return count or None, f"this host has {count}"
 
 
 def _check_nodes(parser: _Parser, options: argparse.Namespace) -> None:

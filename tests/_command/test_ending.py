@@ -114,6 +114,13 @@ def test_summaries() -> None:
     first, total = summarize(attempt(-6), 1, 3.0, None)
     assert first.startswith("worker 0 (pid 100) failed first: SIGABRT, 1.0 s after the start, at 19")
     assert total == "1 restart, 3.0 s in all"
+    first, others, _ = summarize(together(1, 1, 75, 1), 0, 3.0, None)
+    assert first.startswith("workers 0-1, 3 failed together: exit code 1, 8.1 s after the start, at ")
+    assert others == "the others: worker 2: exit code 75, asks to be started again"
+    for apart in (together(1, 1, apart=1.1), together(1, 2), together(1, 75)):
+        assert "failed first" in summarize(apart, 0, 3.0, None)[0]
+    tails = [dataclasses.replace(ending, tail=[f"of {ending.index}"]) for ending in together(1, 1).endings]
+    assert summarize(Attempt(tails, (), {}), 0, 3.0, None)[1:3] == ["the last lines of worker 1:", "  | of 1"]
     first, others, _ = summarize(attempt(143, 75), 0, 3.0, None)
     assert first.startswith("worker 0 (pid 100) was preempted: exit code 143, 1.0 s after the start, at ")
     assert others == "the others: worker 1: exit code 75, asks to be started again"

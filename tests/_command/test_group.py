@@ -4,14 +4,17 @@ import contextlib
 import errno
 import json
 import os
+import py_compile
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import time
 import uuid
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -237,7 +240,8 @@ def test_a_reader_that_is_stuck_holds_workers_back_but_not_the_launcher(launcher
 # Environment
 
 
-def test_workers_are_told_their_cluster_and_devices(plan: Plan, tmp_path: Path) -> None:
+def test_workers_are_told_their_cluster_and_devices(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     names = "JAX_COORDINATOR_ADDRESS JAX_NUM_PROCESSES JAX_PROCESS_ID JAX_PLATFORMS JAX_NUM_CPU_DEVICES JAX_LOCAL_DEVICE_IDS"
 
     def told(*options: object) -> list[list[str | None]]:
@@ -517,6 +521,11 @@ def test_who_does_not_leave_within_the_grace_or_before_a_second_signal_is_killed
 # Nobody is left behind
 
 
+def keeper_of(launcher: Launcher) -> int:
+    [keeper] = [pid for pid in launcher.alive() if b"\0keep\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return keeper
+
+
 FAMILY = """
 import subprocess
 read, write = os.pipe()
@@ -553,8 +562,7 @@ def test_nothing_is_left_when_the_keeper_is_killed_and_nohup_holds(launcher: Lau
     finally:
         signal.signal(signal.SIGHUP, before)
     read_until(process, "up", 2)
-    [keeper] = [pid for pid in launcher.alive() if b"\0keep\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    os.kill(keeper, signal.SIGKILL)
+    os.kill(keeper_of(launcher), signal.SIGKILL)
     process.send_signal(signal.SIGHUP)
     (tmp_path / "go").touch()
     assert finish(process)[0] == 0
@@ -635,6 +643,9 @@ USAGE_ERRORS = {
     "-n 1\x1b[1m SCRIPT": r"argument -n: '1\x1b[1m' is no",
     "-n 99999999999 SCRIPT": "argument -n: ",
     "absent.py": "there is no file 'absent.py'",
+    "-n 2 /dev/null": "'/dev/null' is no file that a worker could read: each worker reads the program",
+    "-n 2 /dev/stdin": "'/dev/stdin' is no file that a worker could read",
+    "/proc/self/fd/0": "standard input is empty. Write it into a file. Write for example",
     "--gpu 1 SCRIPT": "unrecognized arguments: --gpu",
     "--cpu-devices 2 --gpus-per-worker 1 SCRIPT": "a worker runs on the CPU or on GPUs",
     "--nnodes 2 SCRIPT": "--nnodes needs --coordinator",
@@ -666,6 +677,42 @@ def test_usage_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture
         shown = err.partition("Write for example: ")[2]
         assert ("--nnodes" in shown) == ("node" in message or "coordinator" in message or "65536 workers" in message), options
         assert ("--log-dir" in shown) == ("folder" in message), options
+
+
+def test_more_gpus_than_there_are_are_refused_before_anything_starts(
+    tmp_path: Path, plan: Plan, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By CUDA_VISIBLE_DEVICES, else by the files of NVIDIA's driver; where neither is there, nothing is compared."""
+    four, one, none = ["nvidia0", "nvidia1", "nvidia2", "nvidia10", "nvidiactl", "nvidia-uvm", "null"], ["nvidia0"], ["null"]
+    refused = [  # -n, GPUs of each, CUDA_VISIBLE_DEVICES, /dev; what is said, and offered
+        (2, 1, None, one, "needs 2 GPUs, and this host has 1", "-n 1 --gpus-per-worker 1"),
+        (3, 2, None, four, "needs 6 GPUs, and this host has 4", "-n 2 --gpus-per-worker 2"),
+        (1, 8, None, four, "needs 8 GPUs, and this host has 4", "-n 1 --gpus-per-worker 4"),
+        (3, 1, "0, 1", four, "CUDA_VISIBLE_DEVICES, which is '0, 1', has 2", "-n 2 --gpus-per-worker 1"),
+        (2, 1, "0,-1,1", four, "has 1", "-n 1 --gpus-per-worker 1"),
+        (2, 1, "", four, "CUDA_VISIBLE_DEVICES, which is '', has 0", "-n 2 --cpu-devices 1"),
+        (1, 1, "-1", four, "has 0", "-n 1 --cpu-devices 1"),
+    ]
+    runs = [(4, 1, None, four), (2, 2, "GPU-a,GPU-b,GPU-c,GPU-d", one), (8, 2, None, none), (1, 1, "3", one)]
+
+    def see(visible: str | None, files: list[str]) -> None:
+        monkeypatch.setattr(launch.os, "listdir", lambda folder: files)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+    for n, each, visible, files, says, offers in refused:
+        see(visible, files)
+        with pytest.raises(SystemExit, match="2"):
+            launch.main(["launch", "-n", str(n), "--gpus-per-worker", str(each), __file__])
+        err = capfd.readouterr().err
+        assert says in err and f"Write for example: mirrored launch {offers} train.py\n" in err, err
+        assert plan(*offers.split())[0] == 0, "what is offered starts"
+    for n, each, visible, files in runs:
+        see(visible, files)
+        assert plan("-n", n, "--gpus-per-worker", each)[0] == 0
+    see("0", one)
+    assert plan("-n", 2)[0] == plan("-n", 2, "--cpu-devices", 1)[0] == 0, "without the option, nothing is compared"
 
 
 #: Tells what is loaded at the first process that is started, and ends.
@@ -768,8 +815,128 @@ def test_none_waits_any_more_when_the_launcher_is_killed_or_has_ended(launcher: 
     Path(tmp_path, "ahead.py").write_text(AHEAD)
     options = ("--max-restarts", 1, "--standby", "ahead")
     stays = launcher.start("say('up'); signal.pause()", *options, patch=AT_ONCE)
-    wait_until(lambda: len(launcher.alive()) >= 3)  # a worker, its keeper, and what waits
+    wait_until(lambda: len(launcher.alive()) >= 3 and list(tmp_path.glob("imported-*")))  # a worker, its keeper, and what waits
     stays.kill()
     wait_until(lambda: not launcher.alive())
     code, _, err = launcher.run("wait_for(sys.argv[1])", *options, arguments=[next(tmp_path.glob("imported-*"))], patch=AT_ONCE)
     assert (code, launcher.alive()) == (0, []), err
+
+
+#: Tells all that a program sees of how it was started, and fails once.
+AS_PYTHON = """
+import glob, json
+spec = __spec__ and [__spec__.name, __spec__.origin]
+facts = __name__, __file__, __package__, type(__loader__).__name__, spec, type(__builtins__).__name__
+say(json.dumps([*facts, sys.argv, sys.path, sys.orig_argv, sys.flags.safe_path, sys.stdin.read()]))
+class Options: number: int
+assert Options.__annotations__["number"] is int
+say("ahead", "ahead" in sys.modules)
+while not glob.glob(os.path.join(sys.argv[1], "imported-*")): time.sleep(0.01)
+sys.exit(3 - 3 * ATTEMPT)
+"""
+KINDS = ["training.py", "-m training", "-m package", "package", "app.zip", "training.pyc", "isolated training.py"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_program_sees_the_same_after_a_restart_whatever_it_is_and_had_been_started_ahead(
+    kind: str, launcher: Launcher, tmp_path: Path
+) -> None:
+    (library := tmp_path / "library").mkdir()
+    (library / "ahead.py").write_text(AHEAD)
+    script = launcher.script(AS_PYTHON, "training.py")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/__init__.py").touch()
+    shutil.copy(script, tmp_path / "package/__main__.py")
+    with zipfile.ZipFile(tmp_path / "app.zip", "w") as archive:
+        archive.write(script, "__main__.py")
+    py_compile.compile(str(script), str(tmp_path / "training.pyc"))
+    environment = {"PYTHONPATH": f"{library}:{SOURCE.parent}"} | ({"PYTHONSAFEPATH": "1"} if "isolated" in kind else {})
+    options = ["--max-restarts", 1, "--standby", "ahead", *(["-m"] if "-m" in kind else [])]
+    _, _, program = kind.rpartition(" ")
+    code, out, err = launcher.run(
+        Path(program), *options, arguments=[library, "-m"], patch=AT_ONCE, cwd=tmp_path, environment=environment
+    )
+    assert code == 0, err
+    first, ahead, second, ahead_1 = out.splitlines()
+    assert (ahead, ahead_1) == ("[0] ahead False", "[0] ahead True")
+    assert json.loads(second.removeprefix("[0] ")) == json.loads(first.removeprefix("[0] "))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hangs", ["time.sleep(600)", "pass"])
+def test_a_process_that_hangs_in_its_import_or_is_stopped_costs_a_start_and_no_more(
+    hangs: str, launcher: Launcher, tmp_path: Path
+) -> None:
+    """Its environment is more than a pipe or a socket takes."""
+    Path(tmp_path, "ahead.py").write_text(f"{AHEAD}\nimport time\n{hangs}")
+    body = """
+    import glob
+    say("up", ATTEMPT, len(os.environ["LONG_5"]))
+    here = os.path.dirname(os.path.abspath(sys.argv[0]))
+    while ATTEMPT == 0 and not (found := glob.glob(os.path.join(here, "imported-*"))): time.sleep(0.01)
+    if ATTEMPT == 0: os.kill(int(found[0].rpartition("-")[2]), signal.SIGSTOP)
+    sys.exit(3 - 3 * ATTEMPT)
+    """
+    environment = {f"LONG_{i}": "x" * 100_000 for i in range(9)}
+    process = launcher.start(body, "--max-restarts", 1, "--standby", "ahead", patch=AT_ONCE, environment=environment)
+    code, out, err = finish(process, 10)
+    assert code == 0, err
+    assert out.splitlines() == ["[0] up 0 100000", "[0] up 1 100000"]
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_in_its_import_ends_with_the_launcher(launcher: Launcher, tmp_path: Path) -> None:
+    """With what it has started itself."""
+    starts = "import subprocess, time; subprocess.Popen(['sleep', '600']); time.sleep(600)"
+    Path(tmp_path, "ahead.py").write_text(AHEAD + starts)
+    process = launcher.start("signal.pause()", "--max-restarts", 1, "--standby", "ahead", patch=AT_ONCE)
+    wait_until(lambda: len(launcher.alive()) >= 4)
+    process.kill()
+    wait_until(lambda: not launcher.alive(), 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_stopped_keeper_holds_nobody(ends: bool, launcher: Launcher, tmp_path: Path) -> None:
+    process = launcher.start("say('up')\nwait_for(sys.argv[1])", "-n", 2, arguments=(tmp_path / "go",))
+    read_until(process, "up", 2)
+    os.kill(keeper_of(launcher), signal.SIGSTOP)
+    if ends:
+        (tmp_path / "go").touch()
+    else:
+        process.send_signal(signal.SIGTERM)
+    assert finish(process, 5)[0] == (0 if ends else 143)
+    assert list(launcher.temporary.iterdir()) == []
+
+
+# Shared memory
+
+#: Has shared memory, a semaphore, and a child that keeps their tracker waiting, and does not leave.
+SHARES = """
+import multiprocessing, multiprocessing.shared_memory
+memory = multiprocessing.shared_memory.SharedMemory(create=True, size=1 << 20)
+semaphore = multiprocessing.get_context("spawn").Semaphore()
+for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, signal.SIG_IGN)
+if not os.fork(): time.sleep(600)
+say("shared", memory.name, "sem." + semaphore._semlock.name.lstrip("/"))
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/dev/shm"), reason="needs /dev/shm")
+@pytest.mark.parametrize("how", ["worker", "grace", "launcher"])
+def test_nothing_is_left_in_shared_memory_whoever_is_killed(how: str, launcher: Launcher) -> None:
+    end = "os.kill(os.getpid(), signal.SIGKILL)" if how == "worker" else "signal.pause(); time.sleep(600)"
+    process = launcher.start(SHARES + end, "-n", 2, "--grace", 0.1)
+    assert process.stdout is not None
+    names = [name for _ in range(2) for name in process.stdout.readline().decode().split()[2:]]
+    assert len(names) == 4
+    if how == "grace":
+        assert all(Path("/dev/shm", name).exists() for name in names)
+        process.send_signal(signal.SIGTERM)
+    elif how == "launcher":
+        process.kill()
+    wait_until(lambda: not any(Path("/dev/shm", name).exists() for name in names), 8)
+    wait_until(lambda: not launcher.alive(), 5)

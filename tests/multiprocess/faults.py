@@ -175,6 +175,16 @@ def fail_aside() -> None:
     atexit.register(raise_error, "ValueError")
 
 
+def fork() -> None:
+    """Let children of this process end as programs do."""
+    said()
+    for code, end in ((3, lambda: sys.exit(3)), (1, lambda: raise_error("ValueError"))):
+        child = os.fork()
+        if not child:
+            end()
+        print("CHILD", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code, flush=True)
+
+
 #: What the workers that are to blame do between two steps.
 FAULTS: dict[str, Callable[[], Any]] = {
     "killed": die,
@@ -183,6 +193,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "hang": wait_for_ever,
     "hold the lock": lambda: (said(), ctypes.PyDLL(None).sleep(1000)),  # no other thread of Python runs
     "aside": fail_aside,
+    "fork": fork,
     "until told": lambda: (said(), wait_for_file()),
     "slow": lambda: (fail_aside(), time.sleep(2.0), compile_slowly()),
     "extra": lambda: (said(), strategy.run(lambda: mr.get_replica_context().all_reduce("sum", 1.0))),

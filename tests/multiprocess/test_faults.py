@@ -197,6 +197,14 @@ def test_what_ends_no_program_ends_no_job() -> None:
         assert share and float(share[1]) < 0.01, "of a core, for the guard"
 
 
+@slow
+def test_the_end_of_a_forked_child_ends_no_job() -> None:
+    """By `sys.exit`, and by an exception: JAX's own end in a child would close the connections of its parent, 4 s later."""
+    for one in run("fork", 2, who="all", steps=600):
+        assert one.code == 0 and "END 600.0" in one.output and "CRITICAL" not in one.output, one.output
+        assert one.output.count("CHILD True") == 2, one.output
+
+
 # ---- who listens
 
 

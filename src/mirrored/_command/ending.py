@@ -62,6 +62,14 @@ class Attempt:
         alike = min(together, key=lambda ending: ending.index, default=first)
         return next((ending for ending in causes if ending.code != RESTART), alike)
 
+    def alike(self) -> Sequence[Ending]:
+        """Return the workers that failed together with the first, with its exit code: none of them is the cause of the others."""
+        first = self.culprit()
+        if first.code in (PREEMPTED, RESTART):
+            return [first]
+        causes = [ending for ending in self.endings if ending.code == first.code and not ending.was_asked]
+        return [ending for ending in causes if abs(ending.seconds - first.seconds) <= TOGETHER_SECONDS] or [first]
+
 
 @dataclasses.dataclass
 class Budget:
@@ -113,12 +121,14 @@ def describe_code(code: int) -> str:
 
 
 def describe_failure(attempt: Attempt) -> str:
-    """Describe in one line the worker that failed first, or was preempted."""
-    culprit = attempt.culprit()
-    verb = "was preempted" if culprit.code == PREEMPTED else "failed first"
+    """Describe in one line the worker that failed first, those that failed together, or the one that was preempted."""
+    culprit, alike = attempt.culprit(), attempt.alike()
+    who = f"worker {culprit.index} (pid {culprit.pid}) " + ("was preempted" if culprit.code == PREEMPTED else "failed first")
+    if len(alike) > 1:
+        who = f"{_ranges(sorted(ending.index for ending in alike))} failed together"
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(culprit.at))
     how = f"exit code {PREEMPTED}" if culprit.code == PREEMPTED else describe_code(culprit.code)
-    return f"worker {culprit.index} (pid {culprit.pid}) {verb}: {how}, {culprit.seconds:.1f} s after the start, at {at}"
+    return f"{who}: {how}, {culprit.seconds:.1f} s after the start, at {at}"
 
 
 def summarize(attempt: Attempt, restarts: int, seconds: float, logs: str | None) -> list[str]:
@@ -129,13 +139,14 @@ def summarize(attempt: Attempt, restarts: int, seconds: float, logs: str | None)
     if attempt.signals:
         names = " and ".join(signal.Signals(number).name for number in attempt.signals[:2])
         return [f"ended by {names}: {_groups(attempt.endings)}", total]
-    culprit = attempt.culprit()
+    culprit, alike = attempt.culprit(), attempt.alike()
     stopped = [ending.index for ending in attempt.endings if ending.was_stopped]
     lines = [f"{_ranges(stopped)} had been stopped, as by SIGSTOP, so that the others waited in vain"] * bool(stopped)
     lines += [describe_failure(attempt)]
     if culprit.tail:
-        lines += ["its last lines:", *(MARGIN + line for line in culprit.tail)]
-    if others := [ending for ending in attempt.endings if ending is not culprit]:
+        whose = "its last lines" if len(alike) == 1 else f"the last lines of worker {culprit.index}"
+        lines += [f"{whose}:", *(MARGIN + line for line in culprit.tail)]
+    if others := [ending for ending in attempt.endings if ending not in alike]:
         lines.append(f"the others: {_groups(others)}")
     return [*lines, total]
 

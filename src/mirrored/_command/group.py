@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -25,7 +25,7 @@ from . import keeper
 from .ending import Attempt, Ending
 from .output import STATE_SECONDS, BarState, LineCutter, LogFile, Outlet, Tail, prefix
 from .signals import Signals
-from .standby import DELAY_SECONDS, Standby, start
+from .standby import DELAY_SECONDS, READY_SECONDS, Standby, start
 
 #: After a failure, the other workers have so long to leave before they are asked to; the library needs about one second.
 FAREWELL_SECONDS = 5.0
@@ -86,10 +86,10 @@ class Group:
 
     def run(self) -> Attempt:
         """Start the workers, and return when all are gone."""
-        with tempfile.TemporaryDirectory(prefix="mirrored-", ignore_cleanup_errors=True) as folder, _keeper(folder) as process:
+        with tempfile.TemporaryDirectory(prefix="mirrored-", ignore_cleanup_errors=True) as folder, _keeper(folder) as pipe:
             progress = Path(folder, "progress")
-            assert process.stdin is not None
-            self._keeper_pipe = process.stdin.fileno()
+            self._keeper_pipe = pipe
+            self._enrol = [*_isolated("enrol"), str(pipe)]
             self._start = time.monotonic()
             self._plan = [(self._start + DELAY_SECONDS, None)]
             try:
@@ -106,8 +106,8 @@ class Group:
 
     def _spawn(self, index: int, environment: Mapping[str, str]) -> None:
         log = LogFile(self.logs / f"worker-{index}.log") if self.logs else None
-        command = [*_isolated("enrol"), str(self._keeper_pipe), sys.executable, "-u", *self.command]
-        process = self.standby.take(environment, self._keeper_pipe) or start(
+        command = [*self._enrol, sys.executable, "-u", *self.command]
+        process = self.standby.take(environment, self._keeper_pipe, self._start + READY_SECONDS) or start(
             command, environment, subprocess.DEVNULL, pass_fds=(self._keeper_pipe,)
         )
         streams = []
@@ -134,7 +134,7 @@ class Group:
         self._obey_signals(now)
         while self._plan and self._plan[0][0] <= now:
             number = self._plan.pop(0)[1]
-            self._send(number) if number else self.standby.prepare(self.environments)
+            self._send(number) if number else self.standby.prepare(self.environments, self._enrol, self._keeper_pipe)
 
     def _relay(self, worker: Worker, stream: Stream) -> None:
         """Pass on new output of a worker."""
@@ -149,9 +149,10 @@ class Group:
 
     def _pass_on(self, worker: Worker, stream: Stream, lines: Sequence[bytes]) -> None:
         for line in lines:
-            worker.tail.add(line)
             if line.startswith(_NOISE):
                 continue
+            if not worker.ended or time.monotonic() < worker.ended + LEFTOVER_SECONDS:  # later its trackers warn
+                worker.tail.add(line)
             if not isinstance(line, BarState):
                 stream.outlet.write(stream.prefix + line + b"\n")
             elif stream.outlet.is_terminal:
@@ -177,7 +178,8 @@ class Group:
                 self._plan = [(now + farewell, signal.SIGTERM), (now + farewell + self.grace, signal.SIGKILL)]
         if worker.ended:
             is_over = all(stream.pipe.closed for stream in worker.streams) and not _is_alive(worker.process.pid)
-            if is_over or now > worker.ended + LEFTOVER_SECONDS:
+            late = now - worker.ended - LEFTOVER_SECONDS
+            if is_over or (late > 0 and not keeper.kill_but_trackers({worker.process.pid})) or late > keeper.TRACKER_SECONDS:
                 self._end(worker)
 
     def _obey_signals(self, now: float) -> None:
@@ -194,15 +196,15 @@ class Group:
             if worker.process.poll() is None:
                 worker.was_asked = True
                 if number == signal.SIGKILL:
-                    os.killpg(worker.process.pid, number)
+                    worker.process.kill()
+                    keeper.kill_but_trackers({worker.process.pid})
                 else:  # not to its children: a worker needs its loaders until it has saved
                     worker.process.send_signal(number)
                     worker.process.send_signal(signal.SIGCONT)  # a stopped process would take the signal later
 
     def _end(self, worker: Worker) -> None:
         """Kill the rest of a worker's process group, and pass on the rest of its output."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(worker.process.pid, signal.SIGKILL)
+        keeper.kill(worker.process.pid)
         worker.process.wait()
         for stream in worker.streams:
             if not stream.pipe.closed:
@@ -211,8 +213,7 @@ class Group:
             stream.pipe.close()
         if worker.log:
             worker.log.close()
-        with contextlib.suppress(BrokenPipeError):  # the keeper must forget a number that another process may get
-            os.write(self._keeper_pipe, b"-%d\n" % worker.process.pid)
+        keeper.tell(self._keeper_pipe, "-", worker.process.pid)  # a number that another process may get
         self._workers.remove(worker)
         ending = Ending(
             index=worker.index,
@@ -227,14 +228,20 @@ class Group:
         self._endings.append(ending)
 
 
-def _keeper(folder: str) -> subprocess.Popen[bytes]:
-    """Start the process that ends the workers and removes the folder when this process is killed; end it by `with`."""
-    command = [*_isolated("keep"), folder]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0, start_new_session=True)
+@contextlib.contextmanager
+def _keeper(folder: str) -> Iterator[int]:
+    """Run the process that ends the workers and removes the folder when this process is killed; yield its pipe.
 
-
-def _isolated(role: str) -> list[str]:
-    return [sys.executable, "-I", "-S", keeper.__file__, role]
+    It is killed at the end, when the workers are gone: it may be stopped, and is not waited for.
+    """
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
+    with subprocess.Popen([*_isolated("keep"), folder], 0, start_new_session=True, **pipes) as process:
+        assert process.stdin is not None
+        os.set_blocking(process.stdin.fileno(), False)
+        try:
+            yield process.stdin.fileno()
+        finally:
+            process.kill()
 
 
 def _is_alive(group: int) -> bool:
@@ -245,6 +252,10 @@ def _is_alive(group: int) -> bool:
     except PermissionError:  # a process of the group belongs to another user by now
         return True
     return True
+
+
+def _isolated(role: str) -> list[str]:
+    return [sys.executable, "-I", "-S", keeper.__file__, role]
 
 
 def _read_steps(path: Path) -> dict[str, int]:

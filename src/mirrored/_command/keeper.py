@@ -10,11 +10,23 @@ import os
 import shutil
 import signal
 import sys
+import time
+
+#: Trackers have so long to remove what the other processes of their groups have left in shared memory.
+TRACKER_SECONDS = 1.0
+#: In the command line of such a process of multiprocessing's, or joblib's.
+_TRACKER = b"resource_tracker import main"
+
+
+def tell(keeper: int, sign: str, pid: int) -> None:
+    """Tell the keeper a process group that it shall know ("+") or forget ("-"), unless it is gone or does not read."""
+    with contextlib.suppress(BrokenPipeError, BlockingIOError):
+        os.write(keeper, f"{sign}{pid}\n".encode())
 
 
 def enrol(keeper: int, command: list[str]) -> None:
     """Tell the keeper the number of this process, and become the worker."""
-    os.write(keeper, b"+%d\n" % os.getpid())
+    tell(keeper, "+", os.getpid())
     os.close(keeper)
     os.execv(command[0], command)
 
@@ -24,10 +36,44 @@ def keep(folder: str) -> None:
     groups: set[int] = set()
     for line in sys.stdin.buffer:
         (groups.add if line.startswith(b"+") else groups.discard)(int(line[1:]))
+    until = time.monotonic() + TRACKER_SECONDS
+    while kill_but_trackers(groups) and time.monotonic() < until:
+        time.sleep(0.02)
     for group in groups:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
+        kill(group)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def kill(group: int) -> None:
+    """Kill a process group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def kill_but_trackers(groups: set[int]) -> bool:
+    """Kill process groups, but for processes that wait for the end of the others to remove shared memory and semaphores.
+
+    Tell whether there are such.
+    """
+    found = False
+    for pid in map(int, filter(str.isdecimal, os.listdir("/proc") if os.path.isdir("/proc") else ())):
+        stat = _read(pid, "stat").rpartition(b") ")[2].split()  # state, parent, group ...
+        if not stat or int(stat[2]) not in groups:
+            continue
+        if _TRACKER in _read(pid, "cmdline"):
+            found = True
+        else:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+    return found
+
+
+def _read(pid: int, file: str) -> bytes:
+    try:
+        with open(f"/proc/{pid}/{file}", "rb") as opened:
+            return opened.read()
+    except OSError:  # it has ended
+        return b""
 
 
 if __name__ == "__main__":

@@ -1,20 +1,24 @@
-"""Keeps processes that have imported the workers' modules, and wait for a restart. Run as a file, not forked: docs/launch.md."""
+"""Keeps processes (`_command/spare`) that have imported the workers' modules, and wait for a restart."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
-import types
+import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+
+from . import spare
+from .keeper import tell
 
 #: The workers of an attempt get so long to start and compile before the processes for the next one are started.
 DELAY_SECONDS = 10.0
+#: A restart waits so long for processes that still import, and for one that does not read its environment.
+READY_SECONDS = 1.0
 Process = subprocess.Popen[bytes]
 
 
@@ -29,69 +33,41 @@ class Standby:
 
     def __init__(self, modules: str, command: Sequence[str]) -> None:
         self._has_modules = bool(modules)
-        self._arguments = [sys.executable, "-u", __file__, modules, *command]
-        self._waiting: list[Process] = []  # in the order of the workers
+        self._arguments = [sys.executable, "-u", spare.__file__, modules, *command]
+        self._waiting: list[tuple[Process, socket.socket]] = []  # in the order of the workers
 
-    def prepare(self, environments: Sequence[Mapping[str, str]]) -> None:
-        """Start a process for each environment, which imports the modules there."""
+    def prepare(self, environments: Sequence[Mapping[str, str]], enrol: Sequence[str], keeper: int) -> None:
+        """Start a process for each environment, which imports the modules there, and which the keeper knows by `enrol`."""
         for environment in environments if self._has_modules else ():
-            self._waiting.append(start(self._arguments, environment, subprocess.PIPE))
+            own, other = socket.socketpair()
+            with other:
+                process = start([*enrol, *self._arguments], environment, other.fileno(), pass_fds=(keeper,))
+            self._waiting.append((process, own))
 
-    def take(self, environment: Mapping[str, str], keeper: int) -> Process | None:
-        """Make the next waiting process a worker, known to the keeper, and return it; None if none waits."""
+    def take(self, environment: Mapping[str, str], keeper: int, until: float) -> Process | None:
+        """Make the next waiting process a worker, known to the keeper, and return it; None if it is not ready by a time."""
         if not self._waiting:
             return None
-        process = self._waiting.pop(0)
-        assert process.stdin is not None
-        os.write(keeper, b"+%d\n" % process.pid)
-        turn = json.dumps(dict(environment)).encode() + b"\n"
-        try:
-            with process.stdin as pipe:
-                while turn:  # a signal may interrupt a write that is longer than the pipe
-                    turn = turn[pipe.write(turn) :]
-        except BrokenPipeError:  # it could not import its modules; a worker will show the error
-            os.write(keeper, b"-%d\n" % process.pid)
-            with process:
-                return None
-        return process
+        process, connection = self._waiting.pop(0)
+        tell(keeper, "+", process.pid)
+        with connection, contextlib.suppress(OSError):  # it has ended, or the time is over
+            connection.settimeout(max(0.0, until - time.monotonic()))
+            if connection.recv(1):
+                connection.settimeout(READY_SECONDS)
+                connection.sendall(json.dumps(dict(environment)).encode() + b"\n")
+                return process
+        _kill(process)  # a worker will show the error
+        tell(keeper, "-", process.pid)
+        return None
 
     def close(self) -> None:
         """End the waiting processes."""
         while self._waiting:
-            process = self._waiting.pop()
-            with process, contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with its children
+            process, connection = self._waiting.pop()
+            with connection:
+                _kill(process)
 
 
-def wait(modules: Sequence[str], command: list[str]) -> None:
-    """Import modules, wait for an environment, and become the worker; end when the launcher is gone."""
-    is_module = command[0] == "-m"
-    sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(command[0]))
-    for module in modules:
-        # `mirrored` itself loads nothing until the first public name is asked for.
-        importlib.import_module("mirrored._public" if module == "mirrored" else module)
-    turn = sys.stdin.buffer.readline()
-    if not turn:
-        os.killpg(0, signal.SIGKILL)
-    os.environ.clear()
-    os.environ.update(json.loads(turn))
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
-    sys.argv = command[1:] if is_module else command
-    main = sys.modules["__main__"] = types.ModuleType("__main__")  # stays, for threads and functions of atexit
-    if is_module:  # as `runpy` runs it, whose `__main__` does not stay
-        spec: Any = importlib.util.find_spec(command[1])
-        if spec.submodule_search_locations is not None:
-            spec = importlib.util.find_spec(f"{command[1]}.__main__")
-        main.__spec__, main.__package__, main.__loader__ = spec, spec.parent, spec.loader
-        main.__file__ = sys.argv[0] = spec.origin
-        code = spec.loader.get_code(spec.name)
-    else:
-        main.__file__ = os.path.abspath(command[0])
-        with open(main.__file__, "rb") as file:
-            code = compile(file.read(), main.__file__, "exec")
-    exec(code, vars(main))  # noqa: S102
-
-
-if __name__ == "__main__":
-    wait(sys.argv[1].split(","), sys.argv[2:])
+def _kill(process: Process) -> None:
+    with process, contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # with its children

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 
 from .. import _process
 from .._errors import ContextError
-from .._jax import distributed
+from .._jax import distributed, forks
 from .._process import waited
 from .._workers.progress import progress
 
@@ -35,7 +35,12 @@ WAIT_FOR = 8
 MAX_JOINT_IN_FLIGHT = 2
 
 
-os.register_at_fork(after_in_child=lambda: setattr(_process, "is_forked", distributed.has_backend()))
+def _begin_child() -> None:
+    _process.is_forked = distributed.has_backend()
+    forks.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_begin_child)
 
 
 def require_threads() -> None:
