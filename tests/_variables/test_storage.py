@@ -295,3 +295,56 @@ def test_only_some_megabytes_are_copied_at_once(monkeypatch):
         variable.value  # taken
     TWO.run(adding_one(*made))
     assert sizes == [2, 2, 1] and [first(variable) for variable in made] == [1, 2, 3, 4, 5]
+
+
+# -- programs that fail late
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_after_out_of_memory_everything_lost_is_named_once_and_training_goes_on(num_replicas):
+    strategy = strategy_of(num_replicas)
+    with strategy.scope():
+        w, other = mr.Variable(np.zeros(3, np.float32), name="w"), mr.Variable(1.0, name="other")
+        optimizer = mr.Optimizer(optax.adam(0.1), [w])
+
+    def step(x):
+        pairs = jnp.sin(jnp.arange(x.shape[0] ** 4, dtype=jnp.float32) * x[0, 0])  # too large for 1024 rows
+        losses = lambda: (x @ w - 1) ** 2 + 1e-9 * jnp.sort(pairs).sum()  # noqa: E731
+        loss, gradients = mr.value_and_grad(losses, [w])()
+        optimizer.apply_gradients(gradients)
+        return loss
+
+    def train(num_rows):
+        (batch,) = strategy.distribute_dataset([np.ones((num_rows * num_replicas, 3), np.float32)])
+        return float(strategy.reduce("sum", strategy.run(step, args=(batch,))))
+
+    first_loss = train(4)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):
+        train(1024)
+    lost = (
+        r"'w', 'optimizer.*mu.*nu.*'optimizer.iterations' is lost: .* failed \(JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory"
+    )
+    for use in (
+        lambda: train(4),
+        lambda: train(4),
+        w.numpy,
+        lambda: int(optimizer.iterations),
+        lambda: strategy.run(lambda: w + 1),
+    ):
+        with pytest.raises(
+            mr.VariableLostError, match=lost + r"[^:]*\. .*restore_latest.*each of them.*optimizer again"
+        ) as error:
+            use()
+        assert "Error dispatching" not in str(error.value)
+    assert float(other) == 1
+    w.assign(np.zeros(3, np.float32))
+    with pytest.raises(mr.VariableLostError, match=lost):
+        train(4)
+    with strategy.scope():
+        optimizer = mr.Optimizer(optax.adam(0.1), [w])
+    assert train(4) == first_loss
+
+
+def test_of_many_lost_variables_the_first_are_named():
+    lost = storage.Lost.of([f"w{i}" for i in range(400)], RuntimeError("first line\nlast line"))
+    assert "'w18', 'w19' and 380 more variables is lost" in lost and "(RuntimeError: last line)" in lost

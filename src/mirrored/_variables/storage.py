@@ -24,6 +24,8 @@ lock = threading.RLock()
 _claims_changed = threading.Condition(lock)
 #: Bytes of variables that are copied at once before they are overwritten; one variable may exceed them.
 MAX_COPIED_BYTES = 32 * 1024 * 1024
+#: Names in the message of lost variables.
+MAX_NAMES = 20
 
 
 class Home:
@@ -36,15 +38,17 @@ class Home:
     Attributes:
         taken: indices of arrays that a user may hold: they are copied before they are overwritten.
         lent: index -> number of readers that borrow the array.
+        names: of the variables, for messages; empty in a variable's own home.
         is_whole: whether all variables that the program overwrites have their places here.
     """
 
-    __slots__ = ("arrays", "is_whole", "lent", "taken")
+    __slots__ = ("arrays", "is_whole", "lent", "names", "taken")
 
-    def __init__(self, arrays: list[Any], is_whole: bool) -> None:
+    def __init__(self, arrays: list[Any], is_whole: bool, names: Sequence[str] = ()) -> None:
         self.arrays = arrays
         self.taken: set[int] = set()
         self.lent: dict[int, int] = {}
+        self.names = names
         self.is_whole = is_whole
 
 
@@ -95,11 +99,13 @@ class Lost(str):
     @classmethod
     def of(cls, names: Sequence[str], error: BaseException) -> Lost:
         """Make the message of variables that one program's error has lost."""
-        last = (str(error).strip().splitlines() or [""])[-1]
+        last = (str(error).strip().splitlines() or [""])[-1].replace("Error dispatching computation: ", "")
+        again = " to each of them" if len(names) > 1 else ""
+        more = f" and {len(names) - MAX_NAMES} more variables" if len(names) > MAX_NAMES else ""
         return cls(
-            f"the value of {', '.join(map(repr, names))} is lost: the program that was overwriting it failed "
+            f"the value of {', '.join(map(repr, names[:MAX_NAMES]))}{more} is lost: the program that was to compute it failed "
             f"({type(error).__name__}: {last[:300]}). Other variables are as they were. Go on from the last checkpoint, "
-            "checkpoint.restore_latest(), or assign a new value."
+            f"checkpoint.restore_latest(), or assign a new value{again}; for an optimizer's, make the optimizer again."
         )
 
 
@@ -110,7 +116,9 @@ def home_of(slots: Sequence[Slot]) -> Home:
     """
     places = list(map(_place_of, slots))
     home = places[0][0] if places else Home([], is_whole=True)
-    return home if places == [(home, index) for index in range(len(home.arrays))] else Home([], is_whole=False)
+    if places == [(home, index) for index in range(len(home.arrays))]:
+        return home
+    return Home([], is_whole=False, names=[slot.name for slot in slots])
 
 
 def arrays_of(slots: Sequence[Slot]) -> list[Any]:
@@ -180,8 +188,7 @@ def lent(slots: Sequence[Slot]) -> Iterator[list[jax.Array]]:
             refuse_lost(arrays)
         yield arrays
     except jax.errors.JaxRuntimeError as error:
-        if failed := [slot.name for slot, array in zip(slots, arrays, strict=False) if _has_failed(array)]:
-            raise VariableLostError(Lost.of(failed, error)) from error
+        _note_lost(error, slots)
         raise
     finally:
         with lock:
@@ -215,6 +222,7 @@ def overwrite(compiled: Callable[..., Any], home: Home, slots: Sequence[Slot], r
                 home.taken.update(home.lent)
             outputs: dict[int, Any] = {}
             arguments = (home.arrays, arrays_of(read_only) if read_only else [], *others)
+            _refuse_failed(arguments[0] or arguments[1])
             if type(compiled) is Announced:  # now, because it is Python
                 compiled.announce(*arguments)
                 compiled = compiled.program
@@ -225,7 +233,7 @@ def overwrite(compiled: Callable[..., Any], home: Home, slots: Sequence[Slot], r
             any(keep)  # they are all None
         return outputs[0]
     except BaseException as error:
-        _note_lost(error, slots, read_only)
+        _note_lost(error, [*slots, *read_only])
         raise
 
 
@@ -287,23 +295,38 @@ def _copy(arrays: list[jax.Array]) -> list[jax.Array]:
 # -- programs that fail
 
 
-def _note_lost(error: BaseException, slots: Sequence[Slot], read_only: Sequence[Slot]) -> None:
-    """Put a `Lost` in the place of each array that a failed program has deleted, and note it on the error."""
+def _refuse_failed(arrays: Sequence[Any]) -> None:
+    """Raise the error of the program that was to compute some arrays, if it has failed by now; wait for nothing."""
+    for array in arrays:
+        if (is_ready := getattr(array, "is_ready", None)) is not None:  # random keys and lost arrays have none
+            if is_ready():
+                array.block_until_ready()
+            return
+
+
+def _note_lost(error: BaseException, slots: Sequence[Slot]) -> None:
+    """Put a `Lost` in the place of each array that has failed, or that a failed program has deleted, here and beside these.
+
+    An error that comes late, with the arrays that an earlier program was to compute, is raised as a VariableLostError. What has
+    just failed is noted on the error itself.
+    """
     with lock:
-        arrays = arrays_of(slots)
-        refuse_lost([*arrays, *arrays_of(read_only)])
+        refuse_lost(arrays_of(slots))
+        names = {(home, index): name for home, _ in map(_place_of, slots) for index, name in enumerate(home.names)}
+        names |= {slot.place: slot.name for slot in slots}
+        arrays = {(home, index): home.arrays[index] for home, index in names if home.arrays}
     may_fail_late = isinstance(error, jax.errors.JaxRuntimeError)
-    gone = [
-        (slot, array)
-        for slot, array in zip(slots, arrays, strict=True)
-        if array is not None and (array.is_deleted() or (may_fail_late and _has_failed(array)))
-    ]
-    lost = Lost.of([slot.name for slot, _ in gone], error)
+    present = {place: array for place, array in arrays.items() if array is not None and type(array) is not Lost}
+    deleted = [place for place, array in present.items() if array.is_deleted()]
+    failed = [place for place, array in present.items() if may_fail_late and place not in deleted and _has_failed(array)]
+    lost = Lost.of([names[place] for place in (*deleted, *failed)], error)
     with lock:
-        for slot, array in gone:
-            if slot.array is array:  # else another thread has assigned a new one
-                slot.array = lost
-    if gone:
+        for home, index in (*deleted, *failed):
+            if home.arrays[index] is present[home, index]:  # else another thread has assigned a new one
+                home.arrays[index] = lost
+    if failed:
+        raise VariableLostError(lost) from error
+    if deleted:
         error.add_note(lost)
 
 
