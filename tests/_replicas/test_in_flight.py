@@ -248,3 +248,14 @@ assert float(v) == 3.0
 """
     done = run_program(code)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_program_that_has_failed_raises_in_no_call_that_only_waits_for_its_turn(monkeypatch):
+    def fail():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    failed = SimpleNamespace(is_deleted=lambda: False, block_until_ready=fail)
+    monkeypatch.setattr(_process, "in_flight", type(_process.in_flight)())
+    for _ in range(in_flight.MAX_IN_FLIGHT):
+        in_flight.started(failed)
+    assert len(_process.in_flight) == in_flight.MAX_IN_FLIGHT - in_flight.WAIT_FOR
