@@ -51,6 +51,13 @@ mutations: setup
 programs: setup
 	$(BIN)/python tests/random_programs/run.py --num $(or $(NUM),3000) --seed $(or $(SEED),0) --jobs $(JOBS)
 
+## plans: compile training steps for TPUs, with the compiler beside the environment: where JAX finds libtpu, it looks for a TPU
+plans: setup .plan/libtpu
+	PYTHONPATH=.plan $(BIN)/python -m pytest -q -m slow tests/_plan
+
+.plan/libtpu:
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .plan libtpu==0.0.52
+
 ## bench: measure against hand-written JAX, and peers that are installed
 bench: setup
 	$(BIN)/python benchmarks/run_all.py

@@ -13,7 +13,7 @@ import numpy as np
 from mirrored._testing.inputs import _make_workers, _run_together
 from mirrored.data._passes import Elements, Passes
 from mirrored.data._sharing.agree import InputWorker
-from mirrored.data._sharing.plan import Plan, make_plan
+from mirrored.data._sharing.plan import SharingPlan, make_plan
 from mirrored.data._sharing.steps import LocalReplicas, Step
 from mirrored.data._sources.verbs import Limit
 
@@ -22,7 +22,7 @@ from mirrored.data._sources.verbs import Limit
 class Run:
     """What each worker did: its plan and its steps."""
 
-    plans: list[Plan]
+    plans: list[SharingPlan]
     steps: list[list[Step]]
     dropped: int
 
@@ -51,7 +51,7 @@ def run_workers(
     num_local: int = 1,
     policy: str = "auto",
     drop_remainder: bool = False,
-    make: Callable[..., Plan] = make_plan,
+    make: Callable[..., SharingPlan] = make_plan,
     positions: list[Any] | None = None,
     max_steps: int | None = None,
     limits: Sequence[Limit] = (),
@@ -60,7 +60,7 @@ def run_workers(
     """Read a dataset, made anew on each worker, to its end; the first error of a worker ends all."""
     dropped: list[int] = []
 
-    def read(worker: InputWorker) -> tuple[Plan, list[Step]]:
+    def read(worker: InputWorker) -> tuple[SharingPlan, list[Step]]:
         worker = dataclasses.replace(worker, is_noted=is_noted)
         plan = make(make_dataset(worker.index), policy, worker, num_workers * num_local)
         layout = LocalReplicas(num_workers * num_local, worker, drop_remainder, lambda lost, _: dropped.append(lost), lookahead=4)

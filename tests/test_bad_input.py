@@ -591,6 +591,12 @@ Checkpoint.restore_latest
 Checkpoint.save
     checkpoint.save(-1) => TypeError: checkpoint\.save: step is -1; expected an int
     step(lambda: checkpoint.save(1)) => ContextError: inside a step
+plan
+    mr.plan(3) => TypeError: mr\.plan got 3; expected a strategy
+    mr.plan(two) => PlanError: whose devices are here and run its steps
+topology
+    mr.topology(256) => TypeError: mr\.topology got 256; expected a name
+    mr.topology("v5e") => PlanError: does not know 'v5e'; expected such as 'v5e:
 PreemptionHandler
     mr.PreemptionHandler(3) => TypeError: checkpoint is 3; expected a mr\.Checkpoint
 PreemptionHandler.after_step
@@ -606,11 +612,12 @@ WITHOUT_INPUT = {
     "SimpleClusterResolver.cluster", "SlurmClusterResolver.cluster", "TFConfigClusterResolver.cluster",
     "eager", "get_replica_context", "get_strategy", "has_strategy", "in_cross_replica_context", "Strategy.explain",
     "Variable.read_value", "data.DistributedDataset.describe", "data.DistributedIterator.close",
-    "data.DistributedIterator.get_state",
+    "data.DistributedIterator.get_state", "Plan.as_dict",
 }  # fmt: skip
 #: Not made by users: strategies, contexts and datasets make them.
 NOT_MADE_BY_USERS = {
-    "Strategy", "ReplicaContext", "PerReplica", "ValueContext", "InputContext", "data.DistributedDataset",
+    "Strategy", "ReplicaContext", "PerReplica", "Plan",
+    "Plan.efficiency", "Plan.estimate", "Plan.fits", "ValueContext", "InputContext", "data.DistributedDataset",
     "data.DistributedIterator", "data.PerReplicaSpec",
 }  # fmt: skip
 

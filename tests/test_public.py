@@ -20,7 +20,8 @@ PUBLIC = {
     "CommunicationOptions", "ContextError", "DeviceError", "FactorOfReplicasError", "FactorOfReplicasWarning", "InputContext",
     "HierarchicalCopyAllReduce", "InputOptions", "KubernetesClusterResolver", "MirroredStrategy", "MultiWorkerMirroredStrategy",
     "NcclAllReduce", "OneDeviceStrategy",
-    "OneProgramError", "Optimizer", "PerReplica", "PerReplicaError", "PreemptionHandler", "ProgramMismatchError",
+    "OneProgramError", "Optimizer", "PerReplica", "PerReplicaError", "Plan", "PlanError", "PreemptionHandler",
+    "ProgramMismatchError",
     "RecompilationWarning", "ReduceOp", "ReductionToOneDevice", "ReplicaContext", "ReplicasDivergeError",
     "ReplicasDivergeWarning", "SameNoiseWarning", "SimpleClusterResolver",
     "SlurmClusterResolver", "Strategy", "StrategyMismatchError", "TFConfigClusterResolver", "UnevenReplicasError",
@@ -29,7 +30,7 @@ PUBLIC = {
     "WorkerLostError",
     "cond", "data", "eager", "export",
     "fori_loop", "function", "get_replica_context", "get_strategy", "grad", "has_strategy", "in_cross_replica_context",
-    "losses", "profile", "progress", "report", "scan", "value_and_grad",
+    "losses", "plan", "profile", "progress", "report", "scan", "topology", "value_and_grad",
 }  # fmt: skip
 TESTING = {
     "InputOfWorkers", "ProgramCount", "assert_compiles", "assert_equal_copies", "assert_same_on_any_replicas", "copies",

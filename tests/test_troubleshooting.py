@@ -164,6 +164,7 @@ CASES: list[tuple[str, str, Case]] = [
     ("FactorOfReplicasError", "summed twice", lambda g: g.run(summed_by_hand(mr.losses.compute_average_loss, 2), g.batch)),
     ("UnevenReplicasError", "reduce", lambda g: g.strategy.reduce("sum", g.odd)),
     ("UnevenReplicasError", "all_reduce", lambda g: g.run(lambda x: ctx().all_reduce("sum", x), g.odd)),
+    ("PlanError", "an unknown topology", lambda g: mr.topology("v5e:16")),
     ("PerReplicaError", "use as one array", lambda g: g.batch + 1),
     ("OneProgramError", "branch", lambda g: g.run(lambda x: x if ctx().replica_id_in_sync_group == 0 else -x, g.batch)),
     ("OneProgramError", "float", lambda g: g.run(lambda x: float(x.sum()), g.batch)),

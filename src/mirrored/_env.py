@@ -89,6 +89,18 @@ MIRRORED_PROGRESS_FILE = EnvironmentVariable("MIRRORED_PROGRESS_FILE", "Set by `
 MIRRORED_WORKER = EnvironmentVariable("MIRRORED_WORKER", "Set by each worker of several: the worker that its children cannot be.")
 NO_COLOR = EnvironmentVariable("NO_COLOR", "When it is set and not empty, `mirrored launch` writes no colours: no-color.org.")
 
+# For the compiler of TPUs where no TPU is: `mr.topology`.
+TPU_SKIP_MDS_QUERY = EnvironmentVariable("TPU_SKIP_MDS_QUERY", "Set while libtpu is loaded, which else asks the network.")
+TPU_ACCELERATOR_TYPE = EnvironmentVariable("TPU_ACCELERATOR_TYPE", "Set while libtpu is loaded: it need not ask for the kind.")
+TPU_WORKER_HOSTNAMES = EnvironmentVariable("TPU_WORKER_HOSTNAMES", "Set while libtpu is loaded: this machine is the only one.")
+ALLOW_MULTIPLE_LIBTPU_LOAD = EnvironmentVariable("ALLOW_MULTIPLE_LIBTPU_LOAD", "Set while libtpu is loaded: it takes no TPU.")
+FOR_TPU_COMPILER = {
+    TPU_SKIP_MDS_QUERY: "1",
+    TPU_ACCELERATOR_TYPE: "v5litepod-8",
+    TPU_WORKER_HOSTNAMES: "localhost",
+    ALLOW_MULTIPLE_LIBTPU_LOAD: "1",
+}
+
 TABLE = tuple(variable for variable in list(globals().values()) if isinstance(variable, EnvironmentVariable))
 #: Those that describe the cluster: no secrets, so they may be shown.
 CLUSTER = TABLE[TABLE.index(TF_CONFIG) : TABLE.index(HOSTNAME) + 1]
@@ -103,6 +115,18 @@ def forced_host_devices() -> int:
     """Return the number of CPU devices in `XLA_FLAGS`, 0 without one."""
     counts = re.findall(r"--xla_force_host_platform_device_count=(\d+)", XLA_FLAGS.get() or "")
     return int(counts[-1]) if counts else 0
+
+
+@contextlib.contextmanager
+def meanwhile(defaults: Mapping[EnvironmentVariable, str]) -> Iterator[None]:
+    """Set variables that are unset for the duration of a block."""
+    unset = [variable.name for variable in defaults if variable.get() is None]
+    os.environ.update({variable.name: value for variable, value in defaults.items() if variable.name in unset})
+    try:
+        yield
+    finally:
+        for name in unset:
+            del os.environ[name]
 
 
 @contextlib.contextmanager

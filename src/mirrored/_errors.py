@@ -45,6 +45,10 @@ class DeviceError(ValueError):
     """A device does not exist, does not start, is named twice, or can no longer be made."""
 
 
+class PlanError(RuntimeError):
+    """A program that is only planned, for devices that exist nowhere, needs a value; or its devices cannot be compiled for."""
+
+
 class TFRecordError(ValueError):
     """A TFRecord file is damaged, cut short, or written in another way than was said."""
 

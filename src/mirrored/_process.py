@@ -23,6 +23,14 @@ frame: contextvars.ContextVar[Any] = contextvars.ContextVar("mirrored_frame", de
 #: Whether a Keras optimizer is writing variables; it has summed its gradients.
 is_keras_update: contextvars.ContextVar[bool] = contextvars.ContextVar("mirrored_keras_update", default=False)
 
+# -- the command `mirrored plan`
+
+#: The devices of strategies that name none, and how often a planned program is called; None: those of this machine, for ever.
+topology: tuple[Any, ...] | None = None
+#: The planned meshes of the command (`_replicas/mesh.PlannedMesh`), whose strategies may be gone.
+planned_meshes: list[Any] = []
+max_planned_calls: int | None = None
+
 # -- programs in flight (`_replicas/in_flight`)
 
 #: Guards the two queues where elements are removed.

@@ -25,6 +25,7 @@ from ._errors import FactorOfReplicasError as FactorOfReplicasError
 from ._errors import FactorOfReplicasWarning as FactorOfReplicasWarning
 from ._errors import OneProgramError as OneProgramError
 from ._errors import PerReplicaError as PerReplicaError
+from ._errors import PlanError as PlanError
 from ._errors import ProgramMismatchError as ProgramMismatchError
 from ._errors import RecompilationWarning as RecompilationWarning
 from ._errors import ReplicasDivergeError as ReplicasDivergeError
@@ -46,6 +47,9 @@ from ._options import ReduceOp as ReduceOp
 from ._options import ReductionToOneDevice as ReductionToOneDevice
 from ._options import VariableAggregation as VariableAggregation
 from ._options import VariableSynchronization as VariableSynchronization
+from ._plan.plan import Plan as Plan
+from ._plan.plan import plan as plan
+from ._plan.topologies import topology as topology
 from ._program.eager import eager as eager
 from ._replicas.context import ReplicaContext as ReplicaContext
 from ._replicas.frames import in_cross_replica_context as in_cross_replica_context

@@ -37,6 +37,7 @@ _HELP = """usage: mirrored launch -n N [options] script.py args...   start N wor
        mirrored check                                     compute and measure with all workers of this cluster
        mirrored env                                       what a bug report needs: versions, devices, cluster
        mirrored report RUN                                one page about a run that has ended, or that goes on
+       mirrored plan --topology v5e:16x16 train.py        compile a program for machines that are not here, and what it needs
        mirrored --version
 
   mirrored launch --help         the options
@@ -68,16 +69,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
     if command == "launch":
         return _launch(arguments[1:])
-    if command in ("check", "env", "report"):  # they need jax
+    if command in ("check", "env", "plan", "report"):  # they need jax
         _show_all_characters()
-        name = "._report.report" if command == "report" else f"._command.{command}"
+        name = {"report": "._report.report", "plan": "._plan.command"}.get(command, f"._command.{command}")
         work = importlib.import_module(name, __package__).main
         return work(arguments[1:]) if command == "check" else _until_nobody_reads(work, arguments[1:])
     if command in ("--version", "-h", "--help"):
         text = f"mirrored {importlib.import_module(__package__ or 'mirrored').__version__}\n" if command == "--version" else _HELP
         return _until_nobody_reads(lambda _: sys.stdout.write(text) and 0, [])
     given = f"there is no command {describe(command)}" if command else "no command was given"
-    sys.stderr.write(f"mirrored: {given}; there are launch, check, env and report. Write for example: {_Parser.right}\n")
+    sys.stderr.write(f"mirrored: {given}; there are launch, check, env, plan and report. Write for example: {_Parser.right}\n")
     return USAGE_ERROR
 
 

@@ -94,8 +94,11 @@ class Optimizer:
         if self._is_sharded:
             shared_out.check_variables(self._leaves)
         # The state lives with the variables, also when the optimizer is made outside their scope.
-        with frames.entered(Frame(None, spec_of(self._leaves[0]).mesh)):
-            paths, self._state_treedef = jax.tree_util.tree_flatten_with_path(tx.init(self._as_tree(copied(self._leaves))))
+        mesh = spec_of(self._leaves[0]).mesh
+        with frames.entered(Frame(None, mesh)):
+            state = mesh.evaluate(tx.init, self._as_tree(copied(self._leaves)))
+            paths, self._state_treedef = jax.tree_util.tree_flatten_with_path(state)
+            del state  # `paths` has its arrays
             make = shared_out.state_variable if self._is_sharded else functools.partial(Variable, trainable=False)
             self._state: list[Variable] = []
             while paths:  # the list forgets each array, so that never all of them exist twice

@@ -740,7 +740,7 @@ def test_commands_help_and_version(capsys: pytest.CaptureFixture[str], monkeypat
     for argv in ([], ["lunch"], ["\x1b"]):
         assert launch.main(argv) == 2
         err = capsys.readouterr().err
-        assert err.count("\n") == 1 and "there are launch, check, env and report" in err and "\x1b" not in err
+        assert err.count("\n") == 1 and "there are launch, check, env, plan and report" in err and "\x1b" not in err
     assert launch.main(["--help"]) == 0
     assert "mirrored launch -n N [options] script.py" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="0"):

@@ -9,4 +9,6 @@ MUTANTS = [
      "tests/parity/test_programs.py::test_the_numbers_are_those_of_one_device[Counted...AggregatedAssignment-R3, odd]"),
     ("_variables/variable.py", "        self._slot.note_taken()  # a user", "        # a user",
      "tests/_variables/test_variable.py::test_two_variables_never_share_what_a_step_overwrites"),
+    ("_variables/storage.py", "            _refuse_failed(arguments[0] or arguments[1])\n", "",
+     "tests/_variables/test_storage.py::test_after_out_of_memory_everything_lost_is_named_once_and_training_goes_on[2]"),
 ]  # fmt: skip

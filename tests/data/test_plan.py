@@ -23,7 +23,7 @@ from mirrored.data._dataset import DistributedDataset
 from mirrored.data._sharing import agree
 from mirrored.data._sharing import rows as _rows
 from mirrored.data._sharing.agree import InputWorker, _checksum
-from mirrored.data._sharing.plan import Plan, make_plan
+from mirrored.data._sharing.plan import SharingPlan, make_plan
 from mirrored.data._sharing.steps import LocalReplicas
 from mirrored.data._sources.open import open_source
 
@@ -346,7 +346,7 @@ def told_steps(dataset: Any, kind: str, **options: Any) -> tuple[list[Any], list
         return [value, value]
 
     layout = LocalReplicas(2, InputWorker(0, 2, exchange, is_noted=options.pop("is_noted", False)), **options)
-    return list(Plan(dataset, kind, "").steps(open_source(dataset), layout, {})), told
+    return list(SharingPlan(dataset, kind, "").steps(open_source(dataset), layout, {})), told
 
 
 def test_batches_that_are_noted_are_told_at_the_first_and_the_end_only() -> None:
@@ -376,7 +376,7 @@ def test_an_error_of_the_pipeline_comes_after_the_batches_before_it() -> None:
         raise OSError("no such disk")
 
     layout = LocalReplicas(2, InputWorker(0, 2, lambda value: [value, value]), lookahead=4)
-    steps = Plan(None, "OFF", "").steps(open_source(batches()), layout, {})
+    steps = SharingPlan(None, "OFF", "").steps(open_source(batches()), layout, {})
     assert [next(steps).sizes for _ in range(5)] == [(2, 2)] * 5
     with pytest.raises(OSError, match="no such disk"):
         next(steps)

@@ -16,7 +16,7 @@ from simulated_workers import run_workers
 
 import mirrored as mr
 from mirrored.data._sharing.agree import InputWorker
-from mirrored.data._sharing.plan import Plan, plan_of_function
+from mirrored.data._sharing.plan import SharingPlan, plan_of_function
 
 pytestmark = pytest.mark.usefixtures("grains_threads_end")
 
@@ -289,7 +289,7 @@ def test_a_position_that_counts_per_replica_batches_of_another_size_is_refused(s
 
 
 def test_workers_whose_functions_give_different_numbers_of_elements() -> None:
-    def planned(dataset: Any, policy: str, worker: InputWorker, num_replicas: int) -> Plan:
+    def planned(dataset: Any, policy: str, worker: InputWorker, num_replicas: int) -> SharingPlan:
         return plan_of_function(dataset, worker)
 
     for counts in ([3, 5], [0, 2], [4, 4], [5, 1]):

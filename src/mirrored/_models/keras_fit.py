@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from .._errors import StrategyMismatchError
+from .._errors import PlanError, StrategyMismatchError
 from .._jax import user_code
 from .._process import keras_models
 from .._replicas import cross_replica, in_flight, placement
-from .._replicas.mesh import ReplicaMesh
+from .._replicas.mesh import PlannedMesh, ReplicaMesh, replicas_of
 from .._replicas.per_replica import PerReplica, is_per_replica, stack_of, uneven_shapes
 from .._text import numbered
 from .._typing import PyTree
@@ -66,6 +66,11 @@ def make_function(old: Callable[..., Any], model: keras.Model, force: bool = Fal
     mesh = _mesh_of(model)
     if mesh is None:
         return old(model, force)
+    if isinstance(mesh, PlannedMesh):
+        raise PlanError(
+            f"{model.name}: fit, evaluate and predict cannot be planned, because Keras compiles and runs their programs itself. "
+            "Plan a step of your own: strategy.run(step), with mr.value_and_grad and model(x, training=True)."
+        )
     for variable in _variables_of(model):  # some were made outside of the scope, such as the slots of an optimizer
         adopt(variable, mesh)
     name = old.__name__.removeprefix("make_")
@@ -135,7 +140,7 @@ def _placed_array(mesh: ReplicaMesh, array: jax.Array | np.ndarray) -> jax.Array
     is_divided = array.ndim and array.shape[0] and array.shape[0] % mesh.num_replicas == 0
     where = mesh.stacked if is_divided else mesh.mirrored
     if mesh.is_alone or (isinstance(array, jax.Array) and not array.is_fully_addressable):
-        return array if isinstance(array, jax.Array) and array.sharding == where else jax.device_put(array, where)
+        return array if isinstance(array, jax.Array) and array.sharding == where else mesh.put(array, where)
     host = np.asarray(array)
     return jax.make_array_from_callback(host.shape, where, lambda index: host[index])
 
@@ -223,7 +228,7 @@ class BatchAdapter:
 def _joined(value: PerReplica) -> jax.Array:
     """Return the rows of all replicas as one array; even ones stay on their replicas."""
     stack, shapes = stack_of(value), uneven_shapes(value)
-    mesh = ReplicaMesh(stack.sharding.mesh)  # type: ignore[attr-defined]
+    mesh = replicas_of(stack.sharding.mesh)  # type: ignore[attr-defined]
     if shapes is None:
         return cross_replica.compiled(jax.lax.collapse, mesh.stacked, 0, 2)(stack)
     return cross_replica.compiled(cross_replica.gather_stack, mesh.mirrored, 0, shapes, mesh.mirrored)(stack)

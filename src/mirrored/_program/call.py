@@ -124,7 +124,7 @@ def key_of(
             shapes = uneven_shapes(leaf)
             is_batch = is_uneven and shapes is None and origin_of(leaf) is not None
             kinds.append(_array_leaf((array.shape[1:], array.dtype, False, True, shapes, is_batch)))
-        elif isinstance(leaf, jax.Array):
+        elif isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
             array = leaf
             is_weak = getattr(array, "weak_type", False)  # random keys have none
             kinds.append(_array_leaf((array.shape, array.dtype, is_weak, False, None, False)))

@@ -105,7 +105,8 @@ class Program:
         """
         calls_host = jaxprs.has_host_callback(lifted.shown.jaxpr)
         options = {} if out_shardings is None else {"out_shardings": out_shardings}
-        compiled: Any = jax.jit(function, donate_argnums=() if calls_host else 0, **options)
+        jitted = jax.jit(function, donate_argnums=() if calls_host else 0, **options)
+        compiled: Any = mesh.executable(jitted, name, lambda: [spec_of(variable).trainable for variable in lifted.variables])
         jax_name = compiled.__name__
         if not mesh.is_alone:
             is_update = any(not spec_of(variable).is_on_read for variable in lifted.written)
@@ -213,9 +214,9 @@ def is_placed(mesh: ReplicaMesh, array: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _mirrored_number(everywhere: Any, kind: type, text: str, is_wide: bool) -> jax.Array:
+def _mirrored_number(mesh: ReplicaMesh, kind: type, text: str, is_wide: bool) -> jax.Array:
     """Bring a number to the replicas; cached, because most, such as a learning rate, are the same in the next step."""
-    return jax.device_put(kind(text), everywhere)
+    return mesh.put(kind(text), mesh.mirrored)
 
 
 def place(
@@ -224,7 +225,7 @@ def place(
     """Bring the array arguments that are elsewhere, or are this worker's only, to the mesh; `names` are for messages."""
     placed = list(arrays)
     if mesh.is_alone:
-        placed = [_mirrored_number(mesh.mirrored, type(a), repr(a), is_wide()) if type(a) in NUMBERS else a for a in arrays]
+        placed = [_mirrored_number(mesh, type(a), repr(a), is_wide()) if type(a) in NUMBERS else a for a in arrays]
     elsewhere = [position for position, array in enumerate(placed) if not is_placed(mesh, array)]
     if not elsewhere:
         return placed
@@ -240,7 +241,7 @@ def place(
     moving = [placed[position] for position in elsewhere]
     if mesh.is_alone:
         targets = [mesh.stacked if leaves[position].is_per_replica else mesh.mirrored for position in elsewhere]
-        moved = jax.device_put(list(map(placement.own_copy, moving)), targets)
+        moved = mesh.put(list(map(placement.own_copy, moving)), targets)
     else:
 
         def differ(index: int, workers: Sequence[int]) -> None:

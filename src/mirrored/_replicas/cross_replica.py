@@ -23,6 +23,7 @@ from .._workers import joint_programs
 from . import in_flight
 from .collectives import Axes, accumulate, bits_of, finish, groups_of, join_rows, local_sums, move_packed
 from .per_replica import PerReplica, uneven_shapes
+from .planned import is_for_plan, shapes_of
 
 #: Arrays in one buffer. More of them compile longer and run no faster (benchmarks/all_reduce.py).
 MAX_ARRAYS_TOGETHER = 25
@@ -163,6 +164,8 @@ def compiled(function: Callable[..., Any], placement: NamedSharding, *static: An
 
 @functools.lru_cache(maxsize=1024)
 def _compile(function: Callable[..., Any], placement: NamedSharding, static: tuple[Any, ...]) -> Any:
+    if is_for_plan(placement):
+        return shapes_of(lambda array: function(array, *static), placement)
     program = jax.jit(lambda array: function(array, *static), out_shardings=placement)
     return joint_programs.agreed(function.__name__, str(static), program) if in_flight.is_joint(placement) else program
 

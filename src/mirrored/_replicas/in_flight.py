@@ -25,6 +25,7 @@ from .._errors import ContextError
 from .._jax import distributed, forks
 from .._process import waited
 from .._workers.progress import progress
+from .planned import is_for_plan
 
 #: Programs in flight per process, over all strategies: XLA blocks a thread of the pool from the 33rd on, and programs
 #: that other code dispatches count too.
@@ -75,7 +76,7 @@ def new_witness(placement: NamedSharding) -> list[jax.Array]:
 
 def is_joint(placement: NamedSharding) -> bool:
     """Tell whether other workers take part in programs on these devices."""
-    return not placement.is_fully_addressable
+    return not placement.is_fully_addressable and not is_for_plan(placement)
 
 
 def started(witness: jax.Array) -> None:

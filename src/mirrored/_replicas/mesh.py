@@ -8,19 +8,21 @@ import functools
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .. import _env
+from .. import _env, _process
 from .._errors import ClusterConfigError, DeviceError
 from .._jax import distributed, interrupts
 from .._text import counted, shown
-from .._typing import REPLICA_AXIS
+from .._typing import REPLICA_AXIS, ArrayLike, PyTree
 from .._workers import verdict
+from . import planned
 
 _DEVICE_NAME = re.compile(r"/?(?:device:)?(cpu|gpu|tpu|cuda|rocm):(\d+)", re.IGNORECASE | re.ASCII)
 
@@ -105,10 +107,74 @@ class ReplicaMesh:
         """Whether all replicas are this process's, so that no other worker takes part."""
         return len(self.local_replicas) == self.num_replicas
 
+    # -- what puts arrays and programs on the devices
 
-def make_mesh(devices: Sequence[jax.Device]) -> ReplicaMesh:
+    def put(self, arrays: PyTree, placements: PyTree) -> Any:
+        """Bring arrays to the devices; one placement for all of them, or one for each."""
+        return jax.device_put(arrays, placements)
+
+    def fresh(self, array: ArrayLike) -> Any:
+        """Return an array that nobody else holds."""
+        return jnp.copy(jnp.asarray(array))
+
+    def evaluate(self, function: Callable[..., Any], *arguments: PyTree) -> Any:
+        """Call a function of arrays that are tied to no device."""
+        return function(*arguments)
+
+    def executable(self, program: Callable[..., Any], name: str, is_trained: Callable[[], list[bool]]) -> Callable[..., Any]:
+        """Return what runs a jitted program of a step or a function; `is_trained` tells which of its variables are."""
+        return program
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedMesh(ReplicaMesh):
+    """The devices of a topology, which nobody has: arrays on them are shapes, and programs are compiled only."""
+
+    @functools.cached_property
+    def programs(self) -> list[planned.CompiledOnly]:
+        """What was made for these devices; kept, also when its function is gone."""
+        return []
+
+    @functools.cached_property
+    def local_devices(self) -> tuple[jax.Device, ...]:
+        return self.devices
+
+    def __str__(self) -> str:
+        how = "one by one" if self.one_by_one else "together"
+        on = "" if self.per_device == 1 else f", {self.per_device} on each device, {how}"
+        kind = f"{self.devices[0].device_kind}, {counted(len({device.process_index for device in self.devices}), 'host')}"
+        return f"{counted(self.num_replicas, 'replica')} (planned: {len(self.devices)} x {kind}){on}"
+
+    def put(self, arrays: PyTree, placements: PyTree) -> Any:
+        if isinstance(placements, list):
+            return list(map(planned.stand_in, arrays, placements))
+        return jax.tree.map(lambda array: planned.stand_in(array, placements), arrays)
+
+    def fresh(self, array: ArrayLike) -> Any:
+        return array
+
+    def evaluate(self, function: Callable[..., Any], *arguments: PyTree) -> Any:
+        shapes = [array for array in jax.tree.leaves(arguments) if isinstance(array, jax.ShapeDtypeStruct)]
+        if not shapes:  # inside a trace they are its arrays
+            return function(*arguments)
+        return self.put(jax.eval_shape(function, *arguments), shapes[0].sharding)
+
+    def executable(self, program: Callable[..., Any], name: str, is_trained: Callable[[], list[bool]]) -> Callable[..., Any]:
+        self.programs.append(made := planned.CompiledOnly(program, name, is_trained(), (self.mirrored, self.stacked)))
+        return made
+
+
+def make_mesh(devices: Sequence[jax.Device], axis: str = REPLICA_AXIS) -> ReplicaMesh:
     """Make the mesh of some devices, in the order given."""
-    return ReplicaMesh(Mesh(np.array(devices, dtype=object), (REPLICA_AXIS,)))
+    mesh = replicas_of(Mesh(np.array(devices, dtype=object), (axis,)))
+    if _process.topology:
+        _process.planned_meshes.append(mesh)
+    return mesh
+
+
+def replicas_of(mesh: Mesh) -> ReplicaMesh:
+    """Return the replicas of one of our meshes, as an array's sharding has it."""
+    return (PlannedMesh if planned.is_planned(mesh.devices.flat[0]) else ReplicaMesh)(mesh)
 
 
 def with_replicas(mesh: ReplicaMesh, num_replicas: int | None, schedule: str) -> ReplicaMesh:
@@ -133,7 +199,7 @@ def with_replicas(mesh: ReplicaMesh, num_replicas: int | None, schedule: str) ->
     if num_replicas == count:
         return mesh
     axis = f"device_of_{num_replicas // count}_replicas{_ONE_BY_ONE if schedule == 'one_by_one' else ''}"
-    return ReplicaMesh(Mesh(mesh.mesh.devices, (axis,)))
+    return make_mesh(mesh.devices, axis)
 
 
 def cluster_mesh() -> ReplicaMesh:
@@ -158,6 +224,8 @@ def default_mesh() -> ReplicaMesh:
 
 def resolve_devices(devices: Sequence[Any] | None) -> tuple[jax.Device, ...]:
     """Turn a user's `devices` into distinct, existing devices of one kind; None: all of the best kind."""
+    if devices is None and _process.topology:
+        return _process.topology
     if devices is None:
         start_backend(0)
         best = jax.local_devices()

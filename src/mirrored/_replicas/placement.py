@@ -42,7 +42,7 @@ def mirror(
     missing = [i for i, array in enumerate(arrays) if not (isinstance(array, jax.Array) and array.sharding == mesh.mirrored)]
     if missing and mesh.is_alone:
         with jax.ensure_compile_time_eval():  # now, also while a larger program is traced
-            new = jax.device_put([own_copy(arrays[i]) for i in missing], mesh.mirrored)
+            new = mesh.put([own_copy(arrays[i]) for i in missing], mesh.mirrored)
     else:
         for i in [i for i in missing if isinstance(arrays[i], jax.Array) and not arrays[i].is_fully_addressable]:
             placed[i] = _mirrored_again(mesh, arrays[i])
@@ -99,7 +99,7 @@ def _compare_bits(arrays: Mapping[int, jax.Array], name_of: Callable[[int], str]
 def stack(mesh: ReplicaMesh, rows: np.ndarray) -> jax.Array:
     """Return an array of all workers' rows; each worker gives the rows of its replicas, or one for each of its devices."""
     if mesh.is_alone:
-        return jax.device_put(rows, mesh.stacked)
+        return mesh.put(rows, mesh.stacked)
     num_rows = len(rows) // len(mesh.local_devices) * len(mesh.devices)  # all workers have equally many devices
     return jax.make_array_from_process_local_data(mesh.stacked, rows, (num_rows, *rows.shape[1:]))
 

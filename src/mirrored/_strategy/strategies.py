@@ -150,6 +150,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             placement.mirror(mesh, [np.zeros((), np.int32)])[0].block_until_ready()
 
     def _join(self, cluster: ClusterResolver | None, options: CommunicationOptions) -> Runtime | None:
+        if _process.topology:  # all workers' devices are planned by one
+            return None
         if runtime.current() is None and runtime.is_connected():
             _logger.info("cluster: jax.distributed was initialised already, and is used as it is")
             return runtime.attach(options, None if cluster is None else resolvers.discover(cluster)[0])

@@ -20,7 +20,7 @@ from .._typing import PyTree
 from ..data._dataset import check_dataset
 from ..data._input_context import InputContext
 from ..data._sharing.agree import InputWorker
-from ..data._sharing.plan import Plan, make_plan, plan_of_function
+from ..data._sharing.plan import SharingPlan, make_plan, plan_of_function
 from ..data._sharing.rows import count_rows, to_numpy
 from ..data._sharing.steps import LocalReplicas
 from ..data._sources.open import adapted, open_source
@@ -136,7 +136,7 @@ def input_of_workers(
         datasets.append(make_dataset(*context))
         check_dataset(datasets[-1], "distribute_datasets_from_function" if from_function else "distribute_dataset")
 
-    def read(worker: InputWorker) -> tuple[Plan, list[list[PyTree]]]:
+    def read(worker: InputWorker) -> tuple[SharingPlan, list[list[PyTree]]]:
         dataset = adapted(datasets[worker.index])
         if from_function:
             plan = plan_of_function(dataset, worker)
@@ -149,7 +149,7 @@ def input_of_workers(
     return InputOfWorkers(of_all, plans[0].how, max_steps is None and not options.drop_remainder)
 
 
-def _read(plan: Plan, layout: LocalReplicas, max_steps: int | None) -> list[list[PyTree]]:
+def _read(plan: SharingPlan, layout: LocalReplicas, max_steps: int | None) -> list[list[PyTree]]:
     """Return the rows of one worker's replicas in each step, without padding."""
     found: list[list[PyTree]] = []
     with contextlib.closing(open_source(plan.dataset)) as source:

@@ -20,7 +20,7 @@ from .._program.lift import Lifted
 from .._program.program import Program, place
 from .._replicas import frames, in_flight
 from .._replicas.frames import Frame
-from .._replicas.mesh import ReplicaMesh, default_mesh
+from .._replicas.mesh import ReplicaMesh, default_mesh, replicas_of
 from .._replicas.per_replica import PerReplica
 from .._replicas.placement import check_later
 from .._text import shown
@@ -160,8 +160,8 @@ def _mesh_of(frame: Frame, lifted: Lifted, call: Call) -> ReplicaMesh:
     placements = [getattr(array, "sharding", None) for array in call.arrays]
     for placement, leaf in zip(placements, call.array_leaves(), strict=True):
         if leaf.is_per_replica and isinstance(placement, NamedSharding) and isinstance(placement.mesh, Mesh):
-            meshes.append(ReplicaMesh(placement.mesh))  # else a user has stacked it elsewhere
-    meshes += [ReplicaMesh(mesh) for mesh in jaxprs.meshes_in(lifted.closed.jaxpr)]
+            meshes.append(replicas_of(placement.mesh))  # else a user has stacked it elsewhere
+    meshes += [replicas_of(mesh) for mesh in jaxprs.meshes_in(lifted.closed.jaxpr)]
     for mesh in meshes:
         if mesh != meshes[0]:
             raise StrategyMismatchError(

@@ -34,7 +34,7 @@ def state_variable(value: jax.Array, name: str) -> Variable:
 
 def _is_divided(value: jax.Array) -> bool:
     """Tell whether an array is divided into parts."""
-    return jnp.ndim(value) > 0 and jnp.size(value) > 0
+    return value.ndim > 0 and value.size > 0
 
 
 def check_variables(variables: Sequence[Variable]) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from .._options import VariableSynchronization
 from .._replicas import cross_replica, frames
 from .._replicas.per_replica import PerReplica
+from .._replicas.planned import Planned
 from . import storage
 from .variable import Variable
 
@@ -26,12 +27,14 @@ def claimed(variables: Sequence[Variable]) -> contextlib.AbstractContextManager[
     return storage.claimed([variable._slot for variable in variables], frames.current())
 
 
-def copied(variables: Sequence[Variable]) -> list[jax.Array]:
+def copied(variables: Sequence[Variable]) -> list[jax.Array | jax.ShapeDtypeStruct]:
     """Return copies of mirrored variables: unlike taken arrays, they leave a program free to overwrite the variables.
 
     Each is one array tied to no device; with several workers a mirrored one, so that nothing need be sent.
     """
     with lent(variables) as arrays:
+        if arrays and isinstance(arrays[0], Planned):
+            return [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
         return [jnp.asarray(np.array(a.addressable_data(0))) if a.is_fully_addressable else jnp.copy(a) for a in arrays]
 
 

@@ -73,12 +73,12 @@ class Assignment:
             return self._combined(_own(self._stack(self.operand), axis))
         if spec.aggregation is VariableAggregation.SUM:
             update = self._converted()
-            total = update if self.combine is None else self.combine(self.read(), update)
+            total = update if self.combine is None else self.spec.mesh.evaluate(self.combine, self.read(), update)
             return self._copies(cross_replica.split_stack, total, axis)
         return self._combined(self._copies(cross_replica.broadcast_stack, self._converted(), axis))
 
     def _combined(self, update: jax.Array) -> jax.Array:
-        return update if self.combine is None else self.combine(self.load(), update)
+        return update if self.combine is None else self.spec.mesh.evaluate(self.combine, self.load(), update)
 
     def _aggregated(self, operand: PerReplica, axis: ReplicaAxis | None) -> jax.Array:
         spec, stack = self.spec, self._stack(operand)
@@ -161,7 +161,7 @@ def placed_copy(array: jax.Array | np.ndarray, mesh: ReplicaMesh) -> jax.Array:
 
     XLA overwrites no buffer that somebody else holds, nor, on CPU, memory that NumPy has allocated.
     """
-    return placed(jnp.copy(jnp.asarray(array)) if mesh.is_alone or isinstance(array, jax.Array) else array, mesh)
+    return placed(mesh.fresh(array) if mesh.is_alone or isinstance(array, jax.Array) else array, mesh)
 
 
 def _own(stack: jax.Array, axis: ReplicaAxis | None) -> jax.Array:

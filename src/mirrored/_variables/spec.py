@@ -18,7 +18,7 @@ from .._libraries import lines_for
 from .._options import SynchronizationName, VariableAggregation, VariableSynchronization
 from .._replicas import frames
 from .._replicas.arrays import converted_number, host_array, strong
-from .._replicas.mesh import ReplicaMesh, default_mesh
+from .._replicas.mesh import PlannedMesh, ReplicaMesh, default_mesh
 from .._replicas.per_replica import PerReplica
 from .._typing import ArrayLike, Shape
 from .tree import is_tree
@@ -100,7 +100,7 @@ def _created_in_trace_message(name: str) -> str:
     )
 
 
-def initial_array(value: object, dtype: DTypeLike | None, name: str) -> jax.Array | np.ndarray:
+def initial_array(value: object, dtype: DTypeLike | None, name: str) -> Any:
     if isinstance(value, PerReplica):
         raise PerReplicaError(
             f"variable {name!r}: the initial value is a PerReplica, one value per replica; expected one value. Reduce it "
@@ -113,6 +113,8 @@ def initial_array(value: object, dtype: DTypeLike | None, name: str) -> jax.Arra
             f"variable {name!r}: the function returned a {type(value).__name__}, which holds arrays; expected one array. Give "
             "the tree itself: mr.Variable(make()) instead of mr.Variable(make)." + lines_for(value)
         )
+    if isinstance(value, jax.ShapeDtypeStruct) and isinstance(creation_mesh(name), PlannedMesh):
+        return jax.ShapeDtypeStruct(value.shape, value.dtype if dtype is None else dtype)
     if isinstance(value, jax.Array):
         return strong(value, value.dtype if dtype is None else dtype)
     what = f"the initial value of variable {name!r}"

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from .._errors import ContextError, VariableLostError
 from .._replicas.frames import Frame
+from .._replicas.planned import Planned
 from .._typing import PyTree
 from .._workers.joint_programs import Announced
 
@@ -279,6 +280,9 @@ def _give_copies(home: Home) -> None:
     """Replace taken arrays by copies that nobody else holds, some at a time, so that not all exist twice at once."""
     taken = sorted(home.taken)
     refuse_lost([home.arrays[index] for index in taken])
+    if isinstance(home.arrays[taken[0]], Planned):  # nothing overwrites what has no values
+        home.taken.clear()
+        return
     ends = itertools.accumulate([home.arrays[index].nbytes for index in taken])
     for _, batch in itertools.groupby(zip(taken, ends, strict=True), lambda pair: (pair[1] - 1) // MAX_COPIED_BYTES):
         indices = [index for index, _ in batch]

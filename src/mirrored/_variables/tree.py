@@ -140,7 +140,7 @@ class VariableTree:
 
 def is_array(leaf: object) -> bool:
     """Tell whether a leaf of a tree is state."""
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
 
 
 def _is_state(leaf: object) -> bool:

@@ -23,6 +23,7 @@ from .._replicas import collectives, cross_replica, frames, in_flight, placement
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica
+from .._replicas.planned import Planned
 from .._typing import PyTree, Shape
 from .._workers import joint_programs
 from . import storage
@@ -379,12 +380,14 @@ class Variable(ScatterMethods, _Array):
             return f"{head}, traced)"
         if isinstance(self._slot.array, storage.Lost):
             return f"{head}): {self._slot.array}"
+        if isinstance(self._slot.array, Planned):
+            return f"{head}, planned)"
         heads = [(f"  {i}: ", copy) for i, copy in local_copies(self)]
         copies = ",\n".join(begin + np.array2string(copy, threshold=20, prefix=begin) for begin, copy in heads)
         return f"{head},\n{copies})"
 
     def _repr_html_(self) -> str:
-        if _is_traced() or isinstance(self._slot.array, storage.Lost):
+        if _is_traced() or isinstance(self._slot.array, storage.Lost | Planned):
             return _html.element("pre", repr(self))
         title = f"mr.Variable {self.name!r}, shape {self._spec.shape}, dtype {self._spec.dtype}"
         return _html.copies(title, local_copies(self), self._spec.is_on_read)

@@ -21,7 +21,7 @@ from .._typing import PyTree
 from ._iterator import DistributedIterator
 from ._passes import Elements
 from ._sharing.agree import InputWorker
-from ._sharing.plan import Plan
+from ._sharing.plan import SharingPlan
 from ._sharing.steps import LocalReplicas
 from ._sources import grain
 from ._sources.not_batches import why_share, why_single_rows
@@ -49,7 +49,7 @@ class DistributedDataset:
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedDataset
     """
 
-    def __init__(self, mesh: ReplicaMesh, options: InputOptions, worker: InputWorker, plan: Plan) -> None:
+    def __init__(self, mesh: ReplicaMesh, options: InputOptions, worker: InputWorker, plan: SharingPlan) -> None:
         """Wrap a checked dataset; users call `strategy.distribute_dataset`."""
         self._mesh = mesh
         self._options = options
@@ -65,7 +65,7 @@ class DistributedDataset:
         return DistributedIterator(self._elements, layout, self._mesh, self._options.prefetch)
 
     @property
-    def _plan(self) -> Plan:
+    def _plan(self) -> SharingPlan:
         return self._elements.plan
 
     @property

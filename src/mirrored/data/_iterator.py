@@ -290,7 +290,7 @@ def _to_devices(step: Step, mesh: ReplicaMesh, layout: LocalReplicas, origin: Or
     """Put each replica's rows on its device."""
     leaves, treedef = jax.tree.flatten(step.stacked)
     is_alone = layout.worker.count == 1  # then one call for all of them
-    arrays = jax.device_put(leaves, mesh.stacked) if is_alone else [placement.stack(mesh, leaf) for leaf in leaves]
+    arrays = mesh.put(leaves, mesh.stacked) if is_alone else [placement.stack(mesh, leaf) for leaf in leaves]
     is_even = len(set(step.sizes)) == 1
     shapes = [None if is_even else tuple((size, *array.shape[2:]) for size in step.sizes) for array in arrays]
     values = [PerReplica(array, true, None, origin) for array, true in zip(arrays, shapes, strict=True)]

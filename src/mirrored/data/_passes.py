@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .._typing import PyTree
-from ._sharing.plan import Plan
+from ._sharing.plan import SharingPlan
 from ._sharing.rows import to_numpy
 from ._sharing.steps import LocalReplicas, Steps
 from ._sources import grain
@@ -36,7 +36,7 @@ class LastBatch(NamedTuple):
 class Elements:
     """The elements of a distributed dataset."""
 
-    plan: Plan
+    plan: SharingPlan
     maps: tuple[Callable[..., PyTree], ...] = ()  # functions that each element passes through before it is shared out
     limits: tuple[Limit, ...] = ()  # innermost first
     _specs: list[PyTree] = dataclasses.field(default_factory=list, init=False, compare=False)

@@ -15,7 +15,7 @@ from .steps import LocalReplicas, Steps, in_step, one_element_each, own_batches,
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class SharingPlan:
     """The dataset of one worker, and the way in which its replicas share it."""
 
     dataset: Any
@@ -40,19 +40,19 @@ class Plan:
 
 def make_plan(
     dataset: Any, policy: AutoShardPolicy | str, worker: InputWorker, num_replicas: int, drop_remainder: bool = False
-) -> Plan:
+) -> SharingPlan:
     """Choose how a dataset of global batches is shared out; refuse `FILE` where it would lose, repeat or mispair records."""
     policy = AutoShardPolicy.parse(policy, "auto_shard_policy")
     parts = f"each global batch is cut into {num_replicas} contiguous parts, in replica order"
     if worker.count == 1:
-        return Plan(dataset, "DATA", parts)
+        return SharingPlan(dataset, "DATA", parts)
     workers = f"{worker.count} workers"
     if policy is AutoShardPolicy.OFF:
         how = f"OFF: each of the {workers} divides its own batches among its own {num_replicas // worker.count} replicas"
-        return Plan(dataset, "OFF", how)
+        return SharingPlan(dataset, "OFF", how)
     by_row = f"every one of the {workers} reads all records; {parts}"
     if policy is AutoShardPolicy.DATA:
-        return Plan(dataset, "DATA", f"DATA: {by_row}")
+        return SharingPlan(dataset, "DATA", f"DATA: {by_row}")
     reason = f"{type(dataset).__name__} is no dataset of files"
     if drop_remainder and policy is AutoShardPolicy.AUTO:
         reason = "drop_remainder=True would leave out by file what others have left when the files of one worker have ended"
@@ -64,19 +64,19 @@ def make_plan(
         mine = f"worker i of {worker.count} reads the files i, i + {worker.count}, ...{of_all}"
         is_auto = policy is AutoShardPolicy.AUTO
         how = f"{'AUTO chose ' * is_auto}FILE: {mine} and gives its share of each global batch"
-        return Plan(grain.only_files_of(dataset, worker.index, worker.count), "FILE", how, is_auto_by_file=is_auto)
+        return SharingPlan(grain.only_files_of(dataset, worker.index, worker.count), "FILE", how, is_auto_by_file=is_auto)
     if policy is AutoShardPolicy.FILE:
         raise ValueError(
             f"auto_shard_policy FILE cannot share this dataset out among {workers}: {reason}. Use "
             "mr.AutoShardPolicy.DATA, by which every worker reads all records and takes its rows of each global batch, or "
             "AUTO, which chooses it here."
         )
-    return Plan(dataset, "DATA", f"AUTO chose DATA, because {reason}: {by_row}")
+    return SharingPlan(dataset, "DATA", f"AUTO chose DATA, because {reason}: {by_row}")
 
 
-def plan_of_function(dataset: object, worker: InputWorker, context: InputContext | None = None) -> Plan:
-    """Plan for a dataset that a function made for this worker alone, by the context that it was given."""
+def plan_of_function(dataset: object, worker: InputWorker, context: InputContext | None = None) -> SharingPlan:
+    """SharingPlan for a dataset that a function made for this worker alone, by the context that it was given."""
     calls = "once" if worker.count == 1 else f"on each of the {worker.count} workers"
     counts_rows = context is None or isinstance(dataset, NumpyDataset)  # in positions, and not batches
     sizes = () if counts_rows else tuple(context._sizes)
-    return Plan(dataset, "FUNCTION", f"made by a function, called {calls}: each replica takes the next element", sizes)
+    return SharingPlan(dataset, "FUNCTION", f"made by a function, called {calls}: each replica takes the next element", sizes)

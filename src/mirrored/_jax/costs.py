@@ -1,0 +1,50 @@
+"""What XLA counts in a compiled program: operations, bytes read and written. JAX promises no function that counts for GPUs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+from jaxlib import _jax as _xla
+
+from .jaxprs import Jaxpr, inner_jaxprs
+from .primitives import CONVOLUTIONS, DOT_PRODUCTS
+
+
+def costs_of(compiled: Any) -> dict[str, float]:
+    """Return the `flops` and the `bytes accessed` of a compiled program, on each device."""
+    counted = compiled.cost_analysis()
+    if not counted:  # a GPU's compiler without a GPU counts nothing: the CPU's client counts its program
+        [module] = compiled.runtime_executable().hlo_modules()
+        counted = _xla.hlo_module_cost_analysis(jax.devices("cpu")[0].client, module)
+    return {"flops": float(counted.get("flops", 0.0)), "bytes accessed": float(counted.get("bytes accessed", 0.0))}
+
+
+class Products(NamedTuple):
+    """Operations of a function's matrix products and of its convolutions; XLA does not count those of a GPU's libraries."""
+
+    dots: float
+    convolutions: float
+
+
+def products_in(jaxpr: Jaxpr) -> Products:
+    """Count the operations of products: a `scan`'s as often as it runs, a `while`'s once, of branches the most."""
+    dots = convolutions = 0.0
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        size = sum(math.prod(getattr(result.aval, "shape", ())) for result in equation.outvars)
+        shapes: list[Any] = [getattr(operand.aval, "shape", ()) for operand in equation.invars]
+        if name in DOT_PRODUCTS and "dimension_numbers" in equation.params:
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            dots += 2.0 * size * math.prod(shapes[0][axis] for axis in contracted)
+        elif name in CONVOLUTIONS:
+            kernel, features = shapes[1], equation.params["dimension_numbers"].rhs_spec[0]
+            convolutions += 2.0 * size * math.prod(kernel) / kernel[features]
+        inner = [products_in(closed.jaxpr) for closed in inner_jaxprs(equation)]
+        if name == "cond":
+            inner = [max(inner, key=sum)]
+        times = equation.params["length"] if name == "scan" else 1
+        dots += times * sum(each.dots for each in inner)
+        convolutions += times * sum(each.convolutions for each in inner)
+    return Products(dots, convolutions)

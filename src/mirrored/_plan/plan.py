@@ -1,0 +1,292 @@
+"""What the programs of a strategy would do on devices that one does not have: memory, collectives, and an estimate of time."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from .. import _html
+from .._errors import PlanError
+from .._jax.costs import costs_of
+from .._replicas.mesh import PlannedMesh
+from .._replicas.planned import CompiledOnly
+from .._strategy.strategy import Strategy, parts_of
+from .._text import bytes_in_words, counted, list_lines, shown
+from .._typing import PyTree
+from . import chips
+from .chips import Chip
+from .modules import Sent, collectives_in
+
+#: Numbers of devices for which a plan estimates the efficiency.
+EFFICIENCY_AT = (1, 8, 64, 256)
+_NEEDED = re.compile(r"\(([\d.]+[KMGT])\) exceeds available HBM \(([\d.]+[KMGT])\)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on each device; `variables` are those that are trained, `state` the others, such as an optimizer's."""
+
+    variables: int
+    state: int
+    arguments: int
+    results: int
+    temporaries: int
+
+    @property
+    def peak(self) -> int:
+        """All of it: a program writes the new values of variables over the old ones."""
+        return self.variables + self.state + self.arguments + self.results + self.temporaries
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramPlan:
+    """What one compiled program would do on each device.
+
+    Attributes:
+        arguments: the kinds of its array arguments, with the rows of all replicas, such as `float32[2048,784]`.
+        failure: why it does not compile, such as too little memory; "" when it does. The figures are zero then.
+        flops: operations, of which `convolution_flops` are convolutions'; `bytes_moved`: bytes that they read and write.
+        collectives: what it sends, in the order of its schedule.
+        compile_seconds: how long XLA took here.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    failure: str
+    memory: Memory
+    flops: float
+    convolution_flops: float
+    bytes_moved: float
+    collectives: tuple[Sent, ...]
+    compile_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """The estimated seconds of a program, with the published rates of a chip; `seconds` is the step."""
+
+    compute: float
+    memory: float
+    links: float
+    hidden: float  # the part of `links` that runs beside other work
+
+    @property
+    def seconds(self) -> float:
+        """Compute and memory work at the same time, and so do the links where the compiler lets them."""
+        local = max(self.compute, self.memory)
+        return local + self.links - min(self.hidden, local)
+
+    @property
+    def limit(self) -> str:
+        """What takes the longest."""
+        times = {"compute": self.compute, "memory": self.memory, "links": self.links}
+        return max(times, key=lambda name: times[name])
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The plan of a strategy; `print(plan)` shows it, `as_dict()` is the same as data.
+
+    >>> print(mr.plan(strategy))  # doctest: +SKIP
+    plan for 256 replicas (planned: 256 x TPU v5 lite, 64 hosts)
+
+    Attributes:
+        devices: how many there are, in `num_hosts` hosts; `chip` has their published rates, None where none are known.
+        programs: what was compiled, one for each step and each kind of its arguments.
+    """
+
+    title: str
+    devices: int
+    num_hosts: int
+    chip: Chip | None
+    programs: tuple[ProgramPlan, ...]
+
+    def fits(self, program: ProgramPlan) -> bool:
+        """Tell whether a program fits into the memory of a device, as far as that is known."""
+        return not program.failure and (self.chip is None or program.memory.peak <= self.chip.memory)
+
+    def estimate(self, program: ProgramPlan, num_devices: int | None = None) -> Estimate:
+        """Estimate the seconds of a program with the same rows on each of `num_devices`, by default all planned ones.
+
+        Raises:
+            PlanError: (a RuntimeError) for a device whose rates nobody has published here.
+        """
+        if self.chip is None:
+            raise PlanError(f"no rates are known for {self.title}, so that nothing can be estimated for it.")
+        count = self.devices if num_devices is None else num_devices
+        convolutions = program.convolution_flops
+        products = program.flops - convolutions
+        times = [(_seconds_of(sent, count, self.chip), sent.is_overlapped) for sent in program.collectives]
+        return Estimate(
+            compute=(products / chips.REACHED_PRODUCTS + convolutions / chips.REACHED_CONVOLUTIONS) / self.chip.flops,
+            memory=program.bytes_moved / (self.chip.memory_rate * chips.REACHED_MEMORY),
+            links=sum(seconds for seconds, _ in times),
+            hidden=sum(seconds for seconds, is_overlapped in times if is_overlapped),
+        )
+
+    def efficiency(self, program: ProgramPlan, num_devices: int | None = None) -> float:
+        """Estimate which part of the step of `num_devices` one device alone would take, with the same rows on each."""
+        alone = self.estimate(program, 1).seconds
+        return alone / self.estimate(program, num_devices).seconds if alone else 1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the plan as dicts, lists, numbers and strings, for JSON."""
+        made = dataclasses.asdict(self)
+        for program, its in zip(self.programs, made["programs"], strict=True):
+            its["memory"]["peak"] = program.memory.peak
+            if self.chip is not None and not program.failure:
+                its["estimate"] = dataclasses.asdict(self.estimate(program)) | {"seconds": self.estimate(program).seconds}
+                its["efficiency"] = {str(count): self.efficiency(program, count) for count in EFFICIENCY_AT}
+        return made
+
+    def __str__(self) -> str:
+        return "\n".join([f"plan for {self.title}", *(_describe(self, program) for program in self.programs)])
+
+    def _repr_html_(self) -> str:
+        return _html.element("pre", str(self))
+
+
+def plan(strategy: Strategy) -> Plan:
+    """Say what the programs that a strategy has compiled would do on devices that nobody has.
+
+    The strategy is made with `mr.topology`. Under it variables have shapes and no values, `strategy.run` compiles and runs
+    nothing, and to read a value raises `PlanError`: that is where a plan ends. Memory, operations and collectives are those of
+    the program that XLA has made for the device; times are estimates with the chip's published rates.
+
+    Args:
+        strategy: one whose devices are a topology's, after its steps were called.
+
+    Raises:
+        PlanError: (a RuntimeError) for a strategy with real devices, and before anything was compiled.
+        TypeError: for anything but a strategy.
+
+    >>> strategy = mr.MirroredStrategy(mr.topology("v5e:16x16"))  # doctest: +SKIP
+    >>> _ = strategy.run(step, args=(batch,))  # doctest: +SKIP
+    >>> print(mr.plan(strategy))  # doctest: +SKIP
+    """
+    if not isinstance(strategy, Strategy):
+        raise TypeError(f"mr.plan got {shown(strategy)}; expected a strategy: mr.plan(strategy).")
+    mesh = parts_of(strategy)[0]
+    if not isinstance(mesh, PlannedMesh):
+        right = "mr.MirroredStrategy(mr.topology('v5e:16x16'))"
+        raise PlanError(f"mr.plan got {strategy!r}, whose devices are here and run its steps. A plan is made of {right}.")
+    made = plan_of(mesh)
+    if not made.programs:
+        raise PlanError("mr.plan: no step was called, so nothing is compiled. Call strategy.run(step, args=(batch,)) first.")
+    return made
+
+
+def plan_of(mesh: PlannedMesh) -> Plan:
+    """Make the plan of what was compiled for the planned devices of a mesh."""
+    device = mesh.devices[0]
+    return Plan(
+        title=str(mesh),
+        devices=len(mesh.devices),
+        num_hosts=len({each.process_index for each in mesh.devices}),
+        chip=chips.CHIPS.get(device.device_kind),
+        programs=tuple(_plan_of(program) for program in mesh.programs if program.arguments),
+    )
+
+
+def _plan_of(program: CompiledOnly) -> ProgramPlan:
+    written, read_only, arrays, constants = program.arguments
+    variables = list(map(_bytes_on_device, [*written, *read_only]))
+    trained = sum(size for size, is_trained in zip(variables, program.is_trained, strict=True) if is_trained)
+    state = sum(variables) - trained
+    kinds = tuple(f"{array.dtype.name}{list(array.shape)}".replace(" ", "") for array in arrays)
+    given = sum(map(_bytes_on_device, [*arrays, *constants]))
+    if program.compiled is None:
+        memory = Memory(trained, state, given, 0, 0)
+        return ProgramPlan(program.name, kinds, program.failure, memory, 0.0, 0.0, 0.0, (), program.seconds)
+    sizes, costs = program.compiled.memory_analysis(), costs_of(program.compiled)
+    results = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    return ProgramPlan(
+        name=program.name,
+        arguments=kinds,
+        failure="",
+        memory=Memory(trained, state, given, results, sizes.temp_size_in_bytes),
+        flops=max(costs["flops"], sum(program.products)),
+        convolution_flops=program.products.convolutions,
+        bytes_moved=costs["bytes accessed"],
+        collectives=tuple(collectives_in(program.compiled.as_text())),
+        compile_seconds=program.seconds,
+    )
+
+
+def _bytes_on_device(array: PyTree) -> int:
+    shape = array.sharding.shard_shape(array.shape) if getattr(array, "sharding", None) is not None else array.shape
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
+        return math.prod(shape) * 8  # a random key: two numbers of 32 bits
+    return math.prod(shape) * array.dtype.itemsize
+
+
+def _seconds_of(sent: Sent, num_devices: int, chip: Chip) -> float:
+    """Estimate a collective in a ring: docs/design/scaling.md. Between hosts, each device sends its share."""
+    if num_devices == 1:
+        return 0.0
+    near = num_devices if chip.per_host is None else min(num_devices, chip.per_host)
+    hosts = math.ceil(num_devices / near)
+    passes = 2 if sent.kind == "all-reduce" else 1
+    ring = passes * sent.num_bytes * (near - 1) / near / chip.links + passes * chips.NEAR_LATENCY * math.log2(near)
+    if hosts == 1:
+        return ring
+    share = sent.num_bytes / near
+    return ring + passes * (share * (hosts - 1) / hosts / chip.network + chips.FAR_LATENCY * math.ceil(math.log2(hosts)))
+
+
+# -- as text
+
+
+def _describe(plan: Plan, program: ProgramPlan) -> str:
+    named = f"{program.name} of {', '.join(program.arguments[:4])}" if program.arguments else program.name
+    memory, title = program.memory, f"\n{named} (compiled in {program.compile_seconds:.1f} s)"
+    have = "" if plan.chip is None else f" of {bytes_in_words(plan.chip.memory)}"
+    parts = [
+        f"{bytes_in_words(size)} {what}"
+        for size, what in (
+            (memory.variables, "trained variables"), (memory.state, "other state"), (memory.arguments, "arguments"),
+            (memory.results, "results"), (memory.temporaries, "temporaries"),
+        ) if size
+    ]  # fmt: skip
+    if not plan.fits(program):
+        found = _NEEDED.search(program.failure)
+        needs = f"{found[1]}, the device has {found[2]}" if found else bytes_in_words(memory.peak) + have
+        remedies = "Fewer rows on each device, jax.checkpoint and bfloat16 save temporaries"
+        if memory.state >= memory.variables:  # not shared out already
+            saved = bytes_in_words(memory.state - memory.state // plan.devices)
+            remedies += f"; mr.Optimizer(..., shard_state=True) saves {saved}"
+        lines = [f"does not fit into the memory of a device: it needs {needs}", f"of these {', '.join(parts)}", f"{remedies}."]
+        return title + list_lines(lines, most=len(lines))
+    lines = [
+        f"memory       {bytes_in_words(memory.peak)}{have}: {', '.join(parts)}",
+        f"work         {program.flops / 1e12:.3g} TFLOP, {bytes_in_words(program.bytes_moved)} read and written",
+        f"sends        {_describe_sent(program.collectives)}",
+    ]
+    if plan.chip is not None:
+        times = plan.estimate(program)
+        shares = ", ".join(f"{_milliseconds(getattr(times, name))} {name}" for name in ("compute", "memory", "links"))
+        lines.append(f"estimated    {_milliseconds(times.seconds)} a step, limited by {times.limit} ({shares})")
+        shown = ", ".join(f"{count}: {plan.efficiency(program, count):.0%}" for count in EFFICIENCY_AT)
+        lines.append(f"efficiency   {shown} (estimated, devices with as many rows each)")
+    return title + list_lines(lines, most=len(lines))
+
+
+def _describe_sent(collectives: Sequence[Sent]) -> str:
+    kinds: dict[tuple[str, bool], list[Sent]] = {}
+    for sent in collectives:
+        kinds.setdefault((sent.kind, sent.is_overlapped), []).append(sent)
+    described = [
+        f"{counted(len(each), kind)} of {bytes_in_words(sum(sent.num_bytes for sent in each))}, "
+        + ("beside other work" if is_overlapped else f"alone, with {each[0].later} matrix products later")
+        for (kind, is_overlapped), each in kinds.items()
+    ]
+    return "; ".join(described) or "nothing"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} us"

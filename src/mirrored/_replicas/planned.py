@@ -1,0 +1,151 @@
+"""What stands for arrays and compiled programs on devices that nobody has: shapes, and programs that are compiled only."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, Sharding
+
+from .. import _process
+from .._errors import PlanError
+from .._jax import user_code
+from .._jax.costs import Products, products_in
+from .._typing import PyTree
+
+_logger = logging.getLogger("mirrored")
+
+
+def is_planned(device: jax.Device) -> bool:
+    """Tell whether a device is one of a topology's, for which JAX can compile, and which runs nothing."""
+    return type(device.client).__name__ == "CompileOnlyPyClient"
+
+
+def is_for_plan(placement: NamedSharding) -> bool:
+    """Tell whether a placement is on a topology's devices."""
+    return is_planned(placement.mesh.devices.flat[0])
+
+
+class Planned(jax.ShapeDtypeStruct):
+    """The shape, dtype and placement of an array on devices that nobody has. To read its values raises `PlanError`."""
+
+    __slots__ = ()
+
+    is_fully_addressable = True
+    committed = True
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the whole array."""
+        return self.size * np.dtype(self.dtype).itemsize
+
+    def is_deleted(self) -> bool:
+        """Tell that nobody has given it away."""
+        return False
+
+    def block_until_ready(self) -> Planned:
+        """Wait for nothing."""
+        return self
+
+    def astype(self, dtype: Any) -> Planned:
+        """Return what stands for the array in another dtype."""
+        return stand_in(jax.ShapeDtypeStruct(self.shape, dtype), self.sharding)
+
+    def _refuse(self, *arguments: object, **options: object) -> NoReturn:
+        user_code.hide_lines()
+        kind = f"{np.dtype(self.dtype).name}{list(self.shape)}"
+        raise PlanError(
+            f"the plan ends here: the program reads the values of an array {kind}, and a plan has none, because its devices "
+            "exist nowhere. Write print(mr.plan(strategy)) before this line, or leave the line out of what you plan. The command "
+            "`mirrored plan --topology NAME train.py` ends here by itself, and prints the plan."
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if (hasattr(jax.Array, name) or name in ("tobytes", "tolist")) and not name.startswith("__"):
+            self._refuse()
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+_OPERATIONS = """
+array jax_array float int bool complex index format iter getitem contains add radd sub rsub mul rmul truediv rtruediv floordiv
+rfloordiv mod rmod pow rpow matmul rmatmul neg pos abs round lt le gt ge
+"""
+for _operation in _OPERATIONS.split():
+    setattr(Planned, f"__{_operation}__", Planned._refuse)
+
+
+def stand_in(array: Any, placement: Sharding | None) -> Planned:
+    """Return what stands for an array, a number or another stand-in on devices that nobody has."""
+    kind = array if isinstance(array, jax.ShapeDtypeStruct) else jax.typeof(array)
+    is_weak = bool(getattr(kind, "weak_type", False))
+    dtype = jax.dtypes.canonicalize_dtype(kind.dtype, allow_extended_dtype=True)
+    return Planned(kind.shape, dtype, sharding=placement, weak_type=is_weak)
+
+
+class CompiledOnly:
+    """A program for devices that nobody has: its first call compiles it, and every call returns the shapes of its results.
+
+    Attributes:
+        compiled: what XLA has made; None before the first call, and when it fits into no memory.
+        arguments: of the first call.
+        products: operations of its matrix products and convolutions, on each device.
+        is_trained: of each variable among the arguments.
+        failure: why it could not be compiled; "" when it was.
+        seconds: how long XLA took.
+    """
+
+    def __init__(self, program: Any, name: str, is_trained: list[bool], placements: tuple[NamedSharding, NamedSharding]) -> None:
+        self._program, self.name, self.is_trained = program, name, is_trained
+        self._placements = placements  # of what is the same on every replica, and of what each has its own
+        self._results: PyTree = None
+        self._num_calls = 0
+        self.__name__: str = program.__name__
+        self.compiled: Any = None
+        self.arguments: tuple[Any, ...] = ()
+        self.failure, self.seconds = "", 0.0
+        self.products = Products(0.0, 0.0)
+
+    def __call__(self, *arguments: PyTree) -> PyTree:
+        """Return the results' shapes; `arguments` are `(written, read_only, arrays, constants)`."""
+        self._num_calls += 1
+        if self._results is None:
+            self._compile(arguments)
+        elif _process.max_planned_calls and self._num_calls > _process.max_planned_calls:
+            raise PlanError(f"the plan ends here: {self.name} was called {_process.max_planned_calls} times.")
+        return jax.tree.map(lambda array: array, self._results)  # new lists, which their readers change
+
+    def _compile(self, arguments: tuple[PyTree, ...]) -> None:
+        start = time.perf_counter()
+        _logger.info("compiling %s for devices that are not here", self.name)
+        mirrored, stacked = self._placements
+        traced = self._program.trace(*arguments)
+        self.products = products_in(traced.jaxpr.jaxpr)
+        lowered = traced.lower()
+        try:
+            self.compiled = lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            self.failure = str(error)
+            raise PlanError(f"the program does not fit into the memory of a device: {_first_lines(error)}") from None
+        finally:
+            self.arguments = jax.tree.map(lambda array: array, arguments)  # a list of variables' arrays changes
+            self.seconds = time.perf_counter() - start
+            _logger.info("compiled %s in %.1f s", self.name, self.seconds)
+        found = jax.tree.leaves(self.compiled.output_shardings)
+        placements = [mirrored if sharding.is_fully_replicated else stacked for sharding in found]
+        results, treedef = jax.tree.flatten(lowered.out_info)
+        self._results = treedef.unflatten(map(stand_in, results, placements))
+
+
+def _first_lines(error: Exception) -> str:
+    return " ".join(line.strip() for line in str(error).splitlines()[:4] if line.strip())
+
+
+def shapes_of(function: Callable[..., Any], placement: NamedSharding) -> Callable[..., Any]:
+    """Make a function that returns the shapes of another's results."""
+    return lambda *arrays: jax.tree.map(lambda result: stand_in(result, placement), jax.eval_shape(function, *arrays))

@@ -1,0 +1,258 @@
+"""Training steps compiled for a TPU slice that is not here: as by hand, in every kind of program, up to where values are read.
+
+They need libtpu: `.ci/run` installs it beside the environment, because JAX looks for a TPU wherever it finds libtpu.
+"""
+
+import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import mirrored as mr
+from mirrored._plan.modules import collectives_in
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install libtpu"),
+]
+ROWS, WIDTH, CLASSES = 4, 256, 10
+
+
+@functools.cache
+def devices() -> tuple[jax.Device, ...]:
+    return tuple(mr.topology("v5e:2x4"))
+
+
+def train(num_batches=2, extra_rows=0, shard_state=False, **how):
+    """Plan two training steps of an MLP; return its strategy, and what the last step returned."""
+    strategy = mr.MirroredStrategy(devices(), **how)
+    with strategy.scope():
+        w = mr.Variable(np.zeros((WIDTH, WIDTH), np.float32), name="w")
+        u = mr.Variable(jax.ShapeDtypeStruct((WIDTH, CLASSES), jnp.float32), name="u")
+        optimizer = mr.Optimizer(optax.adam(1e-3), [w, u], shard_state=shard_state)
+
+    def step(x, y):
+        losses = lambda: optax.softmax_cross_entropy_with_integer_labels(jax.nn.relu(x @ w) @ u, y)  # noqa: E731
+        loss, gradients = mr.value_and_grad(losses, [w, u])()
+        optimizer.apply_gradients(gradients)
+        return loss
+
+    size = ROWS * strategy.num_replicas_in_sync
+    num_rows = num_batches * size + extra_rows
+    data = np.zeros((num_rows, WIDTH), np.float32), np.zeros(num_rows, np.int32)
+    total = None
+    for x, y in strategy.distribute_dataset(strategy.make_numpy_dataset(data).batch(size)):
+        total = strategy.reduce("sum", strategy.run(step, args=(x, y)))
+    return strategy, total, step
+
+
+def by_hand():
+    """Compile the same step for the same devices, without the library."""
+    mesh, tx = jax.sharding.Mesh(np.array(devices()), ("r",)), optax.adam(1e-3)
+    params = {name: jax.ShapeDtypeStruct((WIDTH, n), jnp.float32) for name, n in (("w", WIDTH), ("u", CLASSES))}
+
+    def step(state, x, y):
+        params, opt, count = state
+
+        def loss_of(params):
+            logits = jax.nn.relu(x @ params["w"]) @ params["u"]
+            return optax.softmax_cross_entropy_with_integer_labels(logits, y).sum() / (ROWS * 8)
+
+        loss, gradients = jax.value_and_grad(loss_of)(params)
+        total, gradients = jax.lax.psum((loss, gradients), "r")
+        updates, opt = tx.update(gradients, opt, params)
+        return (optax.apply_updates(params, updates), opt, count + 1), loss[None], total
+
+    everywhere, split = PartitionSpec(), PartitionSpec("r")
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=(everywhere, split, split), out_specs=(everywhere, split, everywhere), check_vma=False
+    )
+    place = lambda tree, spec: jax.tree.map(  # noqa: E731
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec)), tree
+    )
+    state = params, jax.eval_shape(tx.init, params), jax.ShapeDtypeStruct((), jnp.int32)
+    x, y = jax.ShapeDtypeStruct((ROWS * 8, WIDTH), jnp.float32), jax.ShapeDtypeStruct((ROWS * 8,), jnp.int32)
+    return jax.jit(mapped, donate_argnums=0).lower(place(state, everywhere), place(x, split), place(y, split)).compile()
+
+
+def test_a_training_step_sends_and_needs_what_it_does_by_hand() -> None:
+    strategy, total, _ = train()
+    [program] = mr.plan(strategy).programs
+    hand = by_hand()
+    sent, sent_by_hand = program.collectives, collectives_in(hand.as_text())
+    assert len(sent) == len(sent_by_hand) == 1
+    assert sent[0].num_bytes <= 1.01 * sent_by_hand[0].num_bytes + 1024
+    sizes = hand.memory_analysis()
+    peak = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes + sizes.temp_size_in_bytes
+    assert program.memory.peak <= 1.05 * peak + 2**16
+    assert program.memory.variables == 4 * WIDTH * (WIDTH + CLASSES) and program.memory.state == 2 * program.memory.variables + 8
+    assert program.flops >= 3 * 2 * ROWS * WIDTH * WIDTH
+    assert (total.shape, total.dtype) == ((), jnp.float32)
+
+
+def test_uneven_batches_have_a_program_of_their_own() -> None:
+    strategy, *_ = train(extra_rows=3)
+    even, uneven = mr.plan(strategy).programs
+    assert uneven.arguments == ("float32[8,1,256]", "int32[8,1]") and even.arguments == ("float32[8,4,256]", "int32[8,4]")
+    assert sum(sent.num_bytes for sent in uneven.collectives) <= sum(sent.num_bytes for sent in even.collectives) + 1024
+
+
+def test_a_shared_out_update_keeps_an_eighth_of_the_state() -> None:
+    whole, shared = (mr.plan(train(shard_state=shared)[0]).programs[0] for shared in (False, True))
+    assert shared.memory.state < whole.memory.state / 7 and shared.memory.variables == whole.memory.variables
+
+
+@pytest.mark.parametrize("schedule", ["together", "one_by_one"])
+def test_several_replicas_on_a_device(schedule) -> None:
+    strategy, *_ = train(num_replicas=16, schedule=schedule)
+    [program] = mr.plan(strategy).programs
+    assert program.arguments[0] == "float32[16,4,256]" and f"2 on each device, {schedule.replace('_', ' ')}" in str(strategy)
+    assert len(program.collectives) == 1
+
+
+def test_functions_and_loops() -> None:
+    strategy = mr.MirroredStrategy(devices())
+    with strategy.scope():
+        w = mr.Variable(np.zeros((WIDTH, CLASSES), np.float32))
+        optimizer = mr.Optimizer(optax.sgd(0.1), [w])
+
+    def step(x):
+        loss, gradients = mr.value_and_grad(lambda: jnp.square(x @ w).mean(-1), [w])()
+        optimizer.apply_gradients(gradients)
+        return loss
+
+    @mr.function
+    def two_steps(x):
+        return mr.fori_loop(0, 2, lambda i, total: total + strategy.reduce("sum", strategy.run(step, args=(x,))), jnp.float32(0))
+
+    [x] = strategy.distribute_dataset([np.zeros((16, WIDTH), np.float32)])
+    assert two_steps(x).shape == ()
+    [program] = mr.plan(strategy).programs
+    assert "two_steps" in program.name and program.collectives
+
+
+def test_models_of_nnx_linen_and_equinox() -> None:
+    nnx, linen, eqx = pytest.importorskip("flax.nnx"), pytest.importorskip("flax.linen"), pytest.importorskip("equinox")
+    strategy = mr.MirroredStrategy(devices())
+    [(x, y)] = strategy.distribute_dataset([(np.zeros((16, 8), np.float32), np.zeros(16, np.int32))])
+    losses_of = optax.softmax_cross_entropy_with_integer_labels
+    net = linen.Dense(CLASSES)
+    with strategy.scope():
+        model = nnx.Linear(8, CLASSES, rngs=nnx.Rngs(0))
+        own = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+        params = mr.Variable(net.init(jax.random.key(0), np.zeros((1, 8), np.float32)))
+        module = mr.Variable(eqx.nn.MLP(8, CLASSES, 16, 1, key=jax.random.key(0)))
+        others = [mr.Optimizer(optax.adam(1e-3), tree) for tree in (params, module)]
+
+    def of_nnx(model, own, x, y):
+        loss_of = lambda model: mr.losses.compute_average_loss(losses_of(model(x), y))  # noqa: E731
+        loss, gradients = nnx.value_and_grad(loss_of)(model)
+        own.update(model, mr.get_replica_context().all_reduce("sum", gradients))
+        return loss
+
+    def of_trees(x, y):
+        for tree, optimizer, logits in (
+            (params, others[0], lambda: net.apply(params.value, x)), (module, others[1], lambda: jax.vmap(module.value)(x)),
+        ):  # fmt: skip
+            _, gradients = mr.value_and_grad(lambda logits=logits: losses_of(logits(), y), tree)()
+            optimizer.apply_gradients(gradients)
+
+    for _ in range(2):
+        strategy.run(of_nnx, args=(model, own, x, y))
+        strategy.run(of_trees, args=(x, y))
+    assert len(mr.plan(strategy).programs) == 2
+
+
+def test_values_are_refused_and_all_else_works_outside_of_steps() -> None:
+    strategy, total, _ = train()
+    with strategy.scope():
+        w = mr.Variable(np.zeros(3, np.float32), name="w")
+        count = mr.Variable(0.0, synchronization="on_read", aggregation="sum")
+    w.assign(np.ones(3, np.float32)).assign_add(np.ones(3, np.float32))
+    count.assign_add(1.0)
+    assert "planned" in repr(w) and "planned: 8 x TPU v5 lite" in strategy.explain()
+    strategy.barrier("end")
+    for reading in (w.numpy, lambda: float(total), lambda: w + 1, lambda: strategy.local_results(w), lambda: float(count.value)):
+        with pytest.raises(mr.PlanError, match="the plan ends here"):
+            reading()
+    assert json.loads(json.dumps(mr.plan(strategy).as_dict()))["devices"] == 8
+
+
+def test_a_batch_of_fewer_rows_than_replicas_and_a_strategy_without_programs() -> None:
+    strategy, _, step = train(num_batches=1)
+    [(x, y)] = strategy.distribute_dataset([(np.zeros((3, WIDTH), np.float32), np.zeros(3, np.int32))])
+    strategy.run(step, args=(x, y))
+    assert len(mr.plan(strategy).programs) == 2
+    with pytest.raises(mr.PlanError, match=r"no step was called.*strategy\.run"):
+        mr.plan(mr.MirroredStrategy(devices()))
+
+
+def test_a_topology_that_is_none_is_refused_by_its_compiler() -> None:
+    with pytest.raises(mr.PlanError, match=r"the compiler refuses the topology 'v5e:3x7'"):
+        mr.topology("v5e:3x7")
+
+
+SCRIPT = """
+import sys
+import jax, jax.numpy as jnp, numpy as np, optax
+import mirrored as mr
+
+def main():
+    strategy = mr.{strategy}()
+    with strategy.scope():
+        w = mr.Variable(jax.ShapeDtypeStruct(({size}, 1024), jnp.float32), name="w")
+        optimizer = mr.Optimizer(optax.adam(0.1), [w])
+
+    def step(x):
+        loss, gradients = mr.value_and_grad(lambda: ((x @ w) ** 2).mean(-1), [w])()
+        optimizer.apply_gradients(gradients)
+        return loss
+
+    for x in strategy.distribute_dataset([np.zeros((64, {size}), np.float32)] * 2):
+        loss = strategy.reduce("sum", strategy.run(step, args=(x,)))
+    print(float(loss))
+
+main()
+"""
+
+
+def plan_script(tmp_path, *options, **words):
+    """Run `mirrored plan` on the script, which is named last unless the options name another."""
+    (tmp_path / "train.py").write_text(SCRIPT.format(**({"strategy": "MirroredStrategy", "size": 1024} | words)))
+    script = [] if options[-1].endswith(".py") else ["train.py"]
+    path = os.pathsep.join(filter(None, sys.path))  # has libtpu
+    command = [sys.executable, "-m", "mirrored", "plan", *options, *script]
+    environment = os.environ | {"PYTHONPATH": path}
+    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.parametrize("name", ["MirroredStrategy", "MultiWorkerMirroredStrategy"])
+def test_the_command_plans_a_script_as_it_is(name, tmp_path) -> None:
+    done = plan_script(tmp_path, "--topology", "v5e:8x8", strategy=name)
+    assert done.returncode == 0, done.stderr
+    assert "plan for 64 replicas" in done.stdout and "1 all-reduce of 4.0 MiB" in done.stdout and "efficiency" in done.stdout
+    assert "mirrored plan: compiling main.<locals>.step" in done.stderr and "train.py:19: the plan ends here" in done.stderr
+
+
+def test_the_command_says_what_does_not_fit(tmp_path) -> None:
+    done = plan_script(tmp_path, "--topology", "v5e:2x4", size=2_000_000)
+    assert done.returncode == 1 and "does not fit into the memory of a device: it needs" in done.stdout
+    assert "shard_state=True" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["--topology", "v5e:8z8"], "does not know 'v5e:8z8'"), (["--topology", "v5e:2x4", "no.py"], "no file 'no.py'")],
+)
+def test_the_command_refuses_what_is_not_there(options, message, tmp_path) -> None:
+    done = plan_script(tmp_path, *options)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,84 @@
+"""Estimates, and what a plan says, of figures that compiled programs have had."""
+
+import dataclasses
+import json
+
+import pytest
+from strategies import TWO
+
+import mirrored as mr
+from mirrored._plan.chips import CHIPS
+from mirrored._plan.modules import Sent
+from mirrored._plan.plan import Memory, ProgramPlan
+
+GIB = 2**30
+#: Of GPT with 124 M parameters on 16 x 512 tokens, compiled for one H100; one H200 takes 15.0 ms.
+GPT = ProgramPlan("gpt", ("int32[1,16,513]",), "", Memory(GIB // 2, GIB, 32_832, 1024, 8 * GIB), 5.907e12, 0.0, 57.6e9, (), 7.0)
+#: Of ResNet-50 in bfloat16 on 128 pictures; one H200 takes 20.8 ms.
+RESNET = ProgramPlan("resnet", (), "", Memory(10**8, 10**8, 2 * 10**7, 1024, 5 * GIB), 3.613e12, 3.612e12, 33.6e9, (), 15.5)
+
+
+def plan_with(*programs: ProgramPlan, kind: str = "NVIDIA H200", devices: int = 1) -> mr.Plan:
+    return mr.Plan("test", devices, 1, CHIPS.get(kind), programs)
+
+
+@pytest.mark.parametrize(("program", "measured"), [(GPT, 15.0e-3), (RESNET, 20.8e-3)])
+def test_estimates_are_within_half_of_what_one_h200_took(program: ProgramPlan, measured: float) -> None:
+    estimated = plan_with(program).estimate(program).seconds
+    assert measured / 1.5 <= estimated <= measured * 1.5
+
+
+@pytest.mark.parametrize("kind", sorted(CHIPS))
+def test_a_sum_costs_more_on_more_devices_and_less_beside_other_work(kind: str) -> None:
+    alone = dataclasses.replace(GPT, collectives=(Sent("all-reduce", 500_000_000, False, 0),))
+    beside = dataclasses.replace(GPT, collectives=(Sent("all-reduce", 500_000_000, True, 9),))
+    plan = plan_with(alone, beside, kind=kind, devices=256)
+    times = [plan.estimate(alone, count).seconds for count in (1, 8, 64, 256)]
+    assert times == sorted(times) and times[0] == plan.estimate(GPT).seconds < times[1]
+    assert plan.estimate(beside).seconds < plan.estimate(alone).seconds
+    assert plan.efficiency(alone, 1) == 1 > plan.efficiency(alone) > 0
+    scatter = dataclasses.replace(GPT, collectives=(Sent("reduce-scatter", 500_000_000, False, 0),))
+    assert plan.estimate(scatter).links == pytest.approx(plan.estimate(alone).links / 2)
+
+
+def test_the_text_says_memory_work_collectives_and_that_times_are_estimated() -> None:
+    sent = (Sent("all-reduce", 4 * 2**20, False, 0), Sent("all-gather", 2**20, True, 3))
+    text = str(plan_with(dataclasses.replace(GPT, collectives=sent), devices=8))
+    assert "gpt of int32[1,16,513] (compiled in 7.0 s)" in text
+    assert "9.5 GiB of 131.3 GiB: 512.0 MiB trained variables, 1.0 GiB other state, 32.1 KiB arguments" in text
+    assert "1 all-reduce of 4.0 MiB, alone, with 0 matrix products later; 1 all-gather of 1.0 MiB, beside other work" in text
+    assert "estimated    16" in text and "limited by memory" in text and "efficiency   1: 100%, 8:" in text
+
+
+def test_a_program_that_does_not_fit_says_by_how_much_and_what_saves_memory() -> None:
+    failure = "Ran out of memory on HBM, the total memory required (26.84G) exceeds available HBM (15.75G)."
+    lost = dataclasses.replace(GPT, failure=failure, memory=Memory(7 * GIB, 14 * GIB, 0, 0, 0))
+    plan = plan_with(lost, kind="TPU v5 lite", devices=8)
+    assert not plan.fits(lost)
+    assert "it needs 26.84G, the device has 15.75G" in str(plan) and "shard_state=True) saves 12.2 GiB" in str(plan)
+    large = dataclasses.replace(GPT, memory=Memory(7 * GIB, GIB, 0, 0, 80 * GIB))
+    text = str(plan_with(large, kind="NVIDIA H100 80GB HBM3"))
+    assert "it needs 88.0 GiB of 80.0 GiB" in text and "shard_state" not in text
+    assert plan_with(GPT).fits(GPT)
+
+
+def test_a_plan_is_data_too() -> None:
+    made = json.loads(json.dumps(plan_with(GPT, devices=8).as_dict()))
+    [program] = made["programs"]
+    assert program["memory"]["peak"] == GPT.memory.peak and program["estimate"]["seconds"] > 0
+    assert set(program["efficiency"]) == {"1", "8", "64", "256"} and made["chip"]["name"] == "H200"
+    assert "<pre>plan for test" in plan_with(GPT)._repr_html_()
+
+
+def test_an_unknown_device_has_no_estimates() -> None:
+    plan = plan_with(GPT, kind="Some new chip")
+    assert "estimated" not in str(plan) and "estimate" not in plan.as_dict()["programs"][0] and plan.fits(GPT)
+    with pytest.raises(mr.PlanError, match="no rates are known"):
+        plan.estimate(GPT)
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(TypeError, match=r"mr.plan got 3; expected a strategy"):
+        mr.plan(3)  # type: ignore[arg-type]
+    with pytest.raises(mr.PlanError, match=r"devices are here and run its steps.*mr\.topology"):
+        mr.plan(TWO)
