@@ -70,7 +70,7 @@ OFFERS = {
         assignment.check_per_replica bindings.Bindings bindings.bound bindings.outer_reader
         bindings.with_few_compilations equal_copies.CopiesCompared equal_copies.Watch equal_copies.check
         equal_copies.last_comparisons equal_copies.watch sharded.ShardedVariable storage.Home storage.WeakVariables
-        storage.home_of storage.overwrite storage.overwrite_when_done tree.VariableTree tree.trainable
+        storage.home_of storage.lent storage.overwrite storage.overwrite_when_done tree.VariableTree tree.trainable
         variable.Variable variable.is_variable variable.listeners variable.live_variables variable.local_arrays
         variable.local_copies variable.note_use variable.spec_of variable.use_value
     """,
@@ -91,8 +91,8 @@ OFFERS = {
     "_program": """
         cache.Programs cache.listeners call.Call call.argument_names call.array_leaves call.check_replicas call.key_of
         call.of_last_batch call.take_apart eager.eager eager.is_eager lift.Lifted lift.plan_result lift.trace
-        program.Program program.annotate program.collectives_of program.describe_program program.name_of_collective
-        program.place program.program_compiled proof.Said refusals.check_outside steps.Steps
+        memory.bytes_on_device program.Program program.annotate program.collectives_of program.describe_program
+        program.name_of_collective program.place program.program_compiled proof.Said refusals.check_outside steps.Steps
     """,
     "_transforms": """
         function.function function.function_programs gradients.check_variables gradients.grad gradients.value_and_grad

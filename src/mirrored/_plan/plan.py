@@ -8,16 +8,14 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
 from .. import _html
 from .._errors import PlanError
 from .._jax.costs import costs_of
+from .._program.memory import bytes_on_device
 from .._replicas.mesh import PlannedMesh
 from .._replicas.planned import CompiledOnly
 from .._strategy.strategy import Strategy, parts_of
 from .._text import bytes_in_words, counted, list_lines, shown
-from .._typing import PyTree
 from . import chips
 from .chips import Chip
 from .modules import Sent, collectives_in
@@ -195,11 +193,11 @@ def plan_of(mesh: PlannedMesh) -> Plan:
 
 def _plan_of(program: CompiledOnly) -> ProgramPlan:
     written, read_only, arrays, constants = program.arguments
-    variables = list(map(_bytes_on_device, [*written, *read_only]))
+    variables = list(map(bytes_on_device, [*written, *read_only]))
     trained = sum(size for size, is_trained in zip(variables, program.is_trained, strict=True) if is_trained)
     state = sum(variables) - trained
     kinds = tuple(f"{array.dtype.name}{list(array.shape)}".replace(" ", "") for array in arrays)
-    given = sum(map(_bytes_on_device, [*arrays, *constants]))
+    given = sum(map(bytes_on_device, [*arrays, *constants]))
     if program.compiled is None:
         memory = Memory(trained, state, given, 0, 0)
         return ProgramPlan(program.name, kinds, program.failure, memory, 0.0, 0.0, 0.0, (), program.seconds)
@@ -216,13 +214,6 @@ def _plan_of(program: CompiledOnly) -> ProgramPlan:
         collectives=tuple(collectives_in(program.compiled.as_text())),
         compile_seconds=program.seconds,
     )
-
-
-def _bytes_on_device(array: PyTree) -> int:
-    shape = array.sharding.shard_shape(array.shape) if getattr(array, "sharding", None) is not None else array.shape
-    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
-        return math.prod(shape) * 8  # a random key: two numbers of 32 bits
-    return math.prod(shape) * array.dtype.itemsize
 
 
 def _seconds_of(sent: Sent, num_devices: int, chip: Chip) -> float:

@@ -28,6 +28,7 @@ from .._variables.equal_copies import Watch
 from .._variables.storage import Home
 from .._variables.variable import spec_of
 from .._workers import joint_programs
+from . import memory
 from .call import NUMBERS, ArrayLeaf
 from .fuse_all_reduces import Joined
 from .lift import Lifted
@@ -128,6 +129,7 @@ class Program:
             elif self.has_run:
                 outputs = storage.overwrite(self.compiled, self.home, written, read_only, arrays, self.constants)
             else:
+                self._refuse_too_large(arrays)
                 with _delaying_ctrl_c():
                     outputs = storage.overwrite(self.compiled, self.home, written, read_only, arrays, self.constants)
                 self.has_run.append(True)
@@ -142,6 +144,15 @@ class Program:
             if watch.count >= watch.next:
                 watch.look()
         return results
+
+    def _refuse_too_large(self, arrays: list[Any]) -> None:
+        """Raise an error, before the first run, if the program does not fit into the memory of a device."""
+        if (has := self.mesh.memory_limit()) is not None:
+            is_trained = [spec_of(variable).trainable for variable in self.lifted.variables]
+            with storage.lent([*self.lifted.writes.slots, *self.lifted.reads.slots]) as values:
+                count = len(self.lifted.writes.slots)
+                arguments = values[:count], values[count:], arrays, self.constants
+                memory.refuse_too_large(self.name, self.compiled, has, is_trained, arguments)
 
     def _until_done(self, *arguments: Any) -> Any:
         """Run a program with a host callback to its end, where an error of the callback shows."""

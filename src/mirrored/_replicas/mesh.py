@@ -121,6 +121,10 @@ class ReplicaMesh:
         """Call a function of arrays that are tied to no device."""
         return function(*arguments)
 
+    def memory_limit(self) -> int | None:
+        """Return the bytes that JAX may use of a device's memory; None where it does not tell, as of a CPU."""
+        return (self.local_devices[0].memory_stats() or {}).get("bytes_limit")
+
     def executable(self, program: Callable[..., Any], name: str, is_trained: Callable[[], list[bool]]) -> Callable[..., Any]:
         """Return what runs a jitted program of a step or a function; `is_trained` tells which of its variables are."""
         return program
@@ -152,6 +156,9 @@ class PlannedMesh(ReplicaMesh):
 
     def fresh(self, array: ArrayLike) -> Any:
         return array
+
+    def memory_limit(self) -> int | None:
+        return None  # the plan says it
 
     def evaluate(self, function: Callable[..., Any], *arguments: PyTree) -> Any:
         shapes = [array for array in jax.tree.leaves(arguments) if isinstance(array, jax.ShapeDtypeStruct)]

@@ -1,0 +1,64 @@
+"""A program that does not fit is refused before it has run, with what takes the memory. The devices here tell a small one."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from strategies import strategy_of
+
+import mirrored as mr
+from mirrored import testing
+from mirrored._replicas.mesh import ReplicaMesh
+
+ROWS, WIDTH = 64, 512
+
+
+def train(strategy, **options):
+    with strategy.scope():
+        w = mr.Variable(np.zeros((WIDTH, WIDTH), np.float32), name="w")
+        optimizer = mr.Optimizer(optax.adam(0.1), [w], **options)
+
+    def step(x):
+        loss, gradients = mr.value_and_grad(lambda: jax.numpy.square(jax.numpy.sin(x @ w) @ w).mean(-1), [w])()
+        optimizer.apply_gradients(gradients)
+        return loss
+
+    [batch] = strategy.distribute_dataset([np.ones((ROWS * strategy.num_replicas_in_sync, WIDTH), np.float32)])
+    return w, lambda: strategy.reduce("sum", strategy.run(step, args=(batch,)))
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_a_step_that_does_not_fit_says_what_takes_the_memory_and_changes_nothing(num_replicas, monkeypatch):
+    strategy = strategy_of(num_replicas)
+    w, run = train(strategy)
+    monkeypatch.setattr(ReplicaMesh, "memory_limit", lambda mesh: 4 * WIDTH * WIDTH)
+    with pytest.raises(mr.DeviceError, match=r"step needs \d+\.\d MiB .* which has 1\.0 MiB: 1\.0 MiB trained variables") as told:
+        run()
+    message = str(told.value)
+    assert "2.0 MiB an optimizer's and other state" in message
+    assert "128.0 KiB arguments" in message and "temporaries" in message and "shard_state=True" in message
+    assert not w.numpy().any()
+    monkeypatch.setattr(ReplicaMesh, "memory_limit", lambda mesh: 2**30)
+    assert float(run()) == 0 and float(run()) == 0
+
+
+def test_it_is_compiled_once_and_asked_before_the_first_run_only(strategy2, monkeypatch):
+    asked = []
+    monkeypatch.setattr(ReplicaMesh, "memory_limit", lambda mesh: asked.append(mesh) or 2**30)
+    _, run = train(strategy2)
+    with testing.count_programs() as count:
+        run()
+        run()
+        run()
+    assert len(asked) == 1 and count.count == 1
+
+
+def test_a_part_of_the_state_counts_as_a_part(strategy2, monkeypatch):
+    monkeypatch.setattr(ReplicaMesh, "memory_limit", lambda mesh: 1)
+    _, run = train(strategy2, shard_state=True)
+    with pytest.raises(mr.DeviceError, match=r"1\.0 MiB trained variables, 1\.0 MiB an optimizer's and other state"):
+        run()
+
+
+def test_a_cpu_does_not_tell(strategy2) -> None:
+    assert strategy2._mesh.memory_limit() is None
