@@ -5,27 +5,27 @@ OFFERS = {
         callbacks.forget_failed compilations.heard complaints.NEEDS_A_VALUE complaints.complaint_of
         complaints.needed_arguments dead_code.computing distributed.choose_cpu_collectives distributed.clear_backends
         distributed.client distributed.has_backend distributed.known_devices distributed.late_devices
-        distributed.listen_at distributed.place distributed.swallows_sigterm forks.leave_to_parent
-        interpreter.Analysis interpreter.Evaluation interpreter.Flattening interpreter.Interpreter
-        interpreter.evaluate interpreter.run_parts interrupts.send_ignored_again jaxprs.Atom jaxprs.ClosedJaxpr
-        jaxprs.Equation jaxprs.Jaxpr jaxprs.Literal jaxprs.Loop jaxprs.Part jaxprs.Var jaxprs.has_collective
-        jaxprs.has_host_callback jaxprs.has_replica_number jaxprs.inexact_operands jaxprs.inner_constants
-        jaxprs.inner_jaxprs jaxprs.inside jaxprs.is_backward jaxprs.is_collective jaxprs.is_function_of_operands
-        jaxprs.is_linear jaxprs.is_over_groups jaxprs.is_plain jaxprs.is_replica_number jaxprs.is_sum jaxprs.levels_of
-        jaxprs.loop_of jaxprs.meshes_in jaxprs.num_bytes jaxprs.transforms_of marks.Mark marks.Purpose marks.mark
-        marks.mark_p primitives.ADDITIONS primitives.ADD_TO_FIRST primitives.AXIS_SUMS primitives.BILINEAR
-        primitives.BROADCASTS primitives.COMMUTATIVE primitives.CONVERSIONS primitives.CONVOLUTIONS
-        primitives.CUSTOM_DERIVATIVE primitives.DERIVATIVE_SUMS primitives.DEVICE_RANDOM primitives.DIVISIONS
-        primitives.DOT_PRODUCTS primitives.DRAWS primitives.ELEMENTWISE primitives.FILLS primitives.HOST_EFFECTS
-        primitives.KEEP_AXES primitives.LINEAR primitives.LOOPS primitives.MAKE_SAME primitives.ONE_TO_ONE
-        primitives.PURE primitives.RANDOM primitives.RESHAPES primitives.SAID_TWICE primitives.SCATTER_SUMS
-        primitives.SELECTS primitives.SPREADS primitives.SUMS primitives.TRANSPOSES tracing.NO_TRACE tracing.bind
-        tracing.context tracing.current_trace tracing.have_mesh tracing.is_for_this_call tracing.is_mapped_over
-        tracing.is_staging tracing.is_wide tracing.key_kind tracing.lowered tracing.new_operand tracing.operand_p
-        tracing.room_for tracing.separate_caches tracing.settings tracing.trace tracing.trace_state tracing.untraced
-        user_code.equation_line user_code.hide_lines user_code.leave_out user_code.line_of user_code.raising_line
-        user_code.shorten_errors user_code.show_users_lines user_code.user_line user_code.user_stacklevel
-        user_code.warn versions.warn_if_untried
+        distributed.listen_at distributed.place distributed.swallows_sigterm forks.leave_to_parent interpreter.Analysis
+        interpreter.Evaluation interpreter.Flattening interpreter.Interpreter interpreter.evaluate
+        interpreter.run_parts interrupts.send_ignored_again jaxprs.Atom jaxprs.ClosedJaxpr jaxprs.Equation jaxprs.Jaxpr
+        jaxprs.Literal jaxprs.Loop jaxprs.Part jaxprs.Var jaxprs.has_collective jaxprs.has_host_callback
+        jaxprs.has_replica_number jaxprs.inexact_operands jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside
+        jaxprs.is_backward jaxprs.is_collective jaxprs.is_function_of_operands jaxprs.is_linear jaxprs.is_over_groups
+        jaxprs.is_plain jaxprs.is_replica_number jaxprs.is_sum jaxprs.levels_of jaxprs.loop_of jaxprs.meshes_in
+        jaxprs.num_bytes jaxprs.transforms_of marks.Mark marks.Purpose marks.mark marks.mark_p primitives.ADDITIONS
+        primitives.ADD_TO_FIRST primitives.AXIS_SUMS primitives.BILINEAR primitives.BROADCASTS primitives.COMMUTATIVE
+        primitives.CONVERSIONS primitives.CONVOLUTIONS primitives.CUSTOM_DERIVATIVE primitives.DERIVATIVE_SUMS
+        primitives.DEVICE_RANDOM primitives.DIVISIONS primitives.DOT_PRODUCTS primitives.DRAWS primitives.ELEMENTWISE
+        primitives.FILLS primitives.HOST_EFFECTS primitives.KEEP_AXES primitives.LINEAR primitives.LOOPS
+        primitives.MAKE_SAME primitives.ONE_TO_ONE primitives.PURE primitives.RANDOM primitives.RESHAPES
+        primitives.SAID_TWICE primitives.SCATTER_SUMS primitives.SELECTS primitives.SPREADS primitives.SUMS
+        primitives.TRANSPOSES tracing.NO_TRACE tracing.bind tracing.context tracing.current_trace tracing.have_mesh
+        tracing.is_for_this_call tracing.is_mapped_over tracing.is_staging tracing.is_wide tracing.key_kind
+        tracing.lowered tracing.new_operand tracing.operand_p tracing.room_for tracing.separate_caches tracing.settings
+        tracing.trace tracing.trace_state tracing.untraced user_code.equation_line user_code.hide_lines
+        user_code.leave_out user_code.line_of user_code.raising_line user_code.shorten_errors
+        user_code.show_users_lines user_code.user_line user_code.user_stacklevel user_code.warn
+        versions.warn_if_untried
     """,
     "_cluster": """
         meeting.Meeting meeting.meet resolvers.ClusterResolver resolvers.KubernetesClusterResolver
@@ -50,28 +50,28 @@ OFFERS = {
         context.axis_of context.check_call context.current_replica context.knows_id context.own_parts
         cross_replica.Task cross_replica.aggregate_stack cross_replica.broadcast_stack cross_replica.compiled
         cross_replica.gather_mirrored cross_replica.gather_stack cross_replica.reduce_mirrored
-        cross_replica.reduce_stack cross_replica.require_equal_except cross_replica.run_tasks
-        cross_replica.split_stack device_time.COMPUTATION device_time.DeviceTime device_time.last_profile frames.Frame
-        frames.check_enterable frames.current frames.entered frames.foreign_trace_message
-        frames.in_cross_replica_context frames.is_traced frames.require_cross_replica host_memory.empty_rows
-        host_memory.gather host_memory.gathers in_flight.finish in_flight.is_paced in_flight.joined
-        in_flight.new_witness in_flight.require_threads in_flight.started mesh.ReplicaMesh mesh.cluster_mesh
-        mesh.default_mesh mesh.make_mesh mesh.resolve_devices mesh.with_replicas named.seen parts.all_gather_parts
-        parts.join_parts parts.num_real parts.own_part parts.part_size parts.reduce_scatter parts.split_parts
-        per_replica.Origin per_replica.PerReplica per_replica.carried_sums per_replica.is_per_replica
-        per_replica.origin_of per_replica.proven_of per_replica.require_whole per_replica.stack_of
-        per_replica.stack_shapes per_replica.uneven_shapes placement.check_later placement.checksum placement.mirror
-        placement.mirror_constants placement.own_copy placement.refuse_argument placement.stack spent.Spent
-        spent.forget_pause spent.waited
+        cross_replica.reduce_stack cross_replica.require_equal_except cross_replica.run_tasks cross_replica.split_stack
+        device_time.COMPUTATION device_time.DeviceTime device_time.last_profile frames.Frame frames.check_enterable
+        frames.current frames.entered frames.foreign_trace_message frames.in_cross_replica_context frames.is_traced
+        frames.require_cross_replica host_memory.empty_rows host_memory.gather host_memory.gathers in_flight.finish
+        in_flight.is_paced in_flight.joined in_flight.new_witness in_flight.require_threads in_flight.started
+        mesh.ReplicaMesh mesh.cluster_mesh mesh.default_mesh mesh.make_mesh mesh.resolve_devices mesh.with_replicas
+        named.seen parts.all_gather_parts parts.join_parts parts.num_real parts.own_part parts.part_size
+        parts.reduce_scatter parts.split_parts per_replica.Origin per_replica.PerReplica per_replica.carried_sums
+        per_replica.facts_of per_replica.is_per_replica per_replica.origin_of per_replica.proven_of
+        per_replica.require_whole per_replica.stack_of per_replica.stack_shapes per_replica.uneven_shapes
+        placement.check_later placement.checksum placement.mirror placement.mirror_constants placement.own_copy
+        placement.refuse_argument placement.stack platforms.PLATFORMS platforms.XLAS_WAY spent.Spent spent.forget_pause
+        spent.waited
     """,
     "_variables": """
-        access.all_copies access.claimed access.copied access.lent access.load access.store assignment.check_per_replica
-        bindings.Bindings bindings.bound bindings.outer_reader bindings.with_few_compilations
-        equal_copies.CopiesCompared equal_copies.Watch equal_copies.check equal_copies.last_comparisons
-        equal_copies.watch sharded.ShardedVariable storage.Home storage.WeakVariables storage.home_of storage.overwrite
-        storage.overwrite_when_done tree.VariableTree tree.trainable variable.Variable variable.is_variable
-        variable.listeners variable.live_variables variable.local_arrays variable.local_copies variable.note_use
-        variable.spec_of variable.use_value
+        access.all_copies access.claimed access.copied access.lent access.load access.store
+        assignment.check_per_replica bindings.Bindings bindings.bound bindings.outer_reader
+        bindings.with_few_compilations equal_copies.CopiesCompared equal_copies.Watch equal_copies.check
+        equal_copies.last_comparisons equal_copies.watch sharded.ShardedVariable storage.Home storage.WeakVariables
+        storage.home_of storage.overwrite storage.overwrite_when_done tree.VariableTree tree.trainable
+        variable.Variable variable.is_variable variable.listeners variable.live_variables variable.local_arrays
+        variable.local_copies variable.note_use variable.spec_of variable.use_value
     """,
     "data": """
         _dataset.DistributedDataset _dataset.batch_rows _dataset.check_dataset _dataset.mesh_of
