@@ -5,15 +5,15 @@ OFFERS = {
         callbacks.forget_failed compilations.heard complaints.NEEDS_A_VALUE complaints.complaint_of
         complaints.needed_arguments costs.Products costs.costs_of costs.products_in dead_code.computing
         distributed.choose_cpu_collectives distributed.clear_backends distributed.client distributed.has_backend
-        distributed.known_devices distributed.late_devices distributed.listen_at distributed.place
-        distributed.swallows_sigterm forks.leave_to_parent interpreter.Analysis interpreter.Evaluation
-        interpreter.Flattening interpreter.Interpreter interpreter.evaluate interpreter.run_parts
-        interrupts.send_ignored_again jaxprs.Atom jaxprs.ClosedJaxpr jaxprs.Equation jaxprs.Jaxpr jaxprs.Literal
-        jaxprs.Loop jaxprs.Part jaxprs.Var jaxprs.has_collective jaxprs.has_host_callback jaxprs.has_replica_number
-        jaxprs.inexact_operands jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside jaxprs.is_backward
-        jaxprs.is_collective jaxprs.is_function_of_operands jaxprs.is_linear jaxprs.is_over_groups jaxprs.is_plain
-        jaxprs.is_replica_number jaxprs.is_sum jaxprs.levels_of jaxprs.loop_of jaxprs.meshes_in jaxprs.num_bytes
-        jaxprs.transforms_of marks.Mark marks.Purpose marks.mark marks.mark_p primitives.ADDITIONS
+        distributed.is_known_platform distributed.known_devices distributed.late_devices distributed.listen_at
+        distributed.place distributed.swallows_sigterm forks.leave_to_parent interpreter.Analysis
+        interpreter.Evaluation interpreter.Flattening interpreter.Interpreter interpreter.evaluate
+        interpreter.run_parts interrupts.send_ignored_again jaxprs.Atom jaxprs.ClosedJaxpr jaxprs.Equation jaxprs.Jaxpr
+        jaxprs.Literal jaxprs.Loop jaxprs.Part jaxprs.Var jaxprs.has_collective jaxprs.has_host_callback
+        jaxprs.has_replica_number jaxprs.inexact_operands jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside
+        jaxprs.is_backward jaxprs.is_collective jaxprs.is_function_of_operands jaxprs.is_linear jaxprs.is_over_groups
+        jaxprs.is_plain jaxprs.is_replica_number jaxprs.is_sum jaxprs.levels_of jaxprs.loop_of jaxprs.meshes_in
+        jaxprs.num_bytes jaxprs.transforms_of marks.Mark marks.Purpose marks.mark marks.mark_p primitives.ADDITIONS
         primitives.ADD_TO_FIRST primitives.AXIS_SUMS primitives.BILINEAR primitives.BROADCASTS primitives.COMMUTATIVE
         primitives.CONVERSIONS primitives.CONVOLUTIONS primitives.CUSTOM_DERIVATIVE primitives.DERIVATIVE_SUMS
         primitives.DEVICE_RANDOM primitives.DIVISIONS primitives.DOT_PRODUCTS primitives.DRAWS primitives.ELEMENTWISE
@@ -59,11 +59,11 @@ OFFERS = {
         mesh.PlannedMesh mesh.ReplicaMesh mesh.cluster_mesh mesh.default_mesh mesh.make_mesh mesh.replicas_of
         mesh.resolve_devices mesh.with_replicas named.seen parts.all_gather_parts parts.join_parts parts.num_real
         parts.own_part parts.part_size parts.reduce_scatter parts.split_parts per_replica.Origin per_replica.PerReplica
-        per_replica.carried_sums per_replica.is_per_replica per_replica.origin_of per_replica.proven_of
-        per_replica.require_whole per_replica.stack_of per_replica.stack_shapes per_replica.uneven_shapes
-        placement.check_later placement.checksum placement.mirror placement.mirror_constants placement.own_copy
-        placement.refuse_argument placement.stack planned.CompiledOnly planned.Planned planned.is_planned spent.Spent
-        spent.forget_pause spent.waited
+        per_replica.carried_sums per_replica.facts_of per_replica.is_per_replica per_replica.origin_of
+        per_replica.proven_of per_replica.require_whole per_replica.stack_of per_replica.stack_shapes
+        per_replica.uneven_shapes placement.check_later placement.checksum placement.mirror placement.mirror_constants
+        placement.own_copy placement.refuse_argument placement.stack planned.CompiledOnly planned.Planned
+        planned.is_planned platforms.PLATFORMS platforms.XLAS_WAY spent.Spent spent.forget_pause spent.waited
     """,
     "_variables": """
         access.all_copies access.claimed access.copied access.lent access.load access.store

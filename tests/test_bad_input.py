@@ -97,7 +97,8 @@ MirroredStrategy
     mr.MirroredStrategy({"cpu:0"}) => TypeError: devices is .* of type set; expected a list
     mr.MirroredStrategy([None]) => TypeError: devices contains None of type NoneType; expected strings such as 'gpu:0'
     mr.MirroredStrategy({"cpu:0": 1}) => TypeError: of type dict; expected a list .* in replica order
-    mr.MirroredStrategy(["cpu:"]) => DeviceError: expected the form 'gpu:0', '/gpu:0', 'GPU:0' or 'cpu:3'
+    mr.MirroredStrategy(["cpu:"]) => DeviceError: expected the form 'gpu:0', '/gpu:0', 'GPU:0', 'tpu:1' or 'cpu:3'
+    mr.MirroredStrategy(["cup:0"]) => DeviceError: expected the form 'gpu:0', '/gpu:0', 'GPU:0', 'tpu:1' or 'cpu:3'
     mr.MirroredStrategy(["cpu:-1"]) => DeviceError: expected the form
     mr.MirroredStrategy(["cpu:0\n"]) => DeviceError: expected the form
     mr.MirroredStrategy(["cpu:0 "]) => DeviceError: expected the form

@@ -19,6 +19,9 @@ def test_the_workers_whose_devices_are_known_and_late_are_told(monkeypatch: pyte
     service = SimpleNamespace(key_value_dir_get_bytes=lambda folder: keys.get(folder.partition(":")[0], []))
     monkeypatch.setattr(distributed, "client", lambda: service)
     assert list(distributed.known_devices()) == [("cuda", {0, 11})]
+    assert all(map(distributed.is_known_platform, ("cpu", "gpu", "tpu", "cuda", "rocm"))) and not distributed.is_known_platform(
+        "tpi"
+    )
     error = RuntimeError("topologies failed: timed out with key: cpu:local_topology/cpu/3 and duration: 2m")
     assert distributed.late_devices(error) == ("3", "2m") and distributed.late_devices(RuntimeError("2m")) is None
 

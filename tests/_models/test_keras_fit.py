@@ -207,3 +207,19 @@ def test_the_page_is_the_program_for_one_device_and_four_marked_lines() -> None:
     alone = "\n".join(line.strip() if line.endswith("# indented") else line for line in one)
     assert re.search(r"strategy|\bmr\b", alone) is None
     compile(alone, "keras.md", "exec")
+
+
+def test_batches_of_one_device_go_to_the_program_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a short step does not wait for Python to place them; with several devices they are placed in one call."""
+    calls: list[Any] = []
+    put = jax.device_put
+    x, y = digits()
+    for count, num_batches in ((1, 0), (2, 2 * 4)):
+        with mr.MirroredStrategy([f"cpu:{i}" for i in range(count)]).scope():
+            model = compiled(small())
+            model.fit(x[:64], y[:64], batch_size=16, verbose=0)
+            monkeypatch.setattr(jax, "device_put", lambda value, *to: calls.append(value) or put(value, *to))
+            history = model.fit(x[:64], y[:64], batch_size=16, epochs=2, verbose=0).history
+            monkeypatch.undo()
+        placed = [value for value in calls if isinstance(value, list) and len(value) == 2]
+        assert len(placed) == num_batches and np.isfinite(history["loss"]).all()

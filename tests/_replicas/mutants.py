@@ -9,4 +9,6 @@ MUTANTS = [
      "tests/_replicas/test_placement.py::test_workers_that_differ_are_named"),
     ("_replicas/in_flight.py", "len(_process.in_flight) < MAX_IN_FLIGHT:\n", "len(_process.in_flight) <= MAX_IN_FLIGHT:\n",
      "tests/_replicas/test_in_flight.py::test_older_programs_are_waited_for_before_there_are_too_many"),
+    ("_replicas/collectives.py", "is_packed = self.packs or self.bytes_per_pack", "is_packed = True",
+     "tests/_replicas/test_platforms.py::test_a_platform_that_nobody_named_gets_a_sum_of_each_array_and_the_same_numbers"),
 ]  # fmt: skip

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from jax._src import xla_bridge
 from processes import run_program
 from strategies import variable
 
@@ -193,6 +194,21 @@ def test_spellings_and_lists_of_devices() -> None:
     ids = strategy.run(lambda: mr.get_replica_context().replica_id_in_sync_group)
     assert [(int(value), next(iter(value.devices())).id) for value in ids.values] == [(0, 5), (1, 0), (2, 2)]
     assert mr.MirroredStrategy().devices == tuple(jax.local_devices())
+
+
+def test_accelerators_have_the_names_that_jax_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On devices of each name of JAX's, a plug-in's too; what it does not know is a slip, and what it has not is told."""
+    monkeypatch.setitem(xla_bridge._backend_factories, "neuron", None)
+    monkeypatch.setattr(mesh, "start_backend", lambda _: None)
+    devices = {name: [SimpleNamespace(platform=name, id=i) for i in range(2)] for name in ("tpu", "gpu", "rocm", "neuron")}
+    monkeypatch.setattr(jax, "local_devices", lambda backend="tpu": devices[backend])
+    for entry in ("tpu:1", "/tpu:1", "TPU:1", "/device:TPU:1", "gpu:1", "rocm:1", "Neuron:1"):
+        platform = entry.rpartition(":")[0].rpartition("/")[2].rpartition(":")[2].lower()
+        assert mesh.resolve_devices([entry]) == (devices[platform][1],)
+    with pytest.raises(mr.DeviceError, match=r"'tpu:2', but this process has 2 tpu devices \(tpu:0, tpu:1\)"):
+        mesh.resolve_devices(["tpu:2"])
+    with pytest.raises(mr.DeviceError, match="'tpi:0'; expected the form"):
+        mesh.resolve_devices(["tpi:0"])
 
 
 def test_strategies_on_the_same_devices_are_the_same_place() -> None:

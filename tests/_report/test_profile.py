@@ -84,9 +84,11 @@ def test_operations_of_gpus_are_those_of_their_streams(tmp_path: Path) -> None:
         "Steps": [("1", 0, 1000, {})],
     }
     tpu = plane("/device:TPU:1", {"XLA Ops": [("%all-to-all.2 = f32[8] all-to-all(%p)", 0, 9, {}), ("%dot = f32[8]", 9, 12, {})]})
-    path = written(tmp_path / "a.xplane.pb", plane("/device:GPU:0", lines), tpu)
+    other = plane("/device:CUSTOM:2", {"XLA Ops": [("%dot = f32[8]", 0, 4, {})]})
+    path = written(tmp_path / "a.xplane.pb", plane("/device:GPU:0", lines), tpu, other)
     assert nanoseconds(path, 0) == {COMPUTATION: 30, "all-reduce": 40, "send and receive": 5}
     assert nanoseconds(path, 1) == {COMPUTATION: 3, "all-to-all": 9}
+    assert nanoseconds(path, 2) == {COMPUTATION: 4}
 
 
 def test_kinds_are_those_of_xla_and_of_kernels() -> None:

@@ -1,7 +1,9 @@
 """TensorFlow's names of `cross_device_ops` are accepted, and a function of the user's takes the place of sums."""
 
+import contextlib
 import functools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from strategies import all_reduce, strategy_of, variable
 
 import mirrored as mr
 from mirrored._replicas.per_replica import carried_sums
+from mirrored._strategy import strategies
 
 NAMES = [mr.HierarchicalCopyAllReduce(), mr.HierarchicalCopyAllReduce(0), mr.ReductionToOneDevice()]
 
@@ -73,6 +76,10 @@ def test_a_name_alone_changes_nothing() -> None:
     assert "adds up by" not in mr.MultiWorkerMirroredStrategy(cross_device_ops=NAMES[0]).explain()
     with pytest.raises(ValueError, match="which connects GPUs"):
         mr.MultiWorkerMirroredStrategy(cross_device_ops=mr.NcclAllReduce())
+    for platform in ("gpu", "tpu"):
+        mesh = SimpleNamespace(devices=[SimpleNamespace(platform=platform)])
+        with contextlib.nullcontext() if platform == "gpu" else pytest.raises(ValueError, match="which connects GPUs"):
+            assert strategies._select_accumulation(mr.NcclAllReduce(), mesh) is None  # type: ignore[arg-type]
 
     def text(strategy: mr.Strategy) -> str:
         step = lambda: all_reduce("mean", [jnp.ones(10 + i) for i in range(3)])  # noqa: E731

@@ -23,7 +23,7 @@ DEVICES_SECONDS = 60.0
 _PACKAGES = ("mirrored", "jax", "jaxlib", "numpy", "optax")
 _OPTIONAL = (
     "grain", "protobuf", "google-crc32c", "flax", "keras", "equinox",
-    "jax-cuda12-plugin", "jax-cuda13-plugin",
+    "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin", "libtpu",
 )  # fmt: skip
 # Run in another process, so that a driver that hangs or crashes is only a line of the report.
 _LIST_DEVICES = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +13,8 @@ from jax._src import xla_bridge as _xla_bridge
 from jax._src.lib import _jax
 from jax.extend.backend import clear_backends as clear_backends
 
-#: Under which names JAX's backends tell each other their devices.
-_PLATFORMS = ("cpu", "cuda", "rocm")
+#: Tell whether JAX has a backend, or several, of this name, such as "tpu" or "gpu".
+is_known_platform: Callable[[str], bool] = _xla_bridge.is_known_platform
 #: What JAX says when one of these names has not come.
 _LATE_DEVICES = re.compile(r"timed out with key: [a-z]+:local_topology/[a-z]+/(\d+) and duration: (\w+)")
 
@@ -45,7 +45,7 @@ def has_backend() -> bool:
 
 def known_devices() -> Iterator[tuple[str, frozenset[int]]]:
     """Yield each platform that has started somewhere, and the workers whose devices all others know."""
-    for platform in _PLATFORMS:
+    for platform in sorted(_xla_bridge.known_platforms()):  # the names under which JAX's backends tell each other
         keys = client().key_value_dir_get_bytes(f"{platform}:local_topology/{platform}/")
         known = frozenset(int(index) for key, _ in keys if (index := key.rpartition("/")[2]).isdecimal())
         if known:

@@ -117,12 +117,11 @@ class _OnAll:
                     f"are right, and it is no faster than one device. Use a multiple of {count} as the batch size."
                 )
         self._is_new = False
-        is_own = lambda array: not isinstance(array, jax.Array) or array.is_fully_addressable  # noqa: E731
-        own = [] if self.mesh.is_alone else list(filter(is_own, arrays))
+        own = [] if self.mesh.is_alone else list(filter(_is_own, arrays))
         if own:  # all workers give the same global batch, of which each uses its rows
             sums = np.array([placement.checksum(np.asarray(array)) for array in own], np.uint32)
             placement.mirror(self.mesh, [sums], _refuse_batch, is_checked_late=True)
-        return treedef.unflatten([_placed_array(self.mesh, array) for array in arrays])
+        return treedef.unflatten(_place(self.mesh, arrays))
 
 
 @functools.cache
@@ -135,14 +134,21 @@ def _distribution(mesh: ReplicaMesh) -> Any:
 # -- the placement of batches
 
 
-def _placed_array(mesh: ReplicaMesh, array: jax.Array | np.ndarray) -> jax.Array:
+def _place(mesh: ReplicaMesh, arrays: list[jax.Array | np.ndarray]) -> Sequence[jax.Array | np.ndarray]:
     """Share the rows of a batch out over the devices; each gets all rows, which is exact too, when they do not divide evenly."""
-    is_divided = array.ndim and array.shape[0] and array.shape[0] % mesh.num_replicas == 0
-    where = mesh.stacked if is_divided else mesh.mirrored
-    if mesh.is_alone or (isinstance(array, jax.Array) and not array.is_fully_addressable):
-        return array if isinstance(array, jax.Array) and array.sharding == where else mesh.put(array, where)
-    host = np.asarray(array)
-    return jax.make_array_from_callback(host.shape, where, lambda index: host[index])
+    if mesh.mirrored.num_devices == 1 and {np.ndarray}.issuperset(map(type, arrays)):
+        return arrays  # the program brings them to the one device faster
+    is_divided = [array.ndim and array.shape[0] and array.shape[0] % mesh.num_replicas == 0 for array in arrays]
+    targets = [mesh.stacked if divided else mesh.mirrored for divided in is_divided]
+    if mesh.is_alone:
+        return mesh.put(arrays, targets)
+    make = jax.make_array_from_callback
+    pairs = zip(arrays, targets, strict=True)
+    return [make(a.shape, to, np.asarray(a).__getitem__) if _is_own(a) else mesh.put(a, to) for a, to in pairs]
+
+
+def _is_own(array: jax.Array | np.ndarray) -> bool:
+    return not isinstance(array, jax.Array) or array.is_fully_addressable
 
 
 def _refuse_batch(position: int, workers: Sequence[int]) -> None:

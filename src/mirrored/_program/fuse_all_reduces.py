@@ -2,6 +2,7 @@
 
 A step that reduces its loss and its gradients sends one message, whoever asked for the sums. Small results that differ by
 replica are added up in a buffer that is sent anyway: `strategy.reduce` of them is a look-up then, instead of a second program.
+Where XLA combines sums (`_replicas/platforms`), theirs is one more beside the others.
 """
 
 from __future__ import annotations
@@ -71,14 +72,15 @@ def join_sums(lifted: Lifted, is_mirrored: Sequence[bool], axis: ReplicaAxis) ->
         buffers: list[_Buffer] = []
         for atom, total in itertools.chain.from_iterable(zip(one.invars, one.outvars, strict=True) for one in together):
             num_parts = levels.parts.get(atom, 1) if isinstance(atom, Var) else 1
-            if _may_join(atom.aval, num_parts):
+            if axis.packs and _may_join(atom.aval, num_parts):
                 num_joined += _put(buffers, atom, total, num_parts, may_begin=True)
         for position, atom in waiting.items():
             if position not in totals and levels.of[atom] <= level:
                 total = Var(atom.aval)
-                if _put(buffers, atom, total, 1, may_begin=False):
+                begins = bool(together) and not axis.packs
+                if _put(buffers, atom, total, 1, begins) or begins:
                     totals[position] = total
-        several = [buffer for buffer in buffers if len(buffer.arrays) > 1]
+        several = [buffer for buffer in buffers if len(buffer.arrays) > 1 or not axis.packs]
         moved = {total for buffer in several for total in buffer.arrays}
         equations += [*plain, *itertools.chain.from_iterable(_without(equation, moved) for equation in together)]
         equations += [_sum_of(buffer, together[0], axis.size) for buffer in several]

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
-import numpy as np
 from jax.sharding import Sharding
 
 from .._jax import tracing
-from .._replicas.per_replica import PerReplica, stack_of, uneven_shapes
-from .._typing import Shape
+from .._replicas.per_replica import PerReplica, facts_of, stack_of
 from .own_code import Guards, content_key
 
 ProgramT = TypeVar("ProgramT")
@@ -40,12 +38,11 @@ class FastPath(NamedTuple, Generic[ProgramT]):
     settings: tuple[Any, ...]  # JAX's
     kind: type | None  # of the one argument that holds all others
     names: list[str]  # the keys in it, if it is a dict, in JAX's order
-    described: list[tuple[Shape, np.dtype[Any]]]  # the shape of each array, with the axis of the replicas, and its dtype
-    placement: Sharding  # of all arrays
+    described: list[tuple[Any, ...]]  # what `facts_of` says of each value
 
     def arrays_of(self, function: object, args: Sequence[Any]) -> list[Any] | None:
         """Return the arrays of a call without keyword arguments, or None if it may have another program."""
-        _, _, guards, settings, kind, names, described, placement = self
+        _, _, guards, settings, kind, names, described = self
         if kind is not None:
             if len(args) != 1 or type(args[0]) is not kind:
                 return None
@@ -53,19 +50,12 @@ class FastPath(NamedTuple, Generic[ProgramT]):
             if kind is dict and len(inner) != len(names):
                 return None
             args = inner if kind is not dict else [inner.get(name) for name in names]
-        if len(args) != len(described) or (tracing.context(), tracing.key_kind()) != settings:
+        try:
+            if [*map(facts_of, args)] != described or (tracing.context(), tracing.key_kind()) != settings:
+                return None
+        except AttributeError:  # of no PerReplica, or of one over which a user has mapped
             return None
-        arrays = []
-        for value, (shape, dtype) in zip(args, described, strict=False):
-            if type(value) is not PerReplica:
-                return None
-            array = stack_of(value)
-            if getattr(array, "sharding", None) is not placement or array.shape != shape or array.dtype is not dtype:
-                return None  # `getattr`, because a user may have mapped over the PerReplica
-            if uneven_shapes(value):  # padded, its stack looks like an even one
-                return None
-            arrays.append(array)
-        return arrays if match(guards, (function,)) else None
+        return [*map(stack_of, args)] if match(guards, (function,)) else None
 
 
 def fast_path_to(
@@ -82,7 +72,7 @@ def fast_path_to(
         values = [values[name] for name in names]
     if not all(type(value) is PerReplica and isinstance(stack_of(value), jax.Array) for value in values):
         return None
-    if any(map(uneven_shapes, values)):
+    described = [*map(facts_of, values)]
+    if any(facts[1:3] != (None, placement) for facts in described):  # an uneven one is padded, or it lies elsewhere
         return None
-    described = [(stack_of(value).shape, stack_of(value).dtype) for value in values]
-    return FastPath(key, program, guards, tracing.settings(), kind, names, described, placement)
+    return FastPath(key, program, guards, tracing.settings(), kind, names, described)

@@ -194,7 +194,7 @@ class StepProgram(Program):
 
     findings: Findings
     mapped: Callable[..., Any]  # the pure function of global arrays, before it is compiled
-    joined: Joined  # the SUM and MEAN of each result that a sum carries follow the results
+    joined: Joined  # behind the results are the SUMs of those that a sum carries, then their MEANs if they differ
 
     def run(self, arrays: list[Any]) -> PyTree:
         return self.rebuild(self.execute(arrays))
@@ -204,15 +204,16 @@ class StepProgram(Program):
         plan = self.lifted.plan
         carried = results[len(plan.shapes) :]
         del results[len(plan.shapes) :]
+        count = len(self.joined.carried)
         for index, shapes, place, state in self._differing:
-            sums = (carried[place], carried[place + 1], self.mesh) if carried and place is not None else None
+            sums = (carried[place], carried[place - count], self.mesh) if carried and place is not None else None
             results[index] = PerReplica(results[index], shapes, sums, None, state)
         return plan.rebuild(results)
 
     @functools.cached_property
     def _differing(self) -> list[tuple[int, tuple[Shape, ...] | None, int | None, State]]:
         """Of each result that differs by replica: its position, shapes, the place of its SUM, what the proof knows of it."""
-        shapes, places = self.lifted.plan.shapes, {index: 2 * place for place, index in enumerate(self.joined.carried)}
+        shapes, places = self.lifted.plan.shapes, {index: place for place, index in enumerate(self.joined.carried)}
         differing = [(i, state) for i, state in enumerate(self.findings.outputs[: len(shapes)]) if not state.is_mirrored]
         return [(index, shapes[index], places.get(index), state) for index, state in differing]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .._jax import interpreter, tracing
+from .._models import nnx
 from .._options import ReductionToOneDevice
 from .._replicas import frames, in_flight, placement
 from .._replicas.collectives import ReplicaAxis, divide
@@ -22,6 +24,7 @@ from .._replicas.context import ReplicaContext, own_parts
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica
+from .._replicas.platforms import PLATFORMS, XLAS_WAY
 from .._replicas.spent import Spent, waited
 from .._typing import PyTree, UserFunction
 from .._variables.access import claimed, load, store
@@ -42,7 +45,8 @@ class Steps:
 
     def __init__(self, mesh: ReplicaMesh, bytes_per_pack: int = 0, ops: ReductionToOneDevice | None = None) -> None:
         self._mesh = mesh
-        self._even = ReplicaAxis(mesh.num_replicas, bytes_per_pack=bytes_per_pack, ops=ops)
+        packs = PLATFORMS.get(mesh.devices[0].platform, XLAS_WAY).packs
+        self._even = ReplicaAxis(mesh.num_replicas, bytes_per_pack=bytes_per_pack, packs=packs, ops=ops)
         self.programs: Programs[StepProgram] = Programs()
         self.spent = Spent()
 
@@ -50,8 +54,6 @@ class Steps:
         """Call `function` on every replica: find or make its program, and run it."""
         start, waited_before = time.perf_counter(), waited.devices
         frame = frames.current()
-        if frame is not None and frame.axis is not None:
-            return _run_merged(strategy, frame, function, args, kwargs)
         is_traced = (frame is not None and frame.bindings is not None) or tracing.current_trace() is not tracing.NO_TRACE
         is_plain = not is_traced and not is_eager.get()
         if is_plain and not kwargs and (fast_path := self.programs.fast_path) is not None:
@@ -60,6 +62,10 @@ class Steps:
                 result = fast_path.program.run(arrays)
                 self._took(start, waited_before)
                 return result
+        if "flax.nnx" in sys.modules and nnx.holds_objects((args, kwargs)):
+            return nnx.run_with_objects(functools.partial(self.run, strategy), self._mesh, function, args, kwargs)
+        if frame is not None and frame.axis is not None:
+            return _run_merged(strategy, frame, function, args, kwargs)
         key, functions, arrays = key_of(function, args, kwargs)
         program = self.programs.get(key, functions, args if is_plain and not kwargs else None)
         if program is not None and is_plain:
@@ -220,15 +226,20 @@ def _map(mesh: ReplicaMesh, proven: Proven) -> tuple[Joined, Callable[..., Any]]
     def body(written: list[Any], read_only: list[Any], arrays: list[Any], constants: list[Any]) -> Any:
         outputs = run(sums, constants, [*written, *read_only, *arrays], is_own, ends)
         results = outputs[:num_results]
-        for total in outputs[num_outputs:]:
-            results += [total, divide(total, mesh.num_replicas, total.dtype)]
+        results += outputs[num_outputs:]
+        if mesh.num_replicas > 1:  # else each is its own mean, too
+            results += [divide(total, mesh.num_replicas, total.dtype) for total in outputs[num_outputs:]]
         return results, outputs[num_results:num_outputs], in_flight.new_witness(mesh.mirrored)
 
     replicated, stacked = PartitionSpec(), PartitionSpec(mesh.axis)
     inputs, outputs = ([stacked if own else replicated for own in flags] for flags in (is_own, ends))
     first, rest = len(lifted.written), len(lifted.variables)
     in_specs = (inputs[:first], inputs[first:rest], inputs[rest:], replicated)
-    out_specs = ([*outputs[:num_results], *[replicated] * (2 * len(sums.carried))], outputs[num_results:], replicated)
+    out_specs = (
+        [*outputs[:num_results], *[replicated] * (len(sums.carried) * min(mesh.num_replicas, 2))],
+        outputs[num_results:],
+        replicated,
+    )
     # check_vma=False: gradients are local, and `_program/proof` takes the place of JAX's own check.
     return sums, jax.shard_map(body, mesh=mesh.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 

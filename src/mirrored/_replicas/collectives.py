@@ -52,6 +52,7 @@ class ReplicaAxis:
     bound: bool = True  # False in the default replica context outside any `run`, where no mesh axis exists
     sizes: Sizes | None = None  # of the other replicas' arrays, in an uneven step
     bytes_per_pack: int = 0  # see `CommunicationOptions`
+    packs: bool = True  # whether small arrays travel together also when the user has not said so
     ops: ReductionToOneDevice | None = None  # where the user has given a function that takes the place of sums
 
     def each(self, size: int) -> tuple[int, ...]:
@@ -64,6 +65,11 @@ class ReplicaAxis:
 
     def index(self) -> jax.Array | int:
         return jax.lax.axis_index(REPLICA_AXIS) if self.bound else 0
+
+    def groups(self, arrays: Sequence[Any]) -> list[list[int]]:
+        """Return the positions of arrays that travel together, for `move_packed`."""
+        is_packed = self.packs or self.bytes_per_pack
+        return groups_of(arrays, self.bytes_per_pack) if is_packed else [[position] for position in range(len(arrays))]
 
     def sum(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         if not self.bound:
@@ -267,7 +273,7 @@ def _packed_sum(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Arra
     """
     real = [jnp.stack([array.real, array.imag]) if jnp.iscomplexobj(array) else array for array in arrays]
     # A single replica sends nothing, and buffers would take XLA longer to compile than all the rest.
-    groups = groups_of(real, axis.bytes_per_pack) if axis.size > 1 else [[position] for position in range(len(real))]
+    groups = axis.groups(real) if axis.size > 1 else [[position] for position in range(len(real))]
     sums = move_packed(real, groups, axis.sum)
     return [jax.lax.complex(total[0], total[1]) if jnp.iscomplexobj(a) else total for total, a in zip(sums, arrays, strict=True)]
 

@@ -24,6 +24,7 @@ from . import in_flight
 from .collectives import Axes, accumulate, bits_of, finish, groups_of, join_rows, local_sums, move_packed
 from .per_replica import PerReplica, uneven_shapes
 from .planned import is_for_plan, shapes_of
+from .platforms import PLATFORMS, XLAS_WAY
 
 #: Arrays in one buffer. More of them compile longer and run no faster (benchmarks/all_reduce.py).
 MAX_ARRAYS_TOGETHER = 25
@@ -213,7 +214,8 @@ def compute_all(arrays: Sequence[jax.Array], tasks: Sequence[Task], whole: Named
 
 def _may_travel(array: jax.Array, task: Task, whole: NamedSharding) -> bool:
     """Tell whether a task's array may share a buffer with others."""
-    if whole.num_devices == 1 or task.function not in (reduce_stack, gather_stack):
+    packs = whole.num_devices > 1 and PLATFORMS.get(whole.mesh.devices.flat[0].platform, XLAS_WAY).packs
+    if not packs or task.function not in (reduce_stack, gather_stack):
         return False
     if task.function is gather_stack:
         return not jnp.issubdtype(array.dtype, jax.dtypes.extended)

@@ -24,7 +24,7 @@ from .._typing import REPLICA_AXIS, ArrayLike, PyTree
 from .._workers import verdict
 from . import planned
 
-_DEVICE_NAME = re.compile(r"/?(?:device:)?(cpu|gpu|tpu|cuda|rocm):(\d+)", re.IGNORECASE | re.ASCII)
+_DEVICE_NAME = re.compile(r"/?(?:device:)?(\w+):(\d+)", re.IGNORECASE | re.ASCII)
 
 _logger = logging.getLogger("mirrored")
 #: Exists where NVIDIA's driver is, also in a container that was given a GPU.
@@ -323,8 +323,8 @@ def _place_of(entry: object) -> tuple[str, int] | None:
             "or 'cpu:3', or jax.Device objects from jax.devices()."
         )
     match = _DEVICE_NAME.fullmatch(entry)
-    if match is None:
-        raise DeviceError(f"devices contains {entry!r}; expected the form 'gpu:0', '/gpu:0', 'GPU:0' or 'cpu:3'.")
+    if match is None or not distributed.is_known_platform(match[1].lower()):
+        raise DeviceError(f"devices contains {entry!r}; expected the form 'gpu:0', '/gpu:0', 'GPU:0', 'tpu:1' or 'cpu:3'.")
     platform, index = match[1].lower(), int(match[2])
     if platform == "cpu" and index >= MAX_CPU_DEVICES:
         raise DeviceError(

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from .._options import ReduceOp
 from .._typing import REPLICA_AXIS, Shape
-from .collectives import ReplicaAxis, divide, groups_of, move_packed, weigh_by_rows
+from .collectives import ReplicaAxis, divide, move_packed, weigh_by_rows
 
 
 def part_size(shape: Shape, num_replicas: int) -> int:
@@ -57,7 +57,7 @@ def reduce_scatter(op: ReduceOp, arrays: Sequence[jax.Array], axis: ReplicaAxis)
     values = arrays if op is ReduceOp.SUM else weigh_by_rows(arrays, axis)
     rows = [split_parts(value, axis.size) for value in values]
     scatter = functools.partial(jax.lax.psum_scatter, axis_name=REPLICA_AXIS) if axis.bound else operator.itemgetter(0)
-    own = move_packed(rows, groups_of(values, axis.bytes_per_pack), lambda packs: list(map(scatter, packs)), num_kept=1)
+    own = move_packed(rows, axis.groups(values), lambda packs: list(map(scatter, packs)), num_kept=1)
     if op is ReduceOp.SUM:
         return own
     _, count = axis.rows()
@@ -66,5 +66,5 @@ def reduce_scatter(op: ReduceOp, arrays: Sequence[jax.Array], axis: ReplicaAxis)
 
 def all_gather_parts(parts: Sequence[jax.Array], shapes: Sequence[Shape], axis: ReplicaAxis) -> list[jax.Array]:
     """Return the whole values, of which each replica gives its part."""
-    stacks = move_packed(parts, groups_of(parts, axis.bytes_per_pack), lambda packs: list(map(axis.stack, packs)))
+    stacks = move_packed(parts, axis.groups(parts), lambda packs: list(map(axis.stack, packs)))
     return [join_parts(stack, shape) for stack, shape in zip(stacks, shapes, strict=True)]

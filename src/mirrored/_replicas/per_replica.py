@@ -200,6 +200,8 @@ stack_of: Callable[[PerReplica], Any] = operator.attrgetter("_array")
 carried_sums: Callable[[PerReplica], tuple[Any, Any, Any] | None] = operator.attrgetter("_carried")
 origin_of: Callable[[PerReplica], Origin | None] = operator.attrgetter("_origin")
 uneven_shapes: Callable[[PerReplica], tuple[Shape, ...] | None] = operator.attrgetter("_shapes")
+#: Its class, its shapes if they differ, and its array's placement, shape and dtype, read in C, as each warm step compares them.
+facts_of = operator.attrgetter("__class__", "_shapes", "_array.sharding", "_array.aval.shape", "_array.aval.dtype")
 
 
 def proven_of(value: object) -> Any:

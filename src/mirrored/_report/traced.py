@@ -29,7 +29,7 @@ _PATTERNS = {kind: re.compile(rf"(?:{names})(?:-start|-done)?(?:\.\w+)*") for ki
 #: NCCL's and RCCL's kernels: `ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)`.
 _KERNEL = re.compile(r"[nr]ccl\w*?Kernel_([A-Z][a-z]+(?:[A-Z][a-z]+)*)")
 _OF_KERNELS = {"SendRecv": "send and receive"}
-_DEVICE = re.compile(r"/device:(?:GPU|TPU):(\d+)")
+_DEVICE = re.compile(r"/device:[A-Z]+:(\d+)")
 
 
 class Stretch(NamedTuple):
@@ -99,7 +99,7 @@ def _of_host(plane: Any) -> Iterator[tuple[int, Stretch]]:
 
 
 def _of_accelerator(plane: Any) -> Iterator[Stretch]:
-    """Find the operations of a GPU on its streams, or of a TPU, without copies from and to the host."""
+    """Find the operations of a GPU on its streams, or of another accelerator, without copies from and to the host."""
     lines = list(plane.lines)
     streams = [line for line in lines if line.name.startswith("Stream #")]
     for line in streams or [line for line in lines if line.name == "XLA Ops"]:

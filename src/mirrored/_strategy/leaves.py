@@ -47,10 +47,11 @@ class Leaves:
     def reduce(self, op: ReduceOp, tree: PyTree, axis: collectives.AxesLike) -> PyTree:
         values = (tree,) if type(tree) is PerReplica else jax.tree.leaves(tree, is_leaf=arrays.is_wrapped)
         is_mean, is_plain = op is ReduceOp.MEAN, axis is None
-        states = [state for state in map(proven_of, values) if state is not None]
-        if any(state.said is Said.SHARE or (is_plain and state.of_uneven) if is_mean else state.gradient for state in states):
-            note = Mark(Purpose[op.name], "strategy.reduce", user_code.user_line())
-            check_outside([(note, proven_of(value)) for value in values], self.mesh.num_replicas)
+        for state in filter(None, map(proven_of, values)):
+            if state.said is Said.SHARE or (is_plain and state.of_uneven) if is_mean else state.gradient:
+                note = Mark(Purpose[op.name], "strategy.reduce", user_code.user_line())
+                check_outside([(note, proven_of(value)) for value in values], self.mesh.num_replicas)
+                break
         if axis is None and type(tree) is PerReplica and (found := _carried_sum(op, tree, self.mesh)) is not None:
             return found
         return self._compute(tree, "reduce", lambda value: self._plan_reduce(op, value, axis))

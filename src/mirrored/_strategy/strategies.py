@@ -40,7 +40,7 @@ class MirroredStrategy(Strategy):
     """A strategy for several devices of one machine, with one copy of every variable on each.
 
     Args:
-        devices: `jax.Device` objects or names such as `"gpu:0"`, `"/gpu:0"`, `"GPU:0"`, `"cpu:3"`, one for
+        devices: `jax.Device` objects or names such as `"gpu:0"`, `"/gpu:0"`, `"tpu:0"`, `"cpu:3"`, one for
             each replica. None: all local accelerators, or the CPU devices when there are none. Asking for
             `["cpu:0", ..., "cpu:7"]` before JAX has started makes eight virtual CPU devices.
         cross_device_ops: TensorFlow's `mr.NcclAllReduce`, `mr.HierarchicalCopyAllReduce` or `mr.ReductionToOneDevice`. With
@@ -136,10 +136,10 @@ class MultiWorkerMirroredStrategy(Strategy):
             else:
                 with runtime.starting_devices():
                     mesh = cluster_mesh()
-        if options.implementation is CommunicationImplementation.NCCL and mesh.devices[0].platform == "cpu":
+        if options.implementation is CommunicationImplementation.NCCL and (kind := mesh.devices[0].platform) != "gpu":
             raise ValueError(
-                "implementation is NCCL, which connects GPUs, but JAX has found none; it uses the CPU. Leave the option out, or "
-                "install JAX for CUDA: pip install 'jax[cuda13]'."
+                f"implementation is NCCL, which connects GPUs, but JAX has found none; it uses {kind} devices. Leave the option "
+                "out, or install JAX for CUDA: pip install 'jax[cuda13]'."
             )
         super().__init__(mesh, bytes_per_pack=options.bytes_per_pack, ops=_select_accumulation(ops, mesh))
         if joined is not None:
@@ -204,7 +204,7 @@ def _parse_ops(given: object) -> CrossDeviceOps | None:
 
 def _select_accumulation(ops: CrossDeviceOps | None, mesh: ReplicaMesh) -> ReductionToOneDevice | None:
     """Return the options if they have a function in place of sums, else None: XLA chooses. Refuse what the devices cannot do."""
-    if isinstance(ops, NcclAllReduce) and mesh.devices[0].platform == "cpu":
+    if isinstance(ops, NcclAllReduce) and mesh.devices[0].platform != "gpu":
         raise ValueError(
             f"cross_device_ops is {ops}, which connects GPUs, but the devices are {mesh}. Leave the argument out: XLA "
             "chooses the collective for the devices."

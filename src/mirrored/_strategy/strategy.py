@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-import functools
 import logging
 import operator
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, Self, overload
@@ -19,7 +17,7 @@ from .. import _html, _process, _tf_names
 from .._cluster.spec import Cluster
 from .._errors import ContextError, StrategyMismatchError
 from .._jax import user_code
-from .._models import keras, keras_fit, nnx
+from .._models import keras, keras_fit
 from .._options import AutoShardPolicy, InputOptions, ReduceOp, ReduceOpName, ReductionToOneDevice
 from .._program.program import describe_program
 from .._program.steps import Steps
@@ -86,7 +84,7 @@ class Strategy:
             raise TypeError("mr.Strategy is not made directly; write mr.MirroredStrategy(devices), mr.OneDeviceStrategy(device).")
         self._mesh = mesh
         self._steps = Steps(mesh, bytes_per_pack, ops)
-        self._ops = ops
+        self._leaves, self._ops = Leaves(mesh, self, ops), ops
         _process.strategies.add(self)
         self._datasets: weakref.WeakSet[DistributedDataset] = weakref.WeakSet()
         _logger.info("%s: %s", type(self).__name__, mesh)
@@ -264,8 +262,6 @@ class Strategy:
             if frames.current() is not None:
                 frames.require_cross_replica("run", "Call the function directly.")
                 self._check_current("run")
-            if "flax.nnx" in sys.modules and nnx.holds_objects((args, kwargs)):
-                return nnx.run_with_objects(functools.partial(self._steps.run, self), self._mesh, fn, args, kwargs or {})
             return self._steps.run(self, fn, args, kwargs or {})
         except (Exception, KeyboardInterrupt) as error:
             user_code.show_users_lines(error)
@@ -498,10 +494,6 @@ class Strategy:
         self._check_current("distribute_values_from_function")
         trees = (value_fn(ValueContext(i, self.num_replicas_in_sync)) for i in self._mesh.local_replicas)
         return distribute(self._mesh, self._coordination, trees)
-
-    @property
-    def _leaves(self) -> Leaves:
-        return Leaves(self._mesh, self, self._ops)
 
     # -- guarantees
 

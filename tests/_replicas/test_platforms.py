@@ -1,0 +1,89 @@
+"""What differs by platform, on CPUs that are given the name of another platform's devices."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mirrored as mr
+from mirrored._jax import jaxprs
+from mirrored._replicas import host_memory, in_flight
+from mirrored._replicas.per_replica import carried_sums
+from mirrored._replicas.platforms import PLATFORMS, XLAS_WAY
+
+WAYS = ["packed", "alone"]
+
+
+@pytest.fixture(params=WAYS)
+def packs(request, monkeypatch):
+    """Whether the CPU packs, as it does, or is a platform that nobody has named."""
+    if request.param == "alone":
+        monkeypatch.delitem(PLATFORMS, "cpu")
+    return request.param == "packed"
+
+
+@pytest.mark.parametrize("platform", ["tpu", "gpu", "neuron"])
+def test_only_cpus_pack_are_paced_and_share_memory(platform):
+    assert PLATFORMS["cpu"] == (True, True, True) and PLATFORMS.get(platform, XLAS_WAY) == (False, False, False)
+    mesh = SimpleNamespace(devices=np.array([SimpleNamespace(platform=platform, client=None)] * 2))
+    placement = SimpleNamespace(num_devices=2, mesh=mesh, is_fully_addressable=True)
+    assert not in_flight.is_paced(placement)
+    placement.is_fully_addressable = False
+    assert in_flight.is_paced(placement), "workers wait for each other on every platform"
+
+
+def test_a_gather_goes_through_host_memory_on_cpus_only(packs, strategy2):
+    stack = jnp.zeros((2, 1024, 1024))
+    assert host_memory.gathers(strategy2._mesh, stack) is packs
+
+
+def operands_of_sums(strategy, x):
+    """Return the shapes of all that the last program adds up over the replicas."""
+    *_, program = strategy._steps.programs
+    outermost = jax.make_jaxpr(program.mapped)([], [], [x], program.constants).jaxpr
+    sums = [equation for equation in jaxprs.all_equations(outermost) if equation.primitive.name.startswith("psum")]
+    return [atom.aval.shape for equation in sums for atom in equation.invars]
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_a_platform_that_nobody_named_gets_a_sum_of_each_array_and_the_same_numbers(packs, num_replicas):
+    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+    x = strategy.distribute_values_from_function(lambda ctx: np.arange(6, dtype=np.float32) + ctx.replica_id_in_sync_group)
+
+    def step(x):
+        first = mr.get_replica_context().all_reduce("sum", [x, x[:2], x.reshape(2, 3)])
+        return first, mr.get_replica_context().all_reduce("sum", x[0]), x.sum()
+
+    (a, b, c), d, loss = strategy.run(step, args=(x,))
+    expected = num_replicas * np.arange(6) + sum(range(num_replicas))
+    assert a.tolist() == [*expected] and b.tolist() == [*expected[:2]] and c.ravel().tolist() == [*expected]
+    assert float(d) == expected[0] and carried_sums(loss) is not None, "`strategy.reduce` looks the loss up on each platform"
+    assert float(strategy.reduce("sum", loss)) == expected.sum()
+    shapes = operands_of_sums(strategy, x._array)
+    assert sorted(shapes) == ([(6 + 2 + 6 + 1 + 1,)] if packs else [(), (), (2,), (2, 3), (6,)])
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_shared_out_state_and_reduces_of_nests_are_not_packed_either(packs, num_replicas):
+    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+    with strategy.scope():
+        params = mr.Variable({"w": np.ones((4, 3), np.float32), "b": np.zeros(3, np.float32)})
+        optimizer = mr.Optimizer(optax.sgd(0.5, 0.9), params, shard_state=True)
+    x = strategy.distribute_values_from_function(lambda ctx: np.full((2, 4), 1.0 + ctx.replica_id_in_sync_group, np.float32))
+
+    def step(x):
+        def loss():
+            return (x @ params.value["w"] + params.value["b"]).sum(axis=1)
+
+        optimizer.apply_gradients(mr.grad(loss, params)())
+        return {"a": x.sum(0), "b": x.sum()}
+
+    result = strategy.run(step, args=(x,))
+    mean = (1 + num_replicas) / 2
+    np.testing.assert_allclose(params.numpy()["w"], 1 - 0.5 * mean, rtol=1e-6)
+    np.testing.assert_allclose(params.numpy()["b"], -0.5, rtol=1e-6)
+    reduced = strategy.reduce("sum", result)
+    assert float(reduced["b"]) == 8 * num_replicas * mean and reduced["a"].tolist() == [2 * num_replicas * mean] * 4
