@@ -412,7 +412,7 @@ BUDGETS = {
     "_strategy": 1168,  # 1,100
     "_transforms": 608,  # 600
     "data": 3451,  # 3,200
-    "_workers": 2244,  # 1,700
+    "_workers": 2247,  # 1,700
     "_cluster": 1510,  # 1,080
     "_checkpoint": 2005,  # 1,800
     "_report": 968,  # 800

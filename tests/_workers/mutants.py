@@ -5,6 +5,8 @@ MUTANTS = [
      "tests/_workers/test_guard.py::test_programs_in_another_order_end_the_job_with_one_wherever_the_workers_are"),
     ("_workers/guard.py", "require_same_history(self._await_ends(), self._shutdown.trails)", "bool(self._await_ends())",
      "tests/_workers/test_guard.py::test_no_job_ends_well_whose_workers_have_done_different_things"),
+    ("_workers/guard.py", "told.detail == verdict.detail[-MAX_TEXT:]", "bool(told.detail)",
+     "tests/_workers/test_guard.py::test_a_traceback_that_all_workers_print_is_printed_once"),
     ("_workers/shutdown.py", "self.arm_last_resort(code)", "pass",
      "tests/_workers/test_guard.py::test_whatever_blocks_while_a_worker_leaves_does_not_keep_it"),
     ("_workers/stall.py", "is_patient and worker not in silent", "is_patient",

@@ -10,6 +10,7 @@ import re
 import sys
 import threading
 import time
+import traceback
 import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -187,6 +188,22 @@ def test_the_first_verdict_counts(make: Make, caplog: Log) -> None:
     guarded.says("left/0")
     assert guarded.fails(ValueError("then this one")) == 1, "its own error is still an error"
     assert guarded.verdict().title == "worker 0 failed first" and "worker 0 failed first" in caplog.text
+
+
+@pytest.mark.parametrize("is_alike", [True, False])
+@pytest.mark.parametrize("length", [0, 2 * MAX_TEXT])
+def test_a_traceback_that_all_workers_print_is_printed_once(make: Make, caplog: Log, is_alike: bool, length: int) -> None:
+    guarded, error = make(worker=1), ValueError("x" * length + "all alike")
+    with contextlib.suppress(ValueError):
+        raise error
+    text = "".join(traceback.format_exception(error))
+    detail = text if is_alike else text.replace("alike", "but one")
+    guarded.says("verdict", Verdict("worker 0 failed at step 0 with ValueError", detail))
+    guarded.says("left/0")
+    guarded.guard._fail_with(error)
+    assert guarded.codes.get(timeout=5) == 1
+    assert "worker 1 leaves with code 1: worker 0 failed at step 0 with ValueError" in caplog.text
+    assert ("  | " in caplog.text) == ("but one" in caplog.text) == (not is_alike)
 
 
 def at_the_top(error: BaseException) -> BaseException:

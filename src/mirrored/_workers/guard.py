@@ -8,6 +8,7 @@ own end of the program for minutes: docs/design/failures.md.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import sys
@@ -27,7 +28,7 @@ from .progress import Progress, in_main_thread
 from .same_program import ONE_DATASET, data_ended, other_order, require_same_history
 from .shutdown import CALL, DONE, LAST_RESORT_SECONDS, THREADS, Shutdown, told_apart
 from .stall import SETTLED_SECONDS, JobView, Others, Own, Position, judge, judge_all, shorter_data
-from .verdict import Verdict, exit_code_of, last_error, tells_of_loss, tells_of_lost_service, title_of
+from .verdict import MAX_TEXT, Verdict, exit_code_of, last_error, tells_of_loss, tells_of_lost_service, title_of
 
 _logger = logging.getLogger("mirrored")
 
@@ -351,5 +352,7 @@ class Guard:
         shown = verdict if code is None else Verdict(verdict.title)
         if 0 not in verdict.lost:  # else there is nobody to tell, and a call into the service would block
             with contextlib.suppress(Exception):  # the service may go in this moment
-                shown = self._shutdown.tell(verdict) or shown
+                if told := self._shutdown.tell(verdict):
+                    is_printed = code is not None and told.detail == verdict.detail[-MAX_TEXT:]  # all fail alike
+                    shown = dataclasses.replace(told, detail="") if is_printed else told
         self._leave(shown, is_first=True, code=code)
