@@ -414,7 +414,7 @@ BUDGETS = {
     "data": 3451,  # 3,200
     "_workers": 2247,  # 1,700
     "_cluster": 1510,  # 1,080
-    "_checkpoint": 2005,  # 1,800
+    "_checkpoint": 2010,  # 1,800
     "_report": 968,  # 800
     "_plan": 600,  # a feature of its own
     "_testing": 771,  # 750

@@ -762,8 +762,36 @@ def test_another_steps_arrays_are_found_and_another_format_is_not_taken_for_dama
     with monkeypatch.context() as patch:
         patch.setattr(_files, "FORMAT", 4)
         save(tmp_path / "later", 1, **named)
-    with pytest.raises(CheckpointError, match=r"has format 4, and this version.*written by.*install that version"):
+    with pytest.raises(
+        CheckpointError, match=r"has format 4, .*written by.*this is mirrored .* Read it with what has written it"
+    ):
         restore(tmp_path / "later", **named)
+
+
+def test_a_record_whose_shapes_its_arrays_do_not_have_is_damage(tmp_path: Path, monkeypatch, caplog) -> None:
+    named = trained(tmp_path)
+    with monkeypatch.context() as patch:  # as a program that computes a right checksum over a wrong record
+        kept = _files._encode
+        patch.setattr(_files, "_encode", lambda record: kept(_with_a_row_more(record)))
+        save(tmp_path, 3, **named)
+    assert restore(tmp_path, **named) == 2
+    assert "file arrays.npz does not hold the arrays that record.json lists" in caplog.text
+
+
+def _with_a_row_more(record):
+    arrays = {key: about | {"shape": [2, *about["shape"]]} for key, about in record["arrays"].items()}
+    return dict(record) | {"arrays": arrays}
+
+
+def test_files_that_cannot_be_deleted_are_named(tmp_path: Path, monkeypatch, caplog) -> None:
+    w = mr.Variable(0.0)
+    with Checkpoint(tmp_path, max_to_keep=1, w=w) as checkpoint:
+        checkpoint.save(1)
+        checkpoint.wait()
+        monkeypatch.setattr(_files.shutil, "rmtree", lambda path, ignore_errors=False: None)
+        checkpoint.save(2)
+        checkpoint.wait()
+    assert "step 1 was removed, but its files could not be deleted; delete " in caplog.text and ".removed-1-" in caplog.text
 
 
 def test_damaged_steps_make_room_for_new_ones(tmp_path: Path, monkeypatch, caplog) -> None:

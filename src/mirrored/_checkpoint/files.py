@@ -206,6 +206,8 @@ class StepFiles:
         shutil.rmtree(removed, ignore_errors=True)
         os.rename(self.root / str(step), removed)
         shutil.rmtree(removed, ignore_errors=True)
+        if removed.exists():
+            _logger.warning("step %s was removed, but its files could not be deleted; delete %s", step, removed)
 
     def read(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Return a step's record and arrays, verified, or raise DamagedStep when anything differs from what was written.
@@ -291,7 +293,7 @@ def _read_record(directory: Path, step: int) -> dict[str, Any]:
     if record.get("format") != FORMAT:
         raise CheckpointError(
             f"{directory} has format {record.get('format')!r}, and this version of mirrored reads format {FORMAT}. It was "
-            f"written by {record.get('versions')}: install that version."
+            f"written by {record.get('versions')}; this is mirrored {version_of('mirrored')}. Read it with what has written it."
         )
     return record
 
@@ -344,7 +346,10 @@ def _checksums(zipped: zipfile.ZipFile) -> dict[str, int]:
 def _load(file: IO[bytes], described: Mapping[str, Any]) -> dict[str, np.ndarray]:
     file.seek(0)
     with np.load(file) as stored:
-        return {key: stored[key].view(np.dtype(about["dtype"])).reshape(about["shape"]) for key, about in described.items()}
+        try:
+            return {key: stored[key].view(np.dtype(about["dtype"])).reshape(about["shape"]) for key, about in described.items()}
+        except (KeyError, TypeError, ValueError) as error:
+            raise DamagedStep(f"file {_ARRAYS} does not hold the arrays that {RECORD} lists: {_one_line(error)}") from error
 
 
 def _one_line(error: BaseException) -> str:
