@@ -326,6 +326,27 @@ def test_only_in_kubernetes_a_name_may_appear_late(late: bool, start: Start, mon
     assert all(isinstance(result, Meeting if late else ClusterConfigError) for result in results), results
 
 
+def test_a_chief_that_comes_back_at_another_address_is_found_there(start: Start, monkeypatch: Patch) -> None:
+    asked, moved = socket.getaddrinfo, threading.Event()
+    calls: list[str] = []
+    chief, own = addresses(2)
+
+    def look_up(host: str, port: int, **more: Any) -> Any:
+        if host != "localhost" or more["flags"]:
+            return asked(host, port, **more)
+        calls.append(host)
+        if len(calls) > 2:
+            moved.set()
+        return asked("127.0.0.1", port if moved.is_set() else port_of(own), **more)  # at first, where nobody listens
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    workers = [f"localhost:{port_of(chief)}", own]
+    waiting = start(worker(workers, 1))
+    assert moved.wait(20)
+    results = outcomes([waiting, start(worker(workers, 0))])
+    assert all(isinstance(result, Meeting) for result in results), results
+
+
 def test_the_chief_listens_at_its_own_address_and_on_loopback_where_all_are_on_one_host(start: Start, monkeypatch: Patch) -> None:
     asked, (port, other) = socket.getaddrinfo, map(port_of, addresses(2))
     names = {"chief.name": ("203.0.113.1", "127.0.0.2")}  # the first one is of another host

@@ -33,6 +33,16 @@ def test_what_is_no_process_is_none() -> None:
     assert Process.decode(own.encode()) == own and json.loads(own.encode())[1] == os.getpid()
 
 
+def test_a_process_of_another_time_namespace_is_on_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its clock since the boot is another, so when it began says nothing here."""
+    own = Process.own()
+    asked = os.stat
+    shifted = lambda path, **more: asked("/proc/self/ns/pid" if path == "/proc/self/ns/time" else path, **more)  # noqa: E731
+    monkeypatch.setattr(os, "stat", shifted)
+    other = Process.own()
+    assert other.host != own.host and other.host.split()[0] == own.host.split()[0]
+
+
 def meeting(num_workers: int) -> tuple[Neighbours, dict[str, str]]:
     """Return the neighbours of worker 0, and the entries of those that introduce themselves."""
     client = FakeClient()

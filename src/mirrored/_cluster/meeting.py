@@ -96,8 +96,8 @@ def _join(cluster: Cluster, hello: Hello, clock: Clock, own: str | None) -> str:
                 "no firewall)? If it only needs longer: mr.CommunicationOptions(timeout_seconds=...)"
             )
         clock.wait(f"worker {cluster.worker_index} is waiting for the chief ({chief}): {why};")
-        if cluster.names_come_late:
-            addresses = _resolve(*split_address(chief), cluster, clock)
+        found = _look_up(*split_address(chief), 1.0)  # it may have come back at another address
+        addresses = found if isinstance(found, list) else addresses
 
 
 @contextlib.contextmanager

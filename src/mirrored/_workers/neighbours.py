@@ -12,6 +12,9 @@ from typing import NamedTuple
 from .coordination import Coordination
 from .messages import read
 
+#: In which a process has its number, and a clock of its own that says when it began.
+_NAMESPACES = ("/proc/self/ns/pid", "/proc/self/ns/time")
+
 
 class Process(NamedTuple):
     """A process, named so that no other is taken for it."""
@@ -26,7 +29,8 @@ class Process(NamedTuple):
         try:
             _state_of(1)  # else /proc hides processes, and one that cannot be seen is not a dead one
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-            return cls(f"{boot} {os.stat('/proc/self/ns/pid').st_ino}", os.getpid(), _state_of(os.getpid())[1])
+            namespaces = [os.stat(path).st_ino for path in _NAMESPACES if os.path.exists(path)]
+            return cls(f"{boot} {namespaces}", os.getpid(), _state_of(os.getpid())[1])
         except (OSError, IndexError):
             return cls("", os.getpid(), "")
 
