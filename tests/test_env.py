@@ -56,3 +56,18 @@ def test_the_table_names_each_variable_once_and_says_what_for() -> None:
     assert all(len(variable.use) > 20 for variable in _env.TABLE)
     declared = {value for value in vars(_env).values() if isinstance(value, EnvironmentVariable)}
     assert declared == set(_env.TABLE)
+
+
+def test_nothing_is_written_where_the_number_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C code of other threads may be reading the environment, which a write would move under it."""
+    monkeypatch.setenv(VARIABLE.name, "16")
+    written: list[object] = []
+
+    class Watched(dict):
+        def __setitem__(self, *item: object) -> None:
+            written.append(item)
+
+    monkeypatch.setattr(_env.os, "environ", Watched(_env.os.environ))
+    with at_least(VARIABLE, 16, FALLBACK):
+        assert VARIABLE.get() == "16"
+    assert written == []

@@ -405,14 +405,14 @@ def test_sizes() -> None:
 BUDGETS = {
     "_program": 4578,  # 4,000
     "_jax": 1482,  # 1,300
-    "_replicas": 2623,  # 2,100
+    "_replicas": 2633,  # 2,100
     "_variables": 1916,  # 1,700
     "_models": 1238,  # 1,050
     "_updates": 262,  # 250
     "_strategy": 1168,  # 1,100
     "_transforms": 608,  # 600
     "data": 3451,  # 3,200
-    "_workers": 2247,  # 1,700
+    "_workers": 2250,  # 1,700
     "_cluster": 1510,  # 1,080
     "_checkpoint": 2010,  # 1,800
     "_report": 968,  # 800
@@ -422,7 +422,7 @@ BUDGETS = {
     "_command launch": 1518,  # 1,000
     "__init__ __main__ _public testing": 126,
     "_process": 98,  # was in _replicas, _jax, _strategy and _models
-    "_env _errors _html _libraries _options _text _tf_names _typing": 1043,  # 950
+    "_env _errors _html _libraries _options _text _tf_names _typing": 1046,  # 950
 }
 #: So much smaller a wing may be before its budget is to be lowered.
 MAX_SLACK = 30

@@ -131,7 +131,10 @@ def meanwhile(defaults: Mapping[EnvironmentVariable, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def at_least(variable: EnvironmentVariable, minimum: int, fallback: EnvironmentVariable) -> Iterator[None]:
-    """Raise a number in the environment to `minimum` for the duration of a block."""
+    """Raise a number in the environment to `minimum` for the duration of a block; nothing is written where it is so large."""
+    if variable.get_int() >= minimum:
+        yield
+        return
     before = variable.get()
     os.environ[variable.name] = str(max(minimum, variable.get_int() or fallback.get_int()))
     try:

@@ -227,3 +227,15 @@ def test_devices_of_two_kinds_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(jax, "local_devices", lambda backend="cpu": [SimpleNamespace(platform=backend)])
     with pytest.raises(mr.DeviceError, match=r"devices mixes cpu and gpu devices .* Name only gpu devices"):
         mesh.resolve_devices(["cpu:0", "gpu:0"])
+
+
+def test_a_worker_raises_the_threads_before_any_begins_and_its_devices_write_nothing_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PJRT_NPROC", "1")
+    mesh.raise_cpu_threads()
+    enough = int(os.environ["PJRT_NPROC"])
+    assert enough >= mesh.cpu_pool_size(max(1, jax.config.jax_num_cpu_devices))
+    monkeypatch.setenv("PJRT_NPROC", str(enough + 7))
+    mesh.raise_cpu_threads()
+    assert os.environ["PJRT_NPROC"] == str(enough + 7), "never lowered"

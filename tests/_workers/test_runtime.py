@@ -44,6 +44,7 @@ def test_jax_is_told_where_to_listen_and_how_soon_a_silent_worker_is_dead(monkey
     meeting = _meeting.Meeting("10.0.0.1", "10.0.0.1:1")
     monkeypatch.setattr(distributed, "has_backend", lambda: False)
     monkeypatch.setattr(_runtime, "meet", lambda *given: asked.append(given) or meeting)
+    monkeypatch.setenv("MIRRORED_WORKER", "")
     monkeypatch.setattr(distributed.jax, "config", SimpleNamespace(update=told.__setitem__))
     monkeypatch.setattr(_runtime.jax.distributed, "initialize", lambda **given: told.update(given))
     monkeypatch.setattr(distributed, "listen_at", lambda host: told.update(gloo=host))
@@ -67,12 +68,15 @@ def test_a_process_that_a_worker_has_started_is_not_that_worker_too(monkeypatch:
     monkeypatch.setattr(distributed, "has_backend", lambda: False)
     monkeypatch.setattr(_runtime, "meet", lambda *_: (_ for _ in ()).throw(mr.ClusterStartError("it meets the others")))
     monkeypatch.setattr(_runtime, "_current", None)
-    monkeypatch.setattr(_runtime, "Guard", lambda *_, **__: SimpleNamespace(start=lambda: None, stop=lambda: None))
-    monkeypatch.setattr(_runtime.distributed, "client", lambda: None)
     monkeypatch.setenv("MIRRORED_WORKER", "")
-    cluster, options = Cluster(ClusterSpec.of({"worker": ["a:1"]}), "worker", 0), mr.CommunicationOptions()
-    _runtime._begin(cluster, options, 0, 1)
-    monkeypatch.setattr(_runtime, "_current", None)
+    options = mr.CommunicationOptions()
+    with monkeypatch.context() as patch:  # it is named before JAX's threads begin, which read the environment
+        patch.setattr(_runtime, "meet", lambda *_: _meeting.Meeting("10.0.0.1"))
+        patch.setattr(_runtime, "_choose_collectives", lambda options: None)
+        patch.setattr(_runtime.jax, "config", SimpleNamespace(update=lambda *_: None))
+        patch.setattr(_runtime, "_connect", lambda *_: (_ for _ in ()).throw(mr.ClusterStartError("it connects")))
+        with pytest.raises(mr.ClusterStartError, match="it connects"):
+            _runtime.start(two_workers("a:1", "b:1"), options)
     process = os.environ["MIRRORED_WORKER"].partition(" ")[0]
     assert process == str(os.getpid())
     for parent, other, is_refused in [
@@ -90,6 +94,7 @@ def test_a_process_that_a_worker_has_started_is_not_that_worker_too(monkeypatch:
 @pytest.fixture
 def connecting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[..., None]], object]]:
     """Start a worker whose `jax.distributed.initialize` is a function of the test."""
+    monkeypatch.setenv("MIRRORED_WORKER", "")
     monkeypatch.setattr(distributed, "has_backend", lambda: False)
     monkeypatch.setattr(_runtime, "meet", lambda *_: _meeting.Meeting("10.0.0.1"))
     monkeypatch.setattr(_runtime.jax, "config", SimpleNamespace(update=lambda *_: None))

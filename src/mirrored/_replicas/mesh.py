@@ -292,6 +292,16 @@ def start_backend(num_cpu_devices: int) -> None:
             ) from error
 
 
+def raise_cpu_threads() -> None:
+    """Set what XLA's CPU client reads at its start, for good, while this process has no thread that reads the environment.
+
+    To set it beside threads of C code, as those of `jax.distributed`, may crash: `setenv` moves what `getenv` has found.
+    """
+    configured = max(1, jax.config.jax_num_cpu_devices, _env.forced_host_devices())  # pyrefly: ignore[missing-attribute]
+    threads = max(cpu_pool_size(configured), _env.CPU_THREADS.get_int() or _env.CPU_THREADS_FALLBACK.get_int())
+    _env.CPU_THREADS.set(str(threads))
+
+
 def cpu_pool_size(num_devices: int) -> int:
     """Return how many threads XLA's CPU client needs so that one Python thread can never make it starve."""
     return max(2 * num_devices, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)

@@ -123,6 +123,7 @@ def start(cluster: Cluster, options: CommunicationOptions) -> Runtime | None:
         meeting = meet(cluster, _versions(), seconds)
         _choose_collectives(options)
         jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
+        _env.MIRRORED_WORKER.set(f"{os.getpid()} {_name_of(cluster)}")  # now: C code of JAX's threads reads the environment
         _connect(cluster, meeting, min(seconds, CONNECT_SECONDS))
         distributed.listen_at(meeting.host)
         return _begin(cluster, options, cluster.worker_index, cluster.num_workers)
@@ -204,8 +205,6 @@ def _begin(cluster: Cluster | None, options: CommunicationOptions, worker: int, 
     _current = Runtime(coordination, Agreement(coordination), cluster)
     guard.start()
     atexit.register(guard.stop)  # before JAX's own function, which was registered earlier
-    if cluster is not None:
-        _env.MIRRORED_WORKER.set(f"{os.getpid()} {_name_of(cluster)}")
     return _current
 
 
