@@ -109,6 +109,7 @@ def test_uneven_batches_have_a_program_of_their_own() -> None:
 def test_a_shared_out_update_keeps_an_eighth_of_the_state() -> None:
     whole, shared = (mr.plan(train(shard_state=shared)[0]).programs[0] for shared in (False, True))
     assert shared.memory.state < whole.memory.state / 7 and shared.memory.variables == whole.memory.variables
+    assert max(sent.num_bytes for sent in shared.collectives if sent.kind == "reduce-scatter") >= 4 * WIDTH * WIDTH
 
 
 @pytest.mark.parametrize("schedule", ["together", "one_by_one"])

@@ -13,6 +13,8 @@ ENTRY %main.1 (a: f32[8]) -> f32[8] {
   %fusion.4 = f32[8,256]{1,0} fusion(%a), kind=kOutput, calls=%fused_computation.3
   %async-collective-done.1 = f32[100]{0} fusion(%c), kind=kCustom, calls=%async_collective_fusion.2
   %all-gather.10 = pred[8,3]{1,0} all-gather(%d), dimensions={0}
+  %reduce_scatter.1 = f32[16,128]{1,0:T(8,128)S(1)} reduce-scatter(%e), channel_id=1, replica_groups=mesh['replica'=8] {'replica'}
+  %reduce_scatter.2 = f32[16,128]{1,0:T(8,128)S(1)} reduce-scatter(%e), channel_id=1, replica_groups=[1,4]<=[4], dimensions={0}
 }
 """
 
@@ -36,6 +38,8 @@ def test_a_tpu_s_collectives() -> None:
         Sent("all-reduce", 8 * 256 * 4 + 8 * 2 * 2, False, 1),
         Sent("all-reduce", 400, True, 0),
         Sent("all-gather", 24, False, 0),
+        Sent("reduce-scatter", 8 * 16 * 128 * 4, False, 0),
+        Sent("reduce-scatter", 4 * 16 * 128 * 4, False, 0),
     ]
 
 

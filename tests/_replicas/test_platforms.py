@@ -27,7 +27,8 @@ def packs(request, monkeypatch):
 
 @pytest.mark.parametrize("platform", ["tpu", "gpu", "neuron"])
 def test_only_cpus_pack_are_paced_and_share_memory(platform):
-    assert PLATFORMS["cpu"] == (True, True, True) and PLATFORMS.get(platform, XLAS_WAY) == (False, False, False)
+    assert PLATFORMS["cpu"] == (True, True, 0, True)
+    assert PLATFORMS.get(platform, XLAS_WAY) == (False, False, 128 if platform == "tpu" else 0, False)
     mesh = SimpleNamespace(devices=np.array([SimpleNamespace(platform=platform, client=None)] * 2))
     placement = SimpleNamespace(num_devices=2, mesh=mesh, is_fully_addressable=True)
     assert not in_flight.is_paced(placement)
@@ -64,6 +65,25 @@ def test_a_platform_that_nobody_named_gets_a_sum_of_each_array_and_the_same_numb
     assert float(strategy.reduce("sum", loss)) == expected.sum()
     shapes = operands_of_sums(strategy, x._array)
     assert sorted(shapes) == ([(6 + 2 + 6 + 1 + 1,)] if packs else [(), (), (2,), (2, 3), (6,)])
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize("lanes", [0, 4, 128])
+def test_a_reduce_scatter_in_rows_of_lanes_gives_the_same_parts(lanes, num_replicas, monkeypatch):
+    monkeypatch.setitem(PLATFORMS, "cpu", PLATFORMS["cpu"]._replace(lanes=lanes))
+    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+    with strategy.scope():
+        params = mr.Variable({"w": np.ones((7, 5), np.float32), "b": np.zeros(3, np.float32)})
+        optimizer = mr.Optimizer(optax.sgd(0.5, 0.9), params, shard_state=True)
+    x = strategy.distribute_values_from_function(lambda ctx: np.full((2, 7), 1.0 + ctx.replica_id_in_sync_group, np.float32))
+
+    def step(x):
+        losses = lambda: (x @ params.value["w"] * np.arange(5.0)).sum(1) + (params.value["b"] * np.arange(3.0)).sum()  # noqa: E731
+        optimizer.apply_gradients(mr.grad(losses, params)())
+
+    strategy.run(step, args=(x,))
+    np.testing.assert_allclose(params.numpy()["w"], 1 - 0.25 * (1 + num_replicas) * np.tile(np.arange(5.0), (7, 1)), rtol=1e-6)
+    np.testing.assert_allclose(params.numpy()["b"], -0.5 * np.arange(3.0), rtol=1e-6)
 
 
 @pytest.mark.parametrize("num_replicas", [2, 3])

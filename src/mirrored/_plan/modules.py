@@ -50,7 +50,8 @@ def collectives_in(text: str) -> list[Sent]:
         elif kind := _kind_of(name, operation, computation, line):
             if operation.endswith("-start"):
                 running[name] = len(found)
-            found.append(Sent(kind, _num_bytes(result), name.startswith(_CARRIED), 0))
+            times = _group(line) if kind == "reduce-scatter" and not operation.endswith("-start") else 1  # its result is a part
+            found.append(Sent(kind, times * _num_bytes(result), name.startswith(_CARRIED), 0))
         elif operation in _WORK:
             for position in running.values():
                 found[position] = dataclasses.replace(found[position], is_overlapped=True)
@@ -67,6 +68,12 @@ def _kind_of(name: str, operation: str, computation: str, line: str) -> str:
     if kind not in _KINDS or computation.startswith(_FUSED):
         return ""
     return "reduce-scatter" if computation.startswith("all-reduce-scatter") else kind
+
+
+def _group(line: str) -> int:
+    """Return how many devices take part in a collective."""
+    match = re.search(r"replica_groups=(?:mesh\[[^]]*=(\d+)\]|\[\d+,(\d+)\])", line)
+    return int(match[1] or match[2]) if match else 1
 
 
 def _operand(line: str) -> str:

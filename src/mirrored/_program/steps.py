@@ -45,8 +45,8 @@ class Steps:
 
     def __init__(self, mesh: ReplicaMesh, bytes_per_pack: int = 0, ops: ReductionToOneDevice | None = None) -> None:
         self._mesh = mesh
-        packs = PLATFORMS.get(mesh.devices[0].platform, XLAS_WAY).packs
-        self._even = ReplicaAxis(mesh.num_replicas, bytes_per_pack=bytes_per_pack, packs=packs, ops=ops)
+        its = PLATFORMS.get(mesh.devices[0].platform, XLAS_WAY)
+        self._even = ReplicaAxis(mesh.num_replicas, bytes_per_pack=bytes_per_pack, packs=its.packs, lanes=its.lanes, ops=ops)
         self.programs: Programs[StepProgram] = Programs()
         self.spent = Spent()
 

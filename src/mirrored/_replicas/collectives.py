@@ -53,6 +53,7 @@ class ReplicaAxis:
     sizes: Sizes | None = None  # of the other replicas' arrays, in an uneven step
     bytes_per_pack: int = 0  # see `CommunicationOptions`
     packs: bool = True  # whether small arrays travel together also when the user has not said so
+    lanes: int = 0  # the length of the rows of a reduce-scatter; 0: all numbers of a part in one row
     ops: ReductionToOneDevice | None = None  # where the user has given a function that takes the place of sums
 
     def each(self, size: int) -> tuple[int, ...]:

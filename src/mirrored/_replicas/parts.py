@@ -56,12 +56,21 @@ def reduce_scatter(op: ReduceOp, arrays: Sequence[jax.Array], axis: ReplicaAxis)
     """Combine arrays over the replicas, and return this replica's part of each; a MEAN weighs by rows, as in `all_reduce`."""
     values = arrays if op is ReduceOp.SUM else weigh_by_rows(arrays, axis)
     rows = [split_parts(value, axis.size) for value in values]
-    scatter = functools.partial(jax.lax.psum_scatter, axis_name=REPLICA_AXIS) if axis.bound else operator.itemgetter(0)
+    scatter = functools.partial(_scatter, axis.lanes) if axis.bound else operator.itemgetter(0)
     own = move_packed(rows, axis.groups(values), lambda packs: list(map(scatter, packs)), num_kept=1)
     if op is ReduceOp.SUM:
         return own
     _, count = axis.rows()
     return [divide(total, count, array.dtype) for total, array in zip(own, arrays, strict=True)]
+
+
+def _scatter(lanes: int, pack: jax.Array) -> jax.Array:
+    """Add up the replicas' packs, `[R, n]`, and return this replica's row; with lanes, by way of rows of so many numbers."""
+    if not lanes:
+        return jax.lax.psum_scatter(pack, REPLICA_AXIS)
+    size = pack.shape[1]
+    rows = jnp.pad(pack, ((0, 0), (0, -size % lanes))).reshape(-1, lanes)
+    return jax.lax.psum_scatter(rows, REPLICA_AXIS, tiled=True).reshape(-1)[:size]
 
 
 def all_gather_parts(parts: Sequence[jax.Array], shapes: Sequence[Shape], axis: ReplicaAxis) -> list[jax.Array]:
