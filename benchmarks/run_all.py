@@ -23,6 +23,7 @@ FILES = (
     "scaling",
     "workers",
     "control_plane",
+    "gpu",
     "tfrecord_read",
     "input_files",
     "input_overlap",

@@ -19,6 +19,7 @@ FILES = {
     "step_time": ("W1:", "| mirrored", "by hand, packed", "one device", *map("skipped: {}".format, PEERS)),
     "loop": ("by hand, packed, paced", "lax.scan by hand", "run, then reduce", "mr.function", "mr.scan", "R = 8"),
     "overhead": ("2 variables", "200 variables", "60 us"),
+    "gpu": ("W1 mirrored", "4 replicas, one_by_one", "ResNet of 4 convolutions"),
     "compile_time": ("mirrored, R=8", "1.30", "traces of the user's function"),
     "memory": ("by hand", "mirrored"),
     "libraries": ("Keras fit:",),
