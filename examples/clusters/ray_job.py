@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import ray
 import ray.train
 from ray.train.collective import broadcast_from_rank_zero
 from ray.train.v2.jax import JaxConfig, JaxTrainer
@@ -42,6 +43,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--cpu", action="store_true")
     options, arguments = parser.parse_known_args()  # the others are the program's
+    if options.cpu and not os.environ.get("RAY_ADDRESS"):
+        ray.init(include_dashboard=False)  # a local cluster, which need not show itself
     trainer = JaxTrainer(
         train,
         train_loop_config={"cpu": options.cpu, "arguments": arguments or ["--checkpoints", "/shared/two_hosts"]},
