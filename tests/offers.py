@@ -56,7 +56,7 @@ OFFERS = {
         frames.current frames.entered frames.foreign_trace_message frames.in_cross_replica_context frames.is_traced
         frames.require_cross_replica host_memory.empty_rows host_memory.gather host_memory.gathers in_flight.finish
         in_flight.is_paced in_flight.joined in_flight.new_witness in_flight.require_threads in_flight.started
-        mesh.PlannedMesh mesh.ReplicaMesh mesh.cluster_mesh mesh.default_mesh mesh.make_mesh mesh.raise_cpu_threads
+        mesh.PlannedMesh mesh.ReplicaMesh mesh.cluster_mesh mesh.default_mesh mesh.make_mesh mesh.raising_cpu_threads
         mesh.replicas_of mesh.resolve_devices mesh.with_replicas named.seen parts.all_gather_parts parts.join_parts
         parts.num_real parts.own_part parts.part_size parts.reduce_scatter parts.split_parts per_replica.Origin
         per_replica.PerReplica per_replica.carried_sums per_replica.facts_of per_replica.is_per_replica

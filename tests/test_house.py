@@ -422,7 +422,7 @@ BUDGETS = {
     "_command launch": 1518,  # 1,000
     "__init__ __main__ _public testing": 126,
     "_process": 98,  # was in _replicas, _jax, _strategy and _models
-    "_env _errors _html _libraries _options _text _tf_names _typing": 1046,  # 950
+    "_env _errors _html _libraries _options _text _tf_names _typing": 1051,  # 950
 }
 #: So much smaller a wing may be before its budget is to be lowered.
 MAX_SLACK = 30
@@ -557,7 +557,7 @@ def test_the_first_run_of_a_training_step_passes_few_files_more(strategy2: mr.St
         optimizer.apply_gradients(gradients)
         return value
 
-    for rows, most_calls in ((4, 1310), (3, 4800)):
+    for rows, most_calls in ((4, 1320), (3, 4800)):
         [batch] = strategy2.distribute_dataset([np.ones((rows, 5), np.float32)])
         files, calls = way(lambda batch=batch: strategy2.run(step, args=(batch,)))
         assert calls <= most_calls, (rows, calls)

@@ -130,17 +130,22 @@ def meanwhile(defaults: Mapping[EnvironmentVariable, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def at_least(variable: EnvironmentVariable, minimum: int, fallback: EnvironmentVariable) -> Iterator[None]:
-    """Raise a number in the environment to `minimum` for the duration of a block; nothing is written where it is so large."""
+def at_least(variable: EnvironmentVariable, minimum: int, fallback: EnvironmentVariable, stays: bool = False) -> Iterator[None]:
+    """Raise a number in the environment to `minimum` for the duration of a block; nothing is written where it is so large.
+
+    With `stays` it is raised for good, unless the block raises.
+    """
     if variable.get_int() >= minimum:
         yield
         return
     before = variable.get()
     os.environ[variable.name] = str(max(minimum, variable.get_int() or fallback.get_int()))
+    is_kept = False
     try:
         yield
+        is_kept = stays
     finally:
-        if before is None:
+        if not is_kept and before is None:
             del os.environ[variable.name]
-        else:
-            os.environ[variable.name] = before
+        elif not is_kept:
+            os.environ[variable.name] = before or ""

@@ -233,9 +233,14 @@ def test_a_worker_raises_the_threads_before_any_begins_and_its_devices_write_not
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PJRT_NPROC", "1")
-    mesh.raise_cpu_threads()
+    with pytest.raises(mr.ClusterStartError), mesh.raising_cpu_threads():
+        raise mr.ClusterStartError("a worker is missing")
+    assert os.environ["PJRT_NPROC"] == "1"
+    with mesh.raising_cpu_threads():
+        pass
     enough = int(os.environ["PJRT_NPROC"])
     assert enough >= mesh.cpu_pool_size(max(1, jax.config.jax_num_cpu_devices))
     monkeypatch.setenv("PJRT_NPROC", str(enough + 7))
-    mesh.raise_cpu_threads()
+    with mesh.raising_cpu_threads():
+        pass
     assert os.environ["PJRT_NPROC"] == str(enough + 7), "never lowered"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -292,14 +293,13 @@ def start_backend(num_cpu_devices: int) -> None:
             ) from error
 
 
-def raise_cpu_threads() -> None:
-    """Set what XLA's CPU client reads at its start, for good, while this process has no thread that reads the environment.
+def raising_cpu_threads() -> contextlib.AbstractContextManager[None]:
+    """Set what XLA's CPU client reads at its start, for good unless the block raises, before a thread reads the environment.
 
     To set it beside threads of C code, as those of `jax.distributed`, may crash: `setenv` moves what `getenv` has found.
     """
     configured = max(1, jax.config.jax_num_cpu_devices, _env.forced_host_devices())  # pyrefly: ignore[missing-attribute]
-    threads = max(cpu_pool_size(configured), _env.CPU_THREADS.get_int() or _env.CPU_THREADS_FALLBACK.get_int())
-    _env.CPU_THREADS.set(str(threads))
+    return _env.at_least(_env.CPU_THREADS, cpu_pool_size(configured), _env.CPU_THREADS_FALLBACK, stays=True)
 
 
 def cpu_pool_size(num_devices: int) -> int:

@@ -25,7 +25,7 @@ from .._options import (
     ReductionToOneDevice,
 )
 from .._replicas import placement
-from .._replicas.mesh import ReplicaMesh, cluster_mesh, make_mesh, raise_cpu_threads, resolve_devices, with_replicas
+from .._replicas.mesh import ReplicaMesh, cluster_mesh, make_mesh, raising_cpu_threads, resolve_devices, with_replicas
 from .._workers import runtime
 from .._workers.progress import progress
 from .._workers.runtime import Runtime
@@ -157,9 +157,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             return runtime.attach(options, None if cluster is None else resolvers.discover(cluster)[0])
         self._cluster, sentence = resolvers.discover(cluster)
         _logger.info("cluster: %s", sentence)
-        if self._cluster.num_workers > 1:
-            raise_cpu_threads()
-        return runtime.start(self._cluster, options)
+        with raising_cpu_threads() if self._cluster.num_workers > 1 else contextlib.nullcontext():
+            return runtime.start(self._cluster, options)
 
 
 def _by_either_name(old_name: str, old: T | None, new_name: str, new: T | None, right: str = "") -> T | None:
