@@ -31,7 +31,8 @@ FLOORS = (
     {"_program", "losses"},
     {"_transforms", "_updates"},
     {"optimizer", "_strategy"},
-    {"_checkpoint", "_command", "_plan", "_report", "_testing"},
+    {"_plan"},
+    {"_checkpoint", "_command", "_report", "_testing"},
     {"launch", "testing", "_public", "__init__", "__main__"},
 )
 FLOOR_OF = {wing: floor for floor, wings in enumerate(FLOORS) for wing in wings}
@@ -415,7 +416,7 @@ BUDGETS = {
     "_workers": 2250,  # 1,700
     "_cluster": 1510,  # 1,080
     "_checkpoint": 2010,  # 1,800
-    "_report": 968,  # 800
+    "_report": 974,  # 800
     "_plan": 600,  # a feature of its own
     "_testing": 771,  # 750
     "losses optimizer": 667,  # 600

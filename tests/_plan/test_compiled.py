@@ -173,7 +173,7 @@ def test_models_of_nnx_linen_and_equinox() -> None:
     assert len(mr.plan(strategy).programs) == 2
 
 
-def test_values_are_refused_and_all_else_works_outside_of_steps() -> None:
+def test_values_are_refused_and_all_else_works_outside_of_steps(tmp_path) -> None:
     strategy, total, _ = train()
     with strategy.scope():
         w = mr.Variable(np.zeros(3, np.float32), name="w")
@@ -185,6 +185,8 @@ def test_values_are_refused_and_all_else_works_outside_of_steps() -> None:
     for reading in (w.numpy, lambda: float(total), lambda: w + 1, lambda: strategy.local_results(w), lambda: float(count.value)):
         with pytest.raises(mr.PlanError, match="the plan ends here"):
             reading()
+    page = mr.report(strategy, tmp_path / "plan.html").read_text()
+    assert "<h2>Plan</h2><pre>plan for 8 replicas" in page and "trained variables" in page
     assert json.loads(json.dumps(mr.plan(strategy).as_dict()))["devices"] == 8
 
 

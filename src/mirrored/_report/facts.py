@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import _process
+from .._plan.plan import plan_of
 from .._program.program import Program, collectives_of, name_of_collective
 from .._replicas.device_time import DeviceTime, last_profile
+from .._replicas.mesh import PlannedMesh
 from .._replicas.planned import is_planned
 from .._strategy.strategy import Strategy, coordination_of, parts_of, variables_of
 from .._text import describe, version_of
@@ -95,6 +97,7 @@ class Facts:
         profiled: the last profile of this process's devices, None without one.
         comparison: the last comparison of the copies, None before the first.
         warnings: this process's warnings, each with its number.
+        plan: of a strategy with a topology's devices, as text; "" for devices that are here.
     """
 
     title: str
@@ -113,6 +116,7 @@ class Facts:
     profiled: DeviceTime | None
     comparison: CopiesCompared | None
     warnings: tuple[tuple[str, int], ...]
+    plan: str = ""
 
 
 def facts_of(strategy: Strategy) -> Facts:
@@ -139,6 +143,7 @@ def facts_of(strategy: Strategy) -> Facts:
         profiled=last_profile(mesh, spent.since),
         comparison=last_comparisons.get(mesh),
         warnings=tuple(_process.warned.items()),
+        plan=str(plan_of(mesh)) if isinstance(mesh, PlannedMesh) else "",
     )
 
 

@@ -49,7 +49,8 @@ def page(facts: Facts, workers: Sequence[Facts] = ()) -> Html:
     count = len(facts.replicas)
     title = f"{facts.title}: {counted(count, 'replica')}"
     taken = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts.taken))
-    sections = {
+    planned = {"Plan": element("pre", facts.plan)} if facts.plan else {}
+    sections = planned | {
         "Devices": _devices(facts),
         "Data": _data(facts),
         "Programs": _programs(facts),
