@@ -407,7 +407,7 @@ BUDGETS = {
     "_program": 4578,  # 4,000
     "_jax": 1482,  # 1,300
     "_replicas": 2646,  # 2,100
-    "_variables": 1916,  # 1,700
+    "_variables": 1920,  # 1,700
     "_models": 1238,  # 1,050
     "_updates": 262,  # 250
     "_strategy": 1168,  # 1,100

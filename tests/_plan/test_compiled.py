@@ -190,6 +190,27 @@ def test_values_are_refused_and_all_else_works_outside_of_steps(tmp_path) -> Non
     assert json.loads(json.dumps(mr.plan(strategy).as_dict()))["devices"] == 8
 
 
+def test_many_steps_with_random_keys_and_numbers() -> None:
+    """So many that on devices the copies would have been compared meanwhile."""
+    strategy = mr.MirroredStrategy(devices()[:3])
+    with strategy.scope():
+        w, key = mr.Variable(np.zeros(8, np.float32)), mr.Variable(jax.random.key(0))
+
+    def step(x, scale):
+        new, own = jax.random.split(key.value)
+        key.assign(new)
+        w.assign_add(mr.get_replica_context().all_reduce("sum", x.sum(0)) * scale + jax.random.normal(own, (8,)))
+
+    [x] = strategy.distribute_dataset([np.zeros((6, 8), np.float32)])
+    for scale in range(300):
+        strategy.run(step, args=(x, float(scale)))
+    strategy.run(step, args=(x, np.float32(1)))
+    w.assign(w.value)
+    with pytest.raises(mr.PlanError, match=r"values of an array key<fry>\[\]"):
+        np.asarray(key.value)
+    assert len(mr.plan(strategy).programs) == 2
+
+
 def test_a_batch_of_fewer_rows_than_replicas_and_a_strategy_without_programs() -> None:
     strategy, _, step = train(num_batches=1)
     [(x, y)] = strategy.distribute_dataset([(np.zeros((3, WIDTH), np.float32), np.zeros(3, np.int32))])

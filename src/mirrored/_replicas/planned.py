@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from .. import _process
@@ -41,7 +40,7 @@ class Planned(jax.ShapeDtypeStruct):
     @property
     def nbytes(self) -> int:
         """The bytes of the whole array."""
-        return self.size * np.dtype(self.dtype).itemsize
+        return self.size * self.dtype.itemsize
 
     def is_deleted(self) -> bool:
         """Tell that nobody has given it away."""
@@ -57,7 +56,7 @@ class Planned(jax.ShapeDtypeStruct):
 
     def _refuse(self, *arguments: object, **options: object) -> NoReturn:
         user_code.hide_lines()
-        kind = f"{np.dtype(self.dtype).name}{list(self.shape)}"
+        kind = f"{self.dtype}{list(self.shape)}"
         raise PlanError(
             f"the plan ends here: the program reads the values of an array {kind}, and a plan has none, because its devices "
             "exist nowhere. Write print(mr.plan(strategy)) before this line, or leave the line out of what you plan. The command "

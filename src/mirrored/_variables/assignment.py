@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from .._replicas.collectives import ReplicaAxis
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica, require_whole, stack_of
+from .._replicas.planned import Planned
 from .spec import Given, VariableSpec
 
 
@@ -111,9 +113,9 @@ class Assignment:
                 f"{what} inside a step was given a PerReplica, which holds the values of "
                 "all replicas. Pass it to the step in strategy.run(fn, args=...): there it is this replica's value."
             )
-        if not isinstance(operand, jax.Array) and not hasattr(type(operand), "__jax_array__"):
+        if not isinstance(operand, jax.Array | Planned) and not hasattr(type(operand), "__jax_array__"):
             operand = host_array(operand, what, spec.dtype)
-        array = operand if isinstance(operand, jax.Array) else jnp.asarray(operand)
+        array: Any = operand if isinstance(operand, jax.Array | Planned) else jnp.asarray(operand)
         if not isinstance(array, jax.core.Tracer) and (array.committed or not spec.mesh.is_alone):
             if array is operand and not frames.is_traced():
                 placement.check_later(spec.mesh, [array], lambda _: f"what variable {spec.name!r} was given by {self.method}")

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from .._errors import ReplicasDivergeError
-from .._replicas.mesh import ReplicaMesh
+from .._replicas.mesh import PlannedMesh, ReplicaMesh
 from .._replicas.placement import checksum
 from .._text import numbered
 from .._workers import joint_programs
@@ -165,4 +165,6 @@ def watch(mesh: ReplicaMesh, variables: Sequence[Variable]) -> Watch | None:
     With several workers a program without variables is watched too, because their histories are compared.
     """
     mirrored = [variable for variable in variables if not spec_of(variable).is_on_read]
+    if isinstance(mesh, PlannedMesh):  # whose copies have no values
+        return None
     return Watch(mesh, mirrored) if not mesh.is_alone or (mirrored and len(mesh.devices) > 1) else None
