@@ -28,7 +28,7 @@ from mirrored._workers.coordination import Coordination
 from mirrored._workers.guard import Guard, seconds_of_round
 from mirrored._workers.progress import Progress
 from mirrored.data._sharing.agree import InputWorker
-from mirrored.data._sharing.plan import Plan
+from mirrored.data._sharing.plan import SharingPlan
 from mirrored.data._sharing.steps import LocalReplicas
 from mirrored.data._sources.open import open_source
 
@@ -96,7 +96,7 @@ def _read(worker: Worker, kind: str, is_noted: bool, lookahead: int) -> int:
     own = InputWorker(worker.here.worker, worker.here.num_workers, coordination=worker.here).for_iterator(is_noted=is_noted)
     layout = LocalReplicas(worker.here.num_workers, own, lookahead=lookahead)
     batches = [np.zeros(worker.here.num_workers, np.float32)] * (NUM_BATCHES + 1)
-    for number, _ in enumerate(Plan(batches, kind, "").steps(open_source(batches), layout, {})):
+    for number, _ in enumerate(SharingPlan(batches, kind, "").steps(open_source(batches), layout, {})):
         if number == 0:
             worker.calls.clear()  # what comes once in an epoch
         if number == NUM_BATCHES:
