@@ -280,3 +280,10 @@ def test_the_command_says_what_does_not_fit(tmp_path) -> None:
 def test_the_command_refuses_what_is_not_there(options, message, tmp_path) -> None:
     done = plan_script(tmp_path, *options)
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_script_that_names_its_devices_is_not_planned_and_says_so(tmp_path) -> None:
+    (tmp_path / "named.py").write_text("import mirrored as mr\nprint(mr.MirroredStrategy(['cpu:0']).run(lambda: 7))\n")
+    done = plan_script(tmp_path, "--topology", "v5e:2x4", "named.py")
+    assert done.returncode == 1 and done.stdout == "7\n", done.stderr
+    assert "compiled nothing for these devices" in done.stderr and "Traceback" not in done.stderr

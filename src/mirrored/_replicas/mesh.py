@@ -175,7 +175,7 @@ class PlannedMesh(ReplicaMesh):
 def make_mesh(devices: Sequence[jax.Device], axis: str = REPLICA_AXIS) -> ReplicaMesh:
     """Make the mesh of some devices, in the order given."""
     mesh = replicas_of(Mesh(np.array(devices, dtype=object), (axis,)))
-    if _process.topology:
+    if _process.topology and isinstance(mesh, PlannedMesh):
         _process.planned_meshes.append(mesh)
     return mesh
 
