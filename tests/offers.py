@@ -4,9 +4,9 @@ OFFERS = {
     "_jax": """
         callbacks.forget_failed compilations.heard complaints.NEEDS_A_VALUE complaints.complaint_of
         complaints.needed_arguments costs.Products costs.costs_of costs.products_in dead_code.computing
-        distributed.choose_cpu_collectives distributed.clear_backends distributed.client distributed.has_backend
-        distributed.is_known_platform distributed.known_devices distributed.late_devices distributed.listen_at
-        distributed.place distributed.swallows_sigterm forks.leave_to_parent interpreter.Analysis
+        dead_code.opened distributed.choose_cpu_collectives distributed.clear_backends distributed.client
+        distributed.has_backend distributed.is_known_platform distributed.known_devices distributed.late_devices
+        distributed.listen_at distributed.place distributed.swallows_sigterm forks.leave_to_parent interpreter.Analysis
         interpreter.Evaluation interpreter.Flattening interpreter.Interpreter interpreter.evaluate
         interpreter.run_parts interrupts.send_ignored_again jaxprs.Atom jaxprs.ClosedJaxpr jaxprs.Equation jaxprs.Jaxpr
         jaxprs.Literal jaxprs.Loop jaxprs.Part jaxprs.Var jaxprs.has_collective jaxprs.has_host_callback

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 from typing import NamedTuple
 
+import jax
+from jax._src import core
 from jax._src.interpreters import partial_eval
 
-from . import jaxprs
-from .jaxprs import Atom, Equation, Var
+from . import jaxprs, user_code
+from .jaxprs import Atom, ClosedJaxpr, Equation, Jaxpr, Var
+from .marks import Mark, Purpose, mark_p
+from .primitives import CUSTOM_DERIVATIVE
 
 
 class Smaller(NamedTuple):
@@ -22,6 +27,8 @@ class Smaller(NamedTuple):
 def computing(equation: Equation, results: Collection[int]) -> Smaller | None:
     """Return the smallest equation that computes these results of another; None where JAX does not know one."""
     inner = jaxprs.inner_jaxprs(equation)
+    if equation.primitive.name == "while" and equation.primitive not in partial_eval.dce_rules:
+        return _smaller_while(equation, results)
     if not inner or equation.primitive not in partial_eval.dce_rules:
         return None
     operands: list[Atom] = [Var(atom.aval) for atom in equation.invars]
@@ -37,3 +44,54 @@ def computing(equation: Equation, results: Collection[int]) -> Smaller | None:
     if not all(atom in operands for atom in found.invars) or not all(variable in places for variable in found.outvars):
         return None
     return Smaller(found, [operands.index(atom) for atom in found.invars], [places[variable] for variable in found.outvars])
+
+
+def _smaller_while(equation: Equation, results: Collection[int]) -> Smaller:
+    """Take a `while` apart, which JAX does since 0.12: a result, the condition and what they need stay carried."""
+    again, body = equation.params["cond_jaxpr"], equation.params["body_jaxpr"]
+    num_tests, num_fixed = equation.params["cond_nconsts"], equation.params["body_nconsts"]
+    _, decides = partial_eval.dce_jaxpr(again.jaxpr, [True])
+    kept = [k in results or decides[num_tests + k] for k in range(len(equation.outvars))]
+    while True:
+        smaller_body, takes = partial_eval.dce_jaxpr(body.jaxpr, kept, [False] * num_fixed + kept)
+        if takes[num_fixed:] == kept:
+            break
+        kept = takes[num_fixed:]
+    smaller_again, tests = partial_eval.dce_jaxpr(again.jaxpr, [True], [False] * num_tests + kept)
+    operands = list(itertools.compress(itertools.count(), [*tests[:num_tests], *takes]))
+    carry = list(itertools.compress(itertools.count(), kept))
+    jaxprs_of = {"cond_jaxpr": ClosedJaxpr(smaller_again, again.consts), "body_jaxpr": ClosedJaxpr(smaller_body, body.consts)}
+    counts = {"cond_nconsts": sum(tests[:num_tests]), "body_nconsts": sum(takes[:num_fixed])}
+    smaller = equation.replace(
+        invars=[equation.invars[k] for k in operands],
+        outvars=[equation.outvars[k] for k in carry],
+        params={**equation.params, **jaxprs_of, **counts},
+    )
+    return Smaller(smaller, operands, carry)
+
+
+def opened(equation: Equation) -> Equation:
+    """Return an equation in which calls with derivatives of their own are plain calls, at any depth.
+
+    JAX keeps all operands of such a call, because its derivative may need them. To take the derivative of what is returned
+    here, from outside of a step, is an error.
+    """
+    if all(inner.primitive.name not in CUSTOM_DERIVATIVE for inner in (equation, *jaxprs.inside(equation))):
+        return equation
+    inner = jaxprs.callee(equation)
+    if equation.primitive.name not in CUSTOM_DERIVATIVE or inner is None:
+        return equation.replace(params={name: jax.tree.map(_opened_inside, value) for name, value in equation.params.items()})
+    results = [Var(atom.aval) for atom in inner.jaxpr.outvars]
+    note = Mark(Purpose.NO_DERIVATIVE, "", user_code.equation_line(equation))
+    marks = [
+        equation.replace(invars=[old], outvars=[new], primitive=mark_p, params={"note": note}, effects=core.no_effects)
+        for old, new in zip(inner.jaxpr.outvars, results, strict=True)
+    ]
+    jaxpr = inner.jaxpr.replace(eqns=[*map(opened, inner.jaxpr.eqns), *marks], outvars=results)
+    return equation.replace(primitive=core.closed_call_p, params={"call_jaxpr": ClosedJaxpr(jaxpr, inner.consts)})
+
+
+def _opened_inside(value: object) -> object:
+    if isinstance(value, ClosedJaxpr):
+        return ClosedJaxpr(value.jaxpr.replace(eqns=list(map(opened, value.jaxpr.eqns))), value.consts)
+    return value.replace(eqns=list(map(opened, value.eqns))) if isinstance(value, Jaxpr) else value

@@ -15,6 +15,8 @@ import jax
 import jax.extend.core as jex_core
 from jax.interpreters import ad, batching, mlir
 
+from .._errors import UnevenReplicasError
+
 
 class Purpose(enum.Enum):
     """What a marked value is used for."""
@@ -41,6 +43,7 @@ class Purpose(enum.Enum):
     COTANGENT = "the derivative of a loss by its share"
     OWN_GRADIENT = "the gradient of this replica's loss by a variable"
     ROWS = "depends on how many rows a replica has"
+    NO_DERIVATIVE = "computed by a call with a derivative of its own, without that derivative"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +74,19 @@ _OF_TANGENTS = {Purpose.SHARE: Purpose.TANGENT, **{purpose: purpose for purpose 
 _TRANSPOSED = {Purpose.TANGENT: Purpose.COTANGENT, Purpose.COTANGENT: Purpose.TANGENT}
 
 
+_NO_DERIVATIVE = (
+    "the batch does not divide evenly among the replicas, and a derivative is taken of the whole step, from outside of it, "
+    "through the call at {where}, which has a derivative of its own. Those results of the call that need no rows are computed "
+    "once for all replicas, without that derivative. Take the derivative inside of the step: strategy.run(lambda x: "
+    "jax.grad(loss)(w, x), args=(x,)). Or leave the odd rows out: "
+    "strategy.distribute_dataset(dataset, mr.InputOptions(drop_remainder=True))."
+)
+
+
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], note: Mark) -> tuple[jax.Array, Any]:
     [tangent] = tangents
+    if note.purpose is Purpose.NO_DERIVATIVE and type(tangent) is not ad.Zero:
+        raise UnevenReplicasError(_NO_DERIVATIVE.format(where=note.where))
     if note.purpose in _OF_TANGENTS and type(tangent) is not ad.Zero:
         tangent = mark_p.bind(tangent, note=dataclasses.replace(note, purpose=_OF_TANGENTS[note.purpose]))
     return mark_p.bind(*primals, note=note), tangent

@@ -277,12 +277,62 @@ def while_loop(x):
     return jax.lax.while_loop(lambda own: own[1] < 3, lambda own: (jnp.tanh(own[0] * 2), own[1] + 1), (x, jnp.float32(0)))
 
 
+@jax.custom_vjp
+def own_vjp(x, n):
+    return jnp.tanh(x), n * 2
+
+
+own_vjp.defvjp(lambda x, n: (own_vjp(x, n), x), lambda x, g: (g[0] * (1 - jnp.tanh(x) ** 2), g[1] * 2))
+
+
+@jax.custom_jvp
+def own_jvp(x, n):
+    return jnp.sin(x) + n, (n + LAYERS[0].sum(), jnp.int32(3))
+
+
+@own_jvp.defjvp
+def _(primals, tangents):
+    (x, n), (dx, dn) = primals, tangents
+    return own_jvp(x, n), (jnp.cos(x) * dx + dn, (dn, np.zeros((), jax.dtypes.float0)))
+
+
+def own_derivatives(x):
+    """Calls with derivatives of their own, also in loops, conditions and each other."""
+
+    def layer(carry, w):
+        h, n = own_vjp(*carry)
+        return (own_jvp(jnp.tanh(h @ w), n)[0], n), own_jvp(h, n)[1]
+
+    h, n = own_vjp(x, jnp.float32(1))
+    (h, n), seen = jax.lax.scan(jax.checkpoint(layer), (h, n), LAYERS)
+    h, n = jax.lax.cond(n > 0, own_vjp, lambda h, n: (h, n), h, n)
+    return h, (n, seen)
+
+
+def gradients_of_own_derivatives(x):
+    def share(w):
+        h, states = own_derivatives(x @ w)
+        return mr.losses.compute_average_loss(h.sum(1) ** 2), states
+
+    gradient, states = jax.grad(share, has_aux=True)(LAYERS[0])
+    return x, (total(gradient), states)
+
+
+def while_loops(x):
+    """The number of rounds is carried, and one round reads what another one leaves: that the rows do not need."""
+
+    def round_of(own):
+        h, i, n, last, key = own
+        return h * 2 + last, i + 1, n + last, i * 0.5, jax.random.split(key)[0]
+
+    h, i, n, last, key = jax.lax.while_loop(lambda own: own[1] < LAYERS.shape[0], round_of, (x, 0, 1.0, 0.25, KEY))
+    return h, (i, n, last, jax.random.key_data(key))
+
+
 BESIDE_ROWS = [
     key_and_counter, fori_loop, checkpointed, time_of_a_recurrent_net, nested, condition, moving_average, collectives, gradients,
-    gradients_of_checkpoints,
+    gradients_of_checkpoints, while_loop, while_loops, own_derivatives, gradients_of_own_derivatives,
 ]  # fmt: skip
-if jax.__version_info__ >= (0, 12):  # before, JAX does not know the dead code of a `while`
-    BESIDE_ROWS.append(while_loop)
 
 
 def assigned(strategy, compute, rows):
@@ -317,23 +367,27 @@ def test_what_needs_no_rows_beside_them_in_a_loop_may_be_assigned(compute):
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
 
 
-def test_what_needs_rows_may_not_and_neither_may_what_a_call_with_its_own_derivative_computes_beside_them():
+def test_what_needs_rows_may_not_and_neither_may_what_jax_does_not_take_apart():
     strategy = STRATEGIES[2]
     n = variable(1.0, strategy, name="n")
 
-    @jax.custom_vjp
-    def own_derivative(x, n):
+    @jax.custom_batching.custom_vmap
+    def own_vmap(x, n):
         return jnp.tanh(x), n * 2
 
-    own_derivative.defvjp(lambda x, n: (own_derivative(x, n), None), lambda _, g: g)
+    own_vmap.def_vmap(lambda size, is_batched, x, n: ((jnp.tanh(x), n * 2), is_batched))
     of_rows = lambda x: jax.lax.scan(lambda own, w: ((own[0] * w, own[1] + own[0].sum()), None), (x, 0.0), LAYERS[:, 0])[0][1]  # noqa: E731
     of_their_number = lambda x: jax.lax.fori_loop(0, 2, lambda i, own: (own[0] * 2, own[1] + x.shape[0]), (x, 0.0))[1]  # noqa: E731
     wrong = {
         "of rows": (of_rows, r"'n' is mirrored.*depends on the argument `x`"),
         "of their number": (of_their_number, r"'n' is mirrored.*a replica's own number of rows"),
-        "its own derivative": (
-            lambda x: own_derivative(x, n.value)[1],
+        "its own vmap": (
+            lambda x: own_vmap(x, n.value)[1],
             r"'n' is mirrored.*test_loops\.py:\d+, such as a call.*outside of it",
+        ),
+        "its own derivative, of rows": (
+            lambda x: own_jvp(n.value, x)[1][0].sum(),
+            r"'n' is mirrored.*depends on the argument `x`",
         ),
     }
     for name, (compute, message) in wrong.items():
@@ -343,6 +397,24 @@ def test_what_needs_rows_may_not_and_neither_may_what_a_call_with_its_own_deriva
     counted = lambda x: jax.lax.fori_loop(0, 2, lambda i, own: (own[0] * 2, own[1] + 1), (x, 0))[1]  # noqa: E731
     for rows in (4, 3):
         assert int(strategy.run(counted, args=(split(strategy, data(rows)),))) == 2  # one value, and no PerReplica
+
+
+def test_a_derivative_of_the_whole_step_is_refused_where_a_call_with_its_own_is_taken_apart():
+    strategy = STRATEGIES[2]
+
+    def loss(w, rows, position):
+        step = lambda x, w: total(jnp.sum(own_jvp(x, w)[0])) + own_jvp(x, w)[1][0] * position  # noqa: E731
+        return strategy.run(step, args=(split(strategy, data(rows)), w))
+
+    assert jax.grad(loss)(1.0, 4, 1.0) == 4 * COLUMNS + 1
+    with pytest.raises(
+        mr.UnevenReplicasError, match=r"from outside of it.*test_loops\.py:\d+, which has.*inside of the step.*drop_rem"
+    ):
+        jax.grad(loss)(1.0, 3, 1.0)
+    only_rows = lambda w: strategy.run(  # noqa: E731
+        lambda x, w: total(jnp.sum(own_jvp(x, w)[0])), args=(split(strategy, data(3)), w)
+    )
+    assert jax.grad(only_rows)(1.0) == 3 * COLUMNS
 
 
 def test_a_step_may_assign_in_each_round_of_a_loop_over_rows():

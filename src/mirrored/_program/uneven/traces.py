@@ -193,8 +193,8 @@ def _origin(kinds: Kinds, loop: nodes.Node | None) -> str:
         return text
     where = user_code.equation_line(loop.equation)
     return (
-        f"{text}. JAX does not take apart what computes of rows at {where}, such as a call with a derivative of its own, so all "
-        "of it depends on their number. Compute what is assigned outside of it"
+        f"{text}. JAX does not take apart what computes of rows at {where}, such as a call of `custom_vmap`, so all of it "
+        "depends on their number. Compute what is assigned outside of it"
     )
 
 

@@ -95,9 +95,10 @@ class _Numbering:
         if not jaxprs.inner_jaxprs(node.equation):
             return None
         common = {k for k, value in enumerate(node.inputs) if self._number_of(value) is not None}
-        alone = [dead_code.computing(node.equation, [k]) for k in range(len(node.outputs))]
+        whole = dead_code.opened(node.equation)
+        alone = [dead_code.computing(whole, [k]) for k in range(len(node.outputs))]
         results = [k for k, found in enumerate(alone) if found is not None and common.issuperset(found.operands)]
-        smaller = dead_code.computing(node.equation, results) if results else None
+        smaller = dead_code.computing(whole, results) if results else None
         if smaller is None:
             return None
         inputs = [node.inputs[k] for k in smaller.operands]
