@@ -9,7 +9,8 @@ from strategies import TWO
 import mirrored as mr
 from mirrored._plan.chips import CHIPS
 from mirrored._plan.modules import Sent
-from mirrored._plan.plan import Memory, ProgramPlan
+from mirrored._plan.plan import ProgramPlan
+from mirrored._program.memory import Memory
 
 GIB = 2**30
 #: Of GPT with 124 M parameters on 16 x 512 tokens, compiled for one H100; one H200 takes 15.0 ms.

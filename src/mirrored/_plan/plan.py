@@ -11,7 +11,7 @@ from typing import Any
 from .. import _html
 from .._errors import PlanError
 from .._jax.costs import costs_of
-from .._program.memory import bytes_on_device
+from .._program.memory import Memory
 from .._replicas.mesh import PlannedMesh
 from .._replicas.planned import CompiledOnly
 from .._strategy.strategy import Strategy, parts_of
@@ -23,22 +23,6 @@ from .modules import Sent, collectives_in
 #: Numbers of devices for which a plan estimates the efficiency.
 EFFICIENCY_AT = (1, 8, 64, 256)
 _NEEDED = re.compile(r"\(([\d.]+[KMGT])\) exceeds available HBM \(([\d.]+[KMGT])\)")
-
-
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """Bytes on each device; `variables` are those that are trained, `state` the others, such as an optimizer's."""
-
-    variables: int
-    state: int
-    arguments: int
-    results: int
-    temporaries: int
-
-    @property
-    def peak(self) -> int:
-        """All of it: a program writes the new values of variables over the old ones."""
-        return self.variables + self.state + self.arguments + self.results + self.temporaries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,22 +176,16 @@ def plan_of(mesh: PlannedMesh) -> Plan:
 
 
 def _plan_of(program: CompiledOnly) -> ProgramPlan:
-    written, read_only, arrays, constants = program.arguments
-    variables = list(map(bytes_on_device, [*written, *read_only]))
-    trained = sum(size for size, is_trained in zip(variables, program.is_trained, strict=True) if is_trained)
-    state = sum(variables) - trained
-    kinds = tuple(f"{array.dtype.name}{list(array.shape)}".replace(" ", "") for array in arrays)
-    given = sum(map(bytes_on_device, [*arrays, *constants]))
+    kinds = tuple(f"{array.dtype.name}{list(array.shape)}".replace(" ", "") for array in program.arguments[2])
+    memory = Memory.of(program.compiled, program.is_trained, program.arguments)
     if program.compiled is None:
-        memory = Memory(trained, state, given, 0, 0)
         return ProgramPlan(program.name, kinds, program.failure, memory, 0.0, 0.0, 0.0, (), program.seconds)
-    sizes, costs = program.compiled.memory_analysis(), costs_of(program.compiled)
-    results = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    costs = costs_of(program.compiled)
     return ProgramPlan(
         name=program.name,
         arguments=kinds,
         failure="",
-        memory=Memory(trained, state, given, results, sizes.temp_size_in_bytes),
+        memory=memory,
         flops=max(costs["flops"], sum(program.products)),
         convolution_flops=program.products.convolutions,
         bytes_moved=costs["bytes accessed"],
@@ -237,13 +215,6 @@ def _describe(plan: Plan, program: ProgramPlan) -> str:
     named = f"{program.name} of {', '.join(program.arguments[:4])}" if program.arguments else program.name
     memory, title = program.memory, f"\n{named} (compiled in {program.compile_seconds:.1f} s)"
     have = "" if plan.chip is None else f" of {bytes_in_words(plan.chip.memory)}"
-    parts = [
-        f"{bytes_in_words(size)} {what}"
-        for size, what in (
-            (memory.variables, "trained variables"), (memory.state, "other state"), (memory.arguments, "arguments"),
-            (memory.results, "results"), (memory.temporaries, "temporaries"),
-        ) if size
-    ]  # fmt: skip
     if not plan.fits(program):
         found = _NEEDED.search(program.failure)
         needs = f"{found[1]}, the device has {found[2]}" if found else bytes_in_words(memory.peak) + have
@@ -251,10 +222,10 @@ def _describe(plan: Plan, program: ProgramPlan) -> str:
         if memory.state >= memory.variables:  # not shared out already
             saved = bytes_in_words(memory.state - memory.state // plan.devices)
             remedies += f"; mr.Optimizer(..., shard_state=True) saves {saved}"
-        lines = [f"does not fit into the memory of a device: it needs {needs}", f"of these {', '.join(parts)}", f"{remedies}."]
+        lines = [f"does not fit into the memory of a device: it needs {needs}", f"of these {memory.in_words()}", f"{remedies}."]
         return title + list_lines(lines, most=len(lines))
     lines = [
-        f"memory       {bytes_in_words(memory.peak)}{have}: {', '.join(parts)}",
+        f"memory       {bytes_in_words(memory.peak)}{have}: {memory.in_words()}",
         f"work         {program.flops / 1e12:.3g} TFLOP, {bytes_in_words(program.bytes_moved)} read and written",
         f"sends        {_describe_sent(program.collectives)}",
     ]

@@ -1,7 +1,8 @@
-"""Does a program fit into the memory of a device? Asked before it overwrites variables for the first time."""
+"""What does a program need of a device's memory, and does it fit? Asked before it overwrites variables for the first time."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,51 @@ from .._text import bytes_in_words
 from .._workers.joint_programs import Announced
 
 
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on each device; `variables` are those that are trained, `state` the others, such as an optimizer's."""
+
+    variables: int
+    state: int
+    arguments: int
+    results: int
+    temporaries: int
+
+    @classmethod
+    def of(cls, compiled: jax.stages.Compiled | None, is_trained: Sequence[bool], arguments: tuple[Any, ...]) -> Memory:
+        """Divide what a compiled program needs.
+
+        Args:
+            compiled: what XLA has made; None where it could not, so that results and temporaries are unknown, and count as 0.
+            is_trained: of each variable among the arguments.
+            arguments: `(written, read_only, arrays, constants)`.
+        """
+        written, read_only, *others = arguments
+        sizes: Any = None if compiled is None else compiled.memory_analysis()
+        variables = list(map(bytes_on_device, [*written, *read_only]))
+        trained = sum(size for size, its in zip(variables, is_trained, strict=True) if its)
+        return cls(
+            variables=trained,
+            state=sum(variables) - trained,
+            arguments=sum(map(bytes_on_device, jax.tree.leaves(others))),
+            results=0 if sizes is None else sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
+            temporaries=0 if sizes is None else sizes.temp_size_in_bytes,
+        )
+
+    @property
+    def peak(self) -> int:
+        """All of it: a program writes the new values of variables over the old ones."""
+        return self.variables + self.state + self.arguments + self.results + self.temporaries
+
+    def in_words(self, of_state: str = "other state") -> str:
+        """List the parts that are not empty."""
+        parts = {
+            "trained variables": self.variables, of_state: self.state, "arguments": self.arguments, "results": self.results,
+            "temporaries": self.temporaries,
+        }  # fmt: skip
+        return ", ".join(f"{bytes_in_words(size)} {what}" for what, size in parts.items() if size)
+
+
 def refuse_too_large(
     name: str, compiled: Callable[..., Any], has: int, is_trained: Sequence[bool], arguments: tuple[Any, ...]
 ) -> None:
@@ -21,30 +67,20 @@ def refuse_too_large(
     Args:
         compiled: the jitted program, which its first call finds compiled.
         has: bytes of the device.
-        is_trained: of each variable among the arguments.
-        arguments: `(written, read_only, arrays, constants)`.
+        is_trained, arguments: as for `Memory.of`.
     """
     program: Any = compiled.program if isinstance(compiled, Announced) else compiled
-    sizes = program.lower(*arguments).compile().memory_analysis()
+    made = program.lower(*arguments).compile()
+    sizes = made.memory_analysis()
     if sizes is None:  # this backend does not tell
         return
-    results = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-    needs = sizes.argument_size_in_bytes + results + sizes.temp_size_in_bytes
+    memory = Memory.of(made, is_trained, arguments)
+    needs = sizes.argument_size_in_bytes + memory.results + memory.temporaries
     if needs <= has:
         return
-    written, read_only, *others = arguments
-    variables = list(map(bytes_on_device, [*written, *read_only]))
-    trained = sum(size for size, its in zip(variables, is_trained, strict=True) if its)
-    parts = {
-        "trained variables": trained,
-        "an optimizer's and other state": sum(variables) - trained,
-        "arguments": sum(map(bytes_on_device, jax.tree.leaves(others))),
-        "results": results,
-        "temporaries": sizes.temp_size_in_bytes,
-    }
-    listed = ", ".join(f"{bytes_in_words(size)} {what}" for what, size in parts.items() if size)
+    parts = memory.in_words("an optimizer's and other state")
     raise DeviceError(
-        f"{name} needs {bytes_in_words(needs)} of memory on each device, which has {bytes_in_words(has)}: {listed}. It was not "
+        f"{name} needs {bytes_in_words(needs)} of memory on each device, which has {bytes_in_words(has)}: {parts}. It was not "
         "run, and nothing has changed. Temporaries shrink with fewer rows, with parts of a batch one after the other "
         '(schedule="one_by_one"), with jax.checkpoint and with bfloat16; the state of an optimizer with shard_state=True.'
     )
