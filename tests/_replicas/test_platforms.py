@@ -67,15 +67,21 @@ def test_a_platform_that_nobody_named_gets_a_sum_of_each_array_and_the_same_numb
     assert sorted(shapes) == ([(6 + 2 + 6 + 1 + 1,)] if packs else [(), (), (2,), (2, 3), (6,)])
 
 
+def shared_out(num_replicas, width, num_outputs):
+    """Make a strategy, parameters, their optimizer with shared-out state, and a value `[2, width]` of each replica."""
+    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+    with strategy.scope():
+        params = mr.Variable({"w": np.ones((width, num_outputs), np.float32), "b": np.zeros(3, np.float32)})
+        optimizer = mr.Optimizer(optax.sgd(0.5, 0.9), params, shard_state=True)
+    x = strategy.distribute_values_from_function(lambda ctx: np.full((2, width), 1.0 + ctx.replica_id_in_sync_group, np.float32))
+    return strategy, params, optimizer, x
+
+
 @pytest.mark.parametrize("num_replicas", [2, 3])
 @pytest.mark.parametrize("lanes", [0, 4, 128])
 def test_a_reduce_scatter_in_rows_of_lanes_gives_the_same_parts(lanes, num_replicas, monkeypatch):
     monkeypatch.setitem(PLATFORMS, "cpu", PLATFORMS["cpu"]._replace(lanes=lanes))
-    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
-    with strategy.scope():
-        params = mr.Variable({"w": np.ones((7, 5), np.float32), "b": np.zeros(3, np.float32)})
-        optimizer = mr.Optimizer(optax.sgd(0.5, 0.9), params, shard_state=True)
-    x = strategy.distribute_values_from_function(lambda ctx: np.full((2, 7), 1.0 + ctx.replica_id_in_sync_group, np.float32))
+    strategy, params, optimizer, x = shared_out(num_replicas, 7, 5)
 
     def step(x):
         losses = lambda: (x @ params.value["w"] * np.arange(5.0)).sum(1) + (params.value["b"] * np.arange(3.0)).sum()  # noqa: E731
@@ -88,11 +94,7 @@ def test_a_reduce_scatter_in_rows_of_lanes_gives_the_same_parts(lanes, num_repli
 
 @pytest.mark.parametrize("num_replicas", [2, 3])
 def test_shared_out_state_and_reduces_of_nests_are_not_packed_either(packs, num_replicas):
-    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
-    with strategy.scope():
-        params = mr.Variable({"w": np.ones((4, 3), np.float32), "b": np.zeros(3, np.float32)})
-        optimizer = mr.Optimizer(optax.sgd(0.5, 0.9), params, shard_state=True)
-    x = strategy.distribute_values_from_function(lambda ctx: np.full((2, 4), 1.0 + ctx.replica_id_in_sync_group, np.float32))
+    strategy, params, optimizer, x = shared_out(num_replicas, 4, 3)
 
     def step(x):
         def loss():
