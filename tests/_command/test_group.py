@@ -555,6 +555,16 @@ def test_no_orphans_at_whichever_moment_of_the_start_it_is_killed(launcher: Laun
     wait_until(lambda: list(launcher.temporary.iterdir()) == [], 5)
 
 
+def test_nothing_is_left_when_the_launcher_is_killed_at_its_end(launcher: Launcher) -> None:
+    patch = """
+import os, subprocess
+kill = subprocess.Popen.kill
+def kill_both(keeper): kill(keeper); os.kill(os.getpid(), 9)
+subprocess.Popen.kill = kill_both
+"""
+    assert launcher.run("say('done')", patch=patch)[0] == -signal.SIGKILL
+
+
 def test_nothing_is_left_when_the_keeper_is_killed_and_nohup_holds(launcher: Launcher, tmp_path: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -86,7 +87,7 @@ class Group:
 
     def run(self) -> Attempt:
         """Start the workers, and return when all are gone."""
-        with tempfile.TemporaryDirectory(prefix="mirrored-", ignore_cleanup_errors=True) as folder, _keeper(folder) as pipe:
+        with _kept_folder() as (folder, pipe):
             progress = Path(folder, "progress")
             self._keeper_pipe = pipe
             self._enrol = [*_isolated("enrol"), str(pipe)]
@@ -229,18 +230,22 @@ class Group:
 
 
 @contextlib.contextmanager
-def _keeper(folder: str) -> Iterator[int]:
-    """Run the process that ends the workers and removes the folder when this process is killed; yield its pipe.
+def _kept_folder() -> Iterator[tuple[str, int]]:
+    """Yield a folder, and the pipe of the keeper: the process that ends the workers and removes the folder if this one is killed.
 
-    It is killed at the end, when the workers are gone: it may be stopped, and is not waited for.
+    The keeper is killed at the end, when workers and folder are gone: it may be stopped, and is not waited for.
     """
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
-    with subprocess.Popen([*_isolated("keep"), folder], 0, start_new_session=True, **pipes) as process:
+    with (
+        tempfile.TemporaryDirectory(prefix="mirrored-", ignore_cleanup_errors=True) as folder,
+        subprocess.Popen([*_isolated("keep"), folder], 0, start_new_session=True, **pipes) as process,
+    ):
         assert process.stdin is not None
         os.set_blocking(process.stdin.fileno(), False)
         try:
-            yield process.stdin.fileno()
+            yield folder, process.stdin.fileno()
         finally:
+            shutil.rmtree(folder, ignore_errors=True)
             process.kill()
 
 
