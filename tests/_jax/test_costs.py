@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from mirrored._jax.costs import Products, costs_of, products_in
+from mirrored._jax.costs import Products, costs_of, products_in, repeats_in
 
 
 def products_of(function, *shapes):
@@ -30,6 +30,19 @@ def test_matrix_products_and_convolutions_are_counted() -> None:
 )
 def test_inside_of_loops_and_calls(function, count) -> None:
     assert products_of(function, (4, 4)).dots == count * 2 * 4**3
+
+
+@pytest.mark.parametrize(
+    ("function", "ratio"),
+    [
+        (lambda a: lax.scan(lambda c, _: (jnp.sin(c), None), a, None, length=5)[0], 5),
+        (lambda a: jnp.cos(lax.scan(lambda c, _: (jnp.sin(c), None), a, None, length=5)[0]), 3),
+        (lambda a: lax.cond(a[0, 0] > 0, jax.jit(jnp.sin), lambda a: a, a), 1),
+        (lambda a: a, 1),
+    ],
+)
+def test_a_loop_makes_its_elements_again_and_again(function, ratio) -> None:
+    assert repeats_in(jax.make_jaxpr(function)(jnp.ones((64, 64))).jaxpr) == pytest.approx(ratio, rel=1e-3)
 
 
 def test_xla_counts_what_it_has_compiled() -> None:

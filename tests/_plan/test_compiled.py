@@ -135,10 +135,18 @@ def test_functions_and_loops() -> None:
     def two_steps(x):
         return mr.fori_loop(0, 2, lambda i, total: total + strategy.reduce("sum", strategy.run(step, args=(x,))), jnp.float32(0))
 
+    @mr.function
+    def each_step(batches):
+        return mr.scan(lambda total, x: (total + strategy.reduce("sum", strategy.run(step, args=(x,))), total), 0.0, batches)
+
     [x] = strategy.distribute_dataset([np.zeros((16, WIDTH), np.float32)])
     assert two_steps(x).shape == ()
-    [program] = mr.plan(strategy).programs
-    assert "two_steps" in program.name and program.collectives
+    total, history = each_step(strategy.run(lambda x: jnp.stack([x] * 5), args=(x,)))
+    assert (total.shape, history.shape) == ((), (5,))
+    found = {program.name.rpartition(".")[2]: program for program in mr.plan(strategy).programs}
+    gradients = lambda name: [sent.times for sent in found[name].collectives if sent.num_bytes > 4]  # noqa: E731
+    assert (gradients("two_steps"), gradients("each_step")) == ([2], [5])
+    assert found["each_step"].bytes_moved > 1.5 * found["two_steps"].bytes_moved
 
 
 def test_models_of_nnx_linen_and_equinox() -> None:
@@ -280,6 +288,35 @@ def test_the_command_says_what_does_not_fit(tmp_path) -> None:
 def test_the_command_refuses_what_is_not_there(options, message, tmp_path) -> None:
     done = plan_script(tmp_path, *options)
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
+KERAS = """
+import os
+os.environ["KERAS_BACKEND"] = "jax"
+import keras, numpy as np
+import mirrored as mr
+strategy = mr.MirroredStrategy()
+with strategy.scope():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+model.fit(np.zeros((64, 3)), np.zeros((64, 1)), batch_size=32, verbose=0)
+"""
+
+
+def test_the_command_says_that_keras_runs_fit_itself(tmp_path) -> None:
+    pytest.importorskip("keras")
+    (tmp_path / "fit.py").write_text(KERAS)
+    done = plan_script(tmp_path, "--topology", "v5e:2x4", "fit.py")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "fit, evaluate and predict cannot be planned, because Keras compiles and runs their programs itself." in done.stderr
+    assert "It ended before strategy.run" in done.stderr
+
+
+def test_the_command_ends_after_so_many_steps(tmp_path) -> None:
+    text = SCRIPT.format(strategy="MirroredStrategy", size=64).replace("* 2", "* 20")
+    (tmp_path / "long.py").write_text(text)
+    done = plan_script(tmp_path, "--topology", "v5e:2x4", "--steps", "7", "long.py")
+    assert done.returncode == 0 and "step was called 7 times." in done.stderr and "plan for 8 replicas" in done.stdout
 
 
 def test_a_script_that_names_its_devices_is_not_planned_and_says_so(tmp_path) -> None:

@@ -33,6 +33,39 @@ ENTRY %main (a: f32[9]) -> f32[9] {
 """
 
 
+TPU_LOOP = """
+%region_5.7 (param.11: (s32[], f32[5])) -> pred[] {
+  %constant.21 = s32[]{:T(128)} constant(5)
+  ROOT %lt.5 = pred[]{:T(512)} compare(%get-tuple-element.116, %constant.21), direction=LT
+}
+%region_0.6 (param.1: (s32[], f32[5])) -> (s32[], f32[5]) {
+  %constant.3 = s32[]{:T(128)} constant(90)
+  %all-reduce.2 = f32[10]{0:T(128)} all-reduce(%a), channel_id=2
+}
+ENTRY %main.8 (param.5: f32[256,10]) -> f32[5] {
+  %all-reduce.3 = f32[20]{0:T(128)} all-reduce(%b), channel_id=3
+  %while.17 = (s32[]{:T(128)}, f32[5]{0:T(128)}) while(%tuple.35), condition=%region_5.7, body=%region_0.6
+}
+"""
+
+GPU_LOOPS = """
+%inner (param: f32[4]) -> f32[4] {
+  %all-reduce.1 = f32[4]{0} all-reduce(%param), channel_id=1
+}
+%outer (param: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %conditional.1 = f32[4]{0} conditional(%i, %a, %b), branch_computations={%inner, %other}
+}
+ENTRY %main (a: f32[9]) -> f32[9] {
+  %while.1 = (s32[], f32[4]{0}) while(%tuple), condition=%limit, body=%outer, backend_config={"known_trip_count":{"n":"7"}}
+}
+"""
+
+
+def test_what_is_in_a_loop_runs_as_often_as_the_loop() -> None:
+    assert [(sent.num_bytes, sent.times) for sent in collectives_in(TPU_LOOP)] == [(40, 5), (80, 1)]
+    assert [(sent.num_bytes, sent.times) for sent in collectives_in(GPU_LOOPS)] == [(16, 7)]
+
+
 def test_a_tpu_s_collectives() -> None:
     assert collectives_in(TPU) == [
         Sent("all-reduce", 8 * 256 * 4 + 8 * 2 * 2, False, 1),

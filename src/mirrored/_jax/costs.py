@@ -48,3 +48,25 @@ def products_in(jaxpr: Jaxpr) -> Products:
         dots += times * sum(each.dots for each in inner)
         convolutions += times * sum(each.convolutions for each in inner)
     return Products(dots, convolutions)
+
+
+def repeats_in(jaxpr: Jaxpr) -> float:
+    """Return how many times more elements a function makes than when the body of each `scan` runs once, as XLA counts it."""
+    made, once = _elements_in(jaxpr)
+    return made / once if once else 1.0
+
+
+def _elements_in(jaxpr: Jaxpr) -> tuple[float, float]:
+    made = once = 0.0
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        inner = [_elements_in(closed.jaxpr) for closed in inner_jaxprs(equation)]
+        if not inner:
+            size = sum(math.prod(getattr(result.aval, "shape", ())) for result in equation.outvars)
+            inner = [(size, size)]
+        elif name == "cond":
+            inner = [max(inner)]
+        times = equation.params["length"] if name == "scan" else 1
+        made += times * sum(its for its, _ in inner)
+        once += sum(its for _, its in inner)
+    return made, once

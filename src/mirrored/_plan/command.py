@@ -15,10 +15,9 @@ from .._errors import PlanError
 from .plan import plan_of
 from .topologies import topology
 
-_NOTHING = (
-    "mirrored plan: the program has compiled nothing for these devices. A strategy that names its devices gets those: "
-    "write mr.MirroredStrategy() or mr.MultiWorkerMirroredStrategy().\n"
-)
+_NOTHING = "mirrored plan: the program has compiled nothing for these devices. "
+_NO_STRATEGY = "A strategy that names its devices gets those: write mr.MirroredStrategy() or mr.MultiWorkerMirroredStrategy()."
+_NO_STEP = "It ended before strategy.run, or a function of mr.function, was called."
 
 
 def main(argv: Sequence[str]) -> int:
@@ -45,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     code = _run(options.script, options.args)
     plans = [plan for plan in map(plan_of, _process.planned_meshes) if plan.programs]
     if not plans:
-        sys.stderr.write(_NOTHING)
+        sys.stderr.write(f"{_NOTHING}{_NO_STEP if _process.planned_meshes else _NO_STRATEGY}\n")
     for plan in plans:
         print(plan)
     return code or int(not plans or not all(plan.fits(program) for plan in plans for program in plan.programs))
@@ -71,7 +70,7 @@ def _run(script: str, args: Sequence[str]) -> int:
         path = Path(script).resolve()
         lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if Path(each.filename).resolve() == path]
         where = f"{script}:{lines[-1]}: " if lines else ""
-        sys.stderr.write(f"mirrored plan: {where}{str(error).partition(', because')[0]}\n")
+        sys.stderr.write(f"mirrored plan: {where}{str(error).partition('. ')[0]}.\n")
         return 0
     except Exception:
         traceback.print_exc()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Iterator
 
 _KINDS = ("all-reduce", "reduce-scatter", "all-gather", "collective-permute", "all-to-all")
 _ARRAY = re.compile(r"\b(pred|bf|[fsuc])(\d*)(?:e\d\w*)?\[([\d,]*)\]")
@@ -15,6 +16,11 @@ _FUSED = ("fused_computation", "async_collective_fusion")
 _CARRIED = "async-collective-done"
 #: Instructions that are work, and the marks of matrix products and convolutions among them.
 _WORK = frozenset({"convolution", "custom-call", "dot", "fusion"})
+_NAME = re.compile(r"%([\w.-]+)")
+#: A loop, and how often it runs where XLA says so; a TPU's compiler leaves only the number in the loop's condition.
+_LOOP = re.compile(r" while\(.*condition=%(?P<condition>[\w.-]+), body=%(?P<body>[\w.-]+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_NUMBER = re.compile(r" s32\[\]\S* constant\((\d+)\)")
 _PRODUCTS = ("kind=kOutput", "gemm", "conv", " dot(")
 
 
@@ -26,22 +32,22 @@ class Sent:
         num_bytes: of the whole operand, on each device.
         is_overlapped: whether it runs beside other work.
         later: matrix products and convolutions that come after it in the schedule.
+        times: how often it runs: in a loop more than once.
     """
 
     kind: str
     num_bytes: int
     is_overlapped: bool
     later: int
+    times: int = 1
 
 
 def collectives_in(text: str) -> list[Sent]:
     """Return the collectives in the text of a scheduled module, in the order of the schedule."""
     found: list[Sent] = []
     running: dict[str, int] = {}  # the instruction that begins a collective -> its position among those found
-    computation = ""
-    for line in text.splitlines():
-        if line[:1].strip():
-            computation = line.split()[0].lstrip("%")
+    times = _times_in(text)
+    for computation, line in _lines_of(text):
         if (match := _INSTRUCTION.match(line)) is None:
             continue
         name, result, operation = match.groups()
@@ -50,14 +56,40 @@ def collectives_in(text: str) -> list[Sent]:
         elif kind := _kind_of(name, operation, computation, line):
             if operation.endswith("-start"):
                 running[name] = len(found)
-            times = _group(line) if kind == "reduce-scatter" and not operation.endswith("-start") else 1  # its result is a part
-            found.append(Sent(kind, times * _num_bytes(result), name.startswith(_CARRIED), 0))
+            parts = _group(line) if kind == "reduce-scatter" and not operation.endswith("-start") else 1  # its result is a part
+            is_carried = name.startswith(_CARRIED)
+            found.append(Sent(kind, parts * _num_bytes(result), is_carried, 0, times.get(computation, 1)))
         elif operation in _WORK:
             for position in running.values():
                 found[position] = dataclasses.replace(found[position], is_overlapped=True)
             if any(mark in line for mark in _PRODUCTS):
                 found = [dataclasses.replace(sent, later=sent.later + 1) for sent in found]
     return found
+
+
+def _lines_of(text: str) -> Iterator[tuple[str, str]]:
+    """Yield each line with the computation that it is in."""
+    computation = ""
+    for line in text.splitlines():
+        if line[:1].strip():
+            computation = line.removeprefix("ENTRY ").split()[0].lstrip("%")
+        yield computation, line
+
+
+def _times_in(text: str) -> dict[str, int]:
+    """Return how often each computation runs: a loop's body as often as XLA says, or as the number in the loop's condition."""
+    limits: dict[str, int] = {}  # the largest number in each computation
+    for computation, line in _lines_of(text):
+        match = _NUMBER.search(line)
+        limits[computation] = max(limits.get(computation, 1), int(match[1]) if match else 1)
+    times: dict[str, int] = {}
+    for computation, line in reversed(list(_lines_of(text))):  # the caller of a computation stands after it
+        loop, trips = _LOOP.search(line), _TRIPS.search(line)
+        for callee in limits.keys() & set(_NAME.findall(line)):
+            is_body = loop is not None and callee == loop["body"]
+            num_trips = int(trips[1]) if trips else limits[loop["condition"]] if loop else 1
+            times[callee] = times.get(computation, 1) * (num_trips if is_body else 1)
+    return times
 
 
 def _kind_of(name: str, operation: str, computation: str, line: str) -> str:

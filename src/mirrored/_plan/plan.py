@@ -22,6 +22,8 @@ from .modules import Sent, collectives_in
 
 #: Numbers of devices for which a plan estimates the efficiency.
 EFFICIENCY_AT = (1, 8, 64, 256)
+#: Bytes that nobody needs to save, such as a count's.
+LITTLE = 2**20
 _NEEDED = re.compile(r"\(([\d.]+[KMGT])\) exceeds available HBM \(([\d.]+[KMGT])\)")
 
 
@@ -103,7 +105,7 @@ class Plan:
         count = self.devices if num_devices is None else num_devices
         convolutions = program.convolution_flops
         products = program.flops - convolutions
-        times = [(_seconds_of(sent, count, self.chip), sent.is_overlapped) for sent in program.collectives]
+        times = [(sent.times * _seconds_of(sent, count, self.chip), sent.is_overlapped) for sent in program.collectives]
         return Estimate(
             compute=(products / chips.REACHED_PRODUCTS + convolutions / chips.REACHED_CONVOLUTIONS) / self.chip.flops,
             memory=program.bytes_moved / (self.chip.memory_rate * chips.REACHED_MEMORY),
@@ -188,7 +190,7 @@ def _plan_of(program: CompiledOnly) -> ProgramPlan:
         memory=memory,
         flops=max(costs["flops"], sum(program.products)),
         convolution_flops=program.products.convolutions,
-        bytes_moved=costs["bytes accessed"],
+        bytes_moved=costs["bytes accessed"] * program.repeats,
         collectives=tuple(collectives_in(program.compiled.as_text())),
         compile_seconds=program.seconds,
     )
@@ -219,9 +221,9 @@ def _describe(plan: Plan, program: ProgramPlan) -> str:
         found = _NEEDED.search(program.failure)
         needs = f"{found[1]}, the device has {found[2]}" if found else bytes_in_words(memory.peak) + have
         remedies = "Fewer rows on each device, jax.checkpoint and bfloat16 save temporaries"
-        if memory.state >= memory.variables:  # not shared out already
-            saved = bytes_in_words(memory.state - memory.state // plan.devices)
-            remedies += f"; mr.Optimizer(..., shard_state=True) saves {saved}"
+        saved = memory.whole_state - memory.whole_state // plan.devices
+        if saved > LITTLE:
+            remedies += f"; mr.Optimizer(..., shard_state=True) saves up to {bytes_in_words(saved)}"
         lines = [f"does not fit into the memory of a device: it needs {needs}", f"of these {memory.in_words()}", f"{remedies}."]
         return title + list_lines(lines, most=len(lines))
     lines = [
@@ -242,11 +244,11 @@ def _describe_sent(collectives: Sequence[Sent]) -> str:
     kinds: dict[tuple[str, bool], list[Sent]] = {}
     for sent in collectives:
         kinds.setdefault((sent.kind, sent.is_overlapped), []).append(sent)
-    described = [
-        f"{counted(len(each), kind)} of {bytes_in_words(sum(sent.num_bytes for sent in each))}, "
-        + ("beside other work" if is_overlapped else f"alone, with {each[0].later} matrix products later")
-        for (kind, is_overlapped), each in kinds.items()
-    ]
+    described = []
+    for (kind, is_overlapped), each in kinds.items():
+        number, size = sum(sent.times for sent in each), sum(sent.times * sent.num_bytes for sent in each)
+        how = "beside other work" if is_overlapped else f"alone, with {each[0].later} matrix products later"
+        described.append(f"{counted(number, kind)} of {bytes_in_words(size)}, {how}")
     return "; ".join(described) or "nothing"
 
 

@@ -16,13 +16,14 @@ from .._workers.joint_programs import Announced
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes on each device; `variables` are those that are trained, `state` the others, such as an optimizer's."""
+    """Bytes on each device; `variables` are those that are trained, `state` the others, `whole_state` its part on all devices."""
 
     variables: int
     state: int
     arguments: int
     results: int
     temporaries: int
+    whole_state: int = 0
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled | None, is_trained: Sequence[bool], arguments: tuple[Any, ...]) -> Memory:
@@ -35,14 +36,16 @@ class Memory:
         """
         written, read_only, *others = arguments
         sizes: Any = None if compiled is None else compiled.memory_analysis()
-        variables = list(map(bytes_on_device, [*written, *read_only]))
-        trained = sum(size for size, its in zip(variables, is_trained, strict=True) if its)
+        variables = [*written, *read_only]
+        state = [array for array, its in zip(variables, is_trained, strict=True) if not its]
+        of_state, of_all = sum(map(bytes_on_device, state)), sum(map(bytes_on_device, variables))
         return cls(
-            variables=trained,
-            state=sum(variables) - trained,
+            variables=of_all - of_state,
+            state=of_state,
             arguments=sum(map(bytes_on_device, jax.tree.leaves(others))),
             results=0 if sizes is None else sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
             temporaries=0 if sizes is None else sizes.temp_size_in_bytes,
+            whole_state=sum(bytes_on_device(array) for array in state if array.sharding.is_fully_replicated),
         )
 
     @property

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, Sharding
 from .. import _process
 from .._errors import PlanError
 from .._jax import user_code
-from .._jax.costs import Products, products_in
+from .._jax.costs import Products, products_in, repeats_in
 from .._typing import PyTree
 
 _logger = logging.getLogger("mirrored")
@@ -92,6 +92,7 @@ class CompiledOnly:
         compiled: what XLA has made; None before the first call, and when it fits into no memory.
         arguments: of the first call.
         products: operations of its matrix products and convolutions, on each device.
+        repeats: how many times more elements it makes than when the body of each loop runs once.
         is_trained: of each variable among the arguments.
         failure: why it could not be compiled; "" when it was.
         seconds: how long XLA took.
@@ -106,7 +107,7 @@ class CompiledOnly:
         self.compiled: Any = None
         self.arguments: tuple[Any, ...] = ()
         self.failure, self.seconds = "", 0.0
-        self.products = Products(0.0, 0.0)
+        self.products, self.repeats = Products(0.0, 0.0), 1.0
 
     def __call__(self, *arguments: PyTree) -> PyTree:
         """Return the results' shapes; `arguments` are `(written, read_only, arrays, constants)`."""
@@ -122,7 +123,7 @@ class CompiledOnly:
         _logger.info("compiling %s for devices that are not here", self.name)
         mirrored, stacked = self._placements
         traced = self._program.trace(*arguments)
-        self.products = products_in(traced.jaxpr.jaxpr)
+        self.products, self.repeats = products_in(traced.jaxpr.jaxpr), repeats_in(traced.jaxpr.jaxpr)
         lowered = traced.lower()
         try:
             self.compiled = lowered.compile()
