@@ -53,7 +53,7 @@ programs: setup
 
 ## plans: compile training steps for TPUs, with the compiler beside the environment: where JAX finds libtpu, it looks for a TPU
 plans: setup .plan/libtpu
-	PYTHONPATH=.plan $(BIN)/python -m pytest -q -m slow tests/_plan
+	PYTHONPATH=.plan $(BIN)/python -m pytest -q -m slow tests/_plan tests/_jax/test_topologies.py
 
 .plan/libtpu:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .plan libtpu==0.0.52

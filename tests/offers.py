@@ -20,13 +20,13 @@ OFFERS = {
         primitives.DOT_PRODUCTS primitives.DRAWS primitives.ELEMENTWISE primitives.FILLS primitives.HOST_EFFECTS
         primitives.KEEP_AXES primitives.LINEAR primitives.LOOPS primitives.MAKE_SAME primitives.ONE_TO_ONE
         primitives.PURE primitives.RANDOM primitives.RESHAPES primitives.SAID_TWICE primitives.SCATTER_SUMS
-        primitives.SELECTS primitives.SPREADS primitives.SUMS primitives.TRANSPOSES tracing.NO_TRACE tracing.bind
-        tracing.context tracing.current_trace tracing.have_mesh tracing.is_for_this_call tracing.is_mapped_over
-        tracing.is_staging tracing.is_wide tracing.key_kind tracing.lowered tracing.new_operand tracing.operand_p
-        tracing.room_for tracing.separate_caches tracing.settings tracing.trace tracing.trace_state tracing.untraced
-        user_code.equation_line user_code.hide_lines user_code.leave_out user_code.line_of user_code.raising_line
-        user_code.shorten_errors user_code.show_users_lines user_code.user_line user_code.user_stacklevel
-        user_code.warn versions.warn_if_untried
+        primitives.SELECTS primitives.SPREADS primitives.SUMS primitives.TRANSPOSES topologies.runs_nothing
+        tracing.NO_TRACE tracing.bind tracing.context tracing.current_trace tracing.have_mesh tracing.is_for_this_call
+        tracing.is_mapped_over tracing.is_staging tracing.is_wide tracing.key_kind tracing.lowered tracing.new_operand
+        tracing.operand_p tracing.room_for tracing.separate_caches tracing.settings tracing.trace tracing.trace_state
+        tracing.untraced user_code.equation_line user_code.hide_lines user_code.leave_out user_code.line_of
+        user_code.raising_line user_code.shorten_errors user_code.show_users_lines user_code.user_line
+        user_code.user_stacklevel user_code.warn versions.warn_if_untried
     """,
     "_cluster": """
         meeting.Meeting meeting.meet resolvers.ClusterResolver resolvers.KubernetesClusterResolver
@@ -63,8 +63,7 @@ OFFERS = {
         per_replica.origin_of per_replica.proven_of per_replica.require_whole per_replica.stack_of
         per_replica.stack_shapes per_replica.uneven_shapes placement.check_later placement.checksum placement.mirror
         placement.mirror_constants placement.own_copy placement.refuse_argument placement.stack planned.CompiledOnly
-        planned.Planned planned.is_planned platforms.PLATFORMS platforms.XLAS_WAY spent.Spent spent.forget_pause
-        spent.waited
+        planned.Planned platforms.PLATFORMS platforms.XLAS_WAY spent.Spent spent.forget_pause spent.waited
     """,
     "_variables": """
         access.all_copies access.claimed access.copied access.lent access.load access.store

@@ -405,7 +405,7 @@ def test_sizes() -> None:
 #: and so are small wings that stand for one thing. `python tests/test_house.py` prints today's.
 BUDGETS = {
     "_program": 4623,  # 4,000
-    "_jax": 1575,  # 1,300
+    "_jax": 1585,  # 1,300
     "_replicas": 2646,  # 2,100
     "_variables": 1920,  # 1,700
     "_models": 1238,  # 1,050

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import mirrored as mr
-from mirrored._replicas import planned
+from mirrored._jax import topologies
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -28,7 +28,7 @@ def test_a_plan_says_what_is_measured(name, monkeypatch):
     real, _step, batch = first_step()
     [program] = real._steps.programs
     with monkeypatch.context() as patch:
-        patch.setattr(planned, "is_planned", lambda device: True)
+        patch.setattr(topologies, "runs_nothing", lambda device: True)
         [found] = mr.plan(first_step()[0]).programs
     explained = sum(collective.num_bytes for collective in program.findings.collectives)
     carried = 4 * len(program.joined.carried)  # the sum of the loss travels with the gradients

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import _env, _process
 from .._errors import ClusterConfigError, DeviceError
-from .._jax import distributed, interrupts
+from .._jax import distributed, interrupts, topologies
 from .._text import counted, shown
 from .._typing import REPLICA_AXIS, ArrayLike, PyTree
 from .._workers import verdict
@@ -182,7 +182,7 @@ def make_mesh(devices: Sequence[jax.Device], axis: str = REPLICA_AXIS) -> Replic
 
 def replicas_of(mesh: Mesh) -> ReplicaMesh:
     """Return the replicas of one of our meshes, as an array's sharding has it."""
-    return (PlannedMesh if planned.is_planned(mesh.devices.flat[0]) else ReplicaMesh)(mesh)
+    return (PlannedMesh if topologies.runs_nothing(mesh.devices.flat[0]) else ReplicaMesh)(mesh)
 
 
 def with_replicas(mesh: ReplicaMesh, num_replicas: int | None, schedule: str) -> ReplicaMesh:

@@ -12,21 +12,16 @@ from jax.sharding import NamedSharding, Sharding
 
 from .. import _process
 from .._errors import PlanError
-from .._jax import user_code
+from .._jax import topologies, user_code
 from .._jax.costs import Products, products_in, repeats_in
 from .._typing import PyTree
 
 _logger = logging.getLogger("mirrored")
 
 
-def is_planned(device: jax.Device) -> bool:
-    """Tell whether a device is one of a topology's, for which JAX can compile, and which runs nothing."""
-    return type(device.client).__name__ == "CompileOnlyPyClient"
-
-
 def is_for_plan(placement: NamedSharding) -> bool:
     """Tell whether a placement is on a topology's devices."""
-    return is_planned(placement.mesh.devices.flat[0])
+    return topologies.runs_nothing(placement.mesh.devices.flat[0])
 
 
 class Planned(jax.ShapeDtypeStruct):

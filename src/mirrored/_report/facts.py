@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import _process
+from .._jax import topologies
 from .._plan.plan import plan_of
 from .._program.program import Program, collectives_of, name_of_collective
 from .._replicas.device_time import DeviceTime, last_profile
 from .._replicas.mesh import PlannedMesh
-from .._replicas.planned import is_planned
 from .._strategy.strategy import Strategy, coordination_of, parts_of, variables_of
 from .._text import describe, version_of
 from .._transforms.function import function_programs
@@ -148,7 +148,7 @@ def facts_of(strategy: Strategy) -> Facts:
 
 
 def _replica(number: int, device: jax.Device) -> Replica:
-    is_own = device.process_index == device.client.process_index() and not is_planned(device)
+    is_own = device.process_index == device.client.process_index() and not topologies.runs_nothing(device)
     stats = (device.memory_stats() if is_own else None) or {}
     name = f"{device.platform}:{device.id}"
     return Replica(number, name, device.device_kind, device.process_index, stats.get("bytes_in_use"), stats.get("bytes_limit"))
