@@ -413,7 +413,7 @@ BUDGETS = {
     "_strategy": 1168,  # 1,100
     "_transforms": 608,  # 600
     "data": 3451,  # 3,200
-    "_workers": 2250,  # 1,700
+    "_workers": 2344,  # 1,700
     "_cluster": 1510,  # 1,080
     "_checkpoint": 2010,  # 1,800
     "_report": 974,  # 800

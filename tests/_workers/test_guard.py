@@ -613,6 +613,31 @@ def test_a_cut_between_two_workers_is_looked_for_while_a_step_waits(make: Make, 
     assert guarded.codes.get(timeout=5) == 75 and guarded.verdict().title == "lost the connection at step 1"
 
 
+def test_the_error_at_the_limit_says_which_worker_reaches_which_other_not(make: Make, monkeypatch: Patch) -> None:
+    """And a worker that goes on takes back what it has said of its connections."""
+    guarded = make(is_started=False, stall_seconds=2.0)
+    rested: list[int] = []
+    monkeypatch.setattr(guarded.guard._links, "describe", lambda: "worker 2 cannot reach worker 1 at 10.0.0.1:41234")
+    monkeypatch.setattr(guarded.guard._links, "look", lambda step, elapsed: None)
+    monkeypatch.setattr(guarded.guard._links, "rest", lambda: rested.append(1))
+    assert guarded.guard._round(0.9) is False and rested == [1]
+    guarded.says("position/1", OWN_CODE._replace(beat=2))
+    guarded.enter("train")
+    rounds = [guarded.guard._round(0.9) for _ in range(4)]
+    assert rounds == [False] * 3 + [True] and rested == [1]
+    assert guarded.codes.get(timeout=5) == 75
+    assert guarded.verdict().title.endswith("timeout_seconds=...). worker 2 cannot reach worker 1 at 10.0.0.1:41234")
+
+
+def test_a_connection_that_the_kernel_has_given_up_is_named(make: Make) -> None:
+    guarded = make(is_started=False)
+    guarded.says("here/1")
+    guarded.guard._links.warning = "worker 0 cannot reach worker 1 at 10.0.0.1:41234"
+    guarded.guard._fail_with(RuntimeError("Gloo context initialization failed"))
+    assert guarded.codes.get(timeout=5) == 75
+    assert guarded.verdict().title.endswith("all workers answered. worker 0 cannot reach worker 1 at 10.0.0.1:41234")
+
+
 def test_a_chief_that_does_not_speak_while_its_service_answers_is_named_to_all(make: Make, caplog: Log) -> None:
     """One call that holds Python's lock is enough; who leaves first is not to be taken for the lost one."""
     guarded = make(worker=1, num_workers=3, stall_seconds=4.0, is_started=False)

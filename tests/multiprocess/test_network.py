@@ -70,6 +70,22 @@ def hosts() -> Iterator[Callable[..., dict[str, str]]]:
 Hosts = Callable[..., dict[str, str]]
 
 
+@contextlib.contextmanager
+def firewall(here: int, there: int) -> Iterator[None]:
+    """Drop what a host sends to another one's ports that its kernel chooses: the chief's own port is none of them."""
+    match = ("to", ADDRESSES[there], "ipproto", "tcp", "dport", "32768-60999")
+    ip("-n", NAMES[here], "link", "add", "nowhere", "arp", "off", "type", "veth", "peer", "name", "sink")
+    for end in ("nowhere", "sink"):
+        ip("-n", NAMES[here], "link", "set", end, "up")
+    ip("-n", NAMES[here], "route", "add", "default", "dev", "nowhere", "src", ADDRESSES[here], "table", "100")
+    ip("-n", NAMES[here], "rule", "add", "pref", "10", *match, "lookup", "100")
+    try:
+        yield
+    finally:
+        ip("-n", NAMES[here], "rule", "del", "pref", "10")
+        ip("-n", NAMES[here], "link", "del", "nowhere")
+
+
 def wait_until_all_train(running: list[Worker]) -> None:
     for worker in running:
         wait_for_line(worker, "STEP 3 ")
@@ -85,6 +101,35 @@ def test_a_cut_between_two_workers_that_both_reach_the_chief_is_named(hosts: Hos
             assert "leaves with code 75: lost the connection between workers 1, 2 at step" in one.output, one.output
 
 
+UNREACHED = (
+    r"worker ([02]) cannot reach worker ([02]) at 10\.78\.([02])\.1:\d+ \(\d tries\): nobody answers there, as where a fire"
+)
+
+
+def test_a_firewall_between_two_workers_is_named_within_seconds_and_at_the_limit(hosts: Hosts) -> None:
+    with firewall(2, 0), workers(SCRIPT, 3, "limit=15", env=hosts(0, 1, 2)) as running:
+        found = [wait_for_line(running[index], "WARNING " + UNREACHED, 30) for index in (0, 2)]
+        assert not any(worker.has_ended.is_set() for worker in running), "long before the limit"
+        ended = [worker.wait(60) for worker in running]
+    for match in found:
+        assert {match[1], match[2]} == {"0", "2"} and match[2] == match[3]
+    for worker in ended:
+        assert worker.code == 75, worker.output
+        assert re.search(r"for 15 s, which is the limit\. .* " + UNREACHED, worker.output), worker.output
+        assert worker.output.count("WARNING worker") == (worker.index != 1), worker.output
+
+
+def test_it_is_named_too_when_the_kernel_gives_up_before_the_limit(hosts: Hosts) -> None:
+    """Which it does after some 130 s; here sooner."""
+    tries = ("sysctl", "-q", "-w", "net.ipv4.tcp_syn_retries=3")
+    for name in (NAMES[0], NAMES[2]):
+        subprocess.run(["ip", "netns", "exec", name, *tries], check=True)
+    with firewall(2, 0), workers(SCRIPT, 3, env=hosts(0, 1, 2)) as running:
+        for worker in [worker.wait(60) for worker in running]:
+            assert worker.code == 75, worker.output
+            assert re.search(f"lost a connection at step 0: .*all workers answered. {UNREACHED}", worker.output), worker.output
+
+
 def test_a_job_across_hosts_listens_on_their_addresses_only_and_survives_a_short_cut(hosts: Hosts) -> None:
     with workers(SCRIPT, 2, "steps=200", devices=2, env=hosts(0, 1)) as running:
         wait_until_all_train(running)
@@ -93,6 +138,7 @@ def test_a_job_across_hosts_listens_on_their_addresses_only_and_survives_a_short
         connect(1, 0)
         for worker, address, number in zip([worker.wait(60) for worker in running], ADDRESSES, (2, 1), strict=False):
             assert worker.code == 0 and "END 200.0 2" in worker.output, worker.output
+            assert "cannot reach" not in worker.output and "does not reach" not in worker.output, worker.output
             found = listeners(worker.output)
             assert {host for host, _ in found} == {address} and len(found) == number, found
 

@@ -144,7 +144,10 @@ class Guard:
         """Leave because of an error that ends this worker's program, and tell the others; or find out who is lost."""
         title = title_of(error)
         if tells_of_loss(error):
-            self._fail(self._shutdown.lost(title))
+            verdict = self._shutdown.lost(title)
+            if not verdict.lost and self._links.warning:  # all have answered: the kernel has given up a connection
+                verdict = dataclasses.replace(verdict, title=f"{verdict.title}. {self._links.warning}")
+            self._fail(verdict)
             return
         what = f"worker {self._worker} failed at step {self._progress.step} with {title}"
         self._fail(Verdict(what, "".join(traceback.format_exception(error))), exit_code_of(error))
@@ -210,7 +213,9 @@ class Guard:
         view = self._look_at_others(own, elapsed)
         is_on_time = was_late or not self._was_late
         verdict = self._find_difference(view) or (self._find_stuck(view) if is_on_time else None)
-        if not verdict and own.waits_in_program and own.still >= SETTLED_SECONDS:
+        if not own.waits_in_program:
+            self._links.rest()
+        elif not verdict and own.still >= SETTLED_SECONDS:
             verdict = self._links.look(own.started, elapsed)
         if verdict:
             self._fail(verdict)
@@ -241,6 +246,7 @@ class Guard:
         if not text:
             return None
         title, _, detail = text.partition("\n")
+        title = " ".join(filter(None, (title, self._links.describe())))
         # Worker 0 may be silent, but its service answers: one call that lets no other Python thread run is enough.
         silent = [worker for worker, seconds in view.silent.items() if worker and seconds >= _UNHEARD_SECONDS]
         return Verdict(title, detail, tuple(silent), wants_stacks=True)
