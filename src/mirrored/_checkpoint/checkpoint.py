@@ -1,4 +1,4 @@
-"""Saving the state of a program while it trains, and going on from there."""
+"""Saves the state of a program while it trains, and restores it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .writer import Writer
 
 _logger = logging.getLogger("mirrored")
 
-#: Two calls of `of_chief` with one name need an exchange between them: a mark is told before one, everything else after one.
+#: Names for `of_chief`. Between two calls with one name the workers must exchange, so the mark and the rest have two names.
 _CHANNEL, _MARK, _POSITIONS = "checkpoint", "checkpoint/mark", "checkpoint/positions"
 
 
@@ -90,11 +90,11 @@ class Checkpoint:
         self._files = StepFiles(files.checked_directory(directory))
         self._strategy = get_strategy()
         if not has_strategy() and values.joint_among(values.leaves_of(self._named)):
-            self._strategy = joint_strategy() or self._strategy  # made outside the scope, for what belongs to all workers
+            self._strategy = joint_strategy() or self._strategy  # made outside the scope, with state of all workers
         state.require_positions(self._leaves())
         self._writer = Writer(self._files, max_to_keep, max_failed_saves, is_joint=self._strategy.num_workers > 1)
         self._last: int | None = None  # the step that this program saved or restored last
-        self._known = max(self.steps(), default=-1)  # the last step there of which it knows
+        self._known = max(self.steps(), default=-1)  # the last step on disk that this program knows
         self._is_closed = False
         self._is_shared = self._strategy.num_workers == 1  # whether the workers are known to share the directory
 
@@ -103,18 +103,18 @@ class Checkpoint:
     def save(self, step: int) -> None:
         """Save the state under a step number, in the background.
 
-        After it returns, the next step may change everything. It waits for the previous save, if that is still being
-        written. A save that fails is logged as an error, and training goes on.
+        The call first waits until the previous save is written. When it returns, the state may change again. A failed save
+        is logged as an error, and training goes on.
 
         Args:
-            step: the number of the step, larger than all on disk. The step that this program saved or restored last is not
-                saved again.
+            step: the number of the step, larger than all on disk. For the step that this program saved or restored last,
+                the call does nothing.
 
         Raises:
             CheckpointError: (a RuntimeError) after `max_failed_saves` failed saves in a row, when workers save different
                 objects, when they do not share the directory, and when another program writes there.
             ReplicasDivergeError: (a ValueError) when the copies of a mirrored variable differ; nothing is written.
-            ValueError: when there is a later step that was not restored.
+            ValueError: when the directory has a later step that this program has not restored.
             ContextError: (a RuntimeError) inside a step.
         """
         step = files.checked_step(step, "checkpoint.save")
@@ -176,7 +176,7 @@ class Checkpoint:
             )
 
     def _require_mirrored(self, leaves: Leaves) -> None:
-        in_flight.finish()  # the last step's arguments are known to be right when it has ended
+        in_flight.finish()  # when the last step has ended, its arguments have been checked
         by_mesh: dict[Any, list[Any]] = {}
         for variable in values.variables_of(leaves):
             if not spec_of(variable).is_on_read:
@@ -185,7 +185,7 @@ class Checkpoint:
             equal_copies.check(mesh, variables)
 
     def wait(self) -> int | None:
-        """Wait until all saves are on disk, and return the last step there, None without one.
+        """Wait until all saves are on disk; return the last step there, or None.
 
         Raises:
             CheckpointError: (a RuntimeError) after `max_failed_saves` failed saves in a row.
@@ -208,7 +208,7 @@ class Checkpoint:
         """Wait until all saves are on disk; a `with` block calls it. Further calls do nothing.
 
         Raises:
-            CheckpointError: (a RuntimeError) when the last save failed: no later one makes up for it.
+            CheckpointError: (a RuntimeError) when the last save failed.
         """
         if self._is_closed:
             return
@@ -229,35 +229,35 @@ class Checkpoint:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is None:
             self.close()
-        else:  # without the other workers, which may not end together with this one
+        else:  # do not wait for the other workers: they may go on
             self._writer.finish()
             self._end()
 
     def steps(self) -> list[int]:
-        """Return the steps that are on disk, in order, verified or not."""
+        """Return the steps on disk, in order; nothing verifies them here."""
         return self._files.look()[0]
 
     # -- restoring
 
     def restore_latest(self, *, partial: bool = False) -> int | None:
-        """Restore the newest undamaged step, and return its number; None when there is no step.
+        """Restore the newest undamaged step and return its number, or None when there is no step.
 
-        The whole step is verified before anything changes. For each damaged step one error is logged, and the step before it
-        is used; damaged steps are removed when a new one has been saved.
+        The whole step is verified before anything changes. A damaged step is logged as an error, and the step before it is
+        tried; the next save removes damaged steps.
 
-        A mirrored variable gets its value. A sync-on-read variable gets all its copies when the number of replicas is that of
-        the save, else its aggregated value, by the rule of `assign`. Each may be restored from the other, and from plain
-        arrays. Iterators go on at their positions; on another number of workers only under `AutoShardPolicy.DATA`, because
-        under other policies each worker has read its own files or batches.
+        A mirrored variable gets its value. A sync-on-read variable gets each replica's copy when the number of replicas is
+        that of the save, else its aggregated value, as `assign` spreads it. Either kind can be restored from the other, and
+        from plain arrays. Iterators go on at their positions; on another number of workers only under
+        `AutoShardPolicy.DATA`, because under other policies each worker has read its own files or batches.
 
         Args:
             partial: ignore saved values that this object does not name, for example to restore only weights for inference.
                 Values that it names must be there. An iterator that is left out starts at its beginning.
 
         Raises:
-            CheckpointError: (a RuntimeError) when no step is undamaged, when one cannot be read for another reason than damage,
-                such as too many open files, when the saved values do not fit (all differences are listed), and when the workers
-                do not share the directory. Nothing has changed.
+            CheckpointError: (a RuntimeError) when every step is damaged, when a step cannot be read for another reason, such
+                as too many open files, when the saved values do not fit (all differences are listed), and when the workers
+                do not share the directory. Nothing has changed then.
             ContextError: (a RuntimeError) inside a step.
         """
         if not isinstance(partial, bool):
@@ -299,12 +299,12 @@ class Checkpoint:
         return report["steps"]
 
     def _require_same(self, reports: same_on_workers.Reports, field: str, describe: Callable[[Any], str]) -> None:
-        """Raise CheckpointError unless a field is equal for all workers; only then does each tell the others its directory."""
+        """Raise CheckpointError when a field differs between workers; only to report that do they exchange their directories."""
         if any(report[field] != reports[0][field] for report in reports):
             same_on_workers.require_shared(self._with_places(reports, "restore_latest()"), field, describe)
 
     def _read(self, step: int) -> tuple[Snapshot | None, str]:
-        """Read a step on all workers; when it is damaged for one of them, return None and the damage in words."""
+        """Read a step on all workers; when any of them finds damage, return None and the damage in words."""
         report: dict[str, Any] = {"problems": [], "error": None, "id": None}
         saved = None
         try:
@@ -358,12 +358,12 @@ class Checkpoint:
         return leaves
 
     def _require_shared(self, where: str) -> None:
-        """Raise CheckpointError unless all workers see worker 0's directory; asked once, before a step could be lost."""
+        """Raise CheckpointError unless all workers see worker 0's directory; checked once, before the first save or restore."""
         if self._is_shared:
             return
         with self._files.mark() if self._strategy.is_chief else contextlib.nullcontext() as mark:
             mark = self._of_chief(mark, where, _MARK)
-            if mark is None:  # worker 0 cannot write there; for restoring it is enough that all see the same steps
+            if mark is None:  # worker 0 cannot write there; to restore, it is enough that all see the same steps
                 return
             reports = self._exchange({"sees": self._files.sees(mark)}, where)
         if not all(report["sees"] for report in reports):
@@ -380,7 +380,7 @@ class Checkpoint:
             return coordination_of(self._strategy).of_chief(name, value)
 
     def _exchange(self, value: dict[str, Any], where: str) -> Sequence[dict[str, Any]]:
-        """Exchange a value, equal on all workers unless something is wrong; raise where their calls or histories differ."""
+        """Return each worker's value, which should be equal; raise when the workers' calls or histories differ."""
         with progress.phase(f"checkpoint.{where}", waits=True):
             exchange = functools.partial(coordination_of(self._strategy).exchange, _CHANNEL)
             seen = exchange([where, value, progress.history()])

@@ -19,8 +19,8 @@ from .leaves import is_nnx_object
 def export(tree: PyTree) -> PyTree:
     """Return the values of variables as a plain tree of JAX arrays.
 
-    The arrays are those of the variables, on all devices of the strategy, without a copy; they stay as they are when the
-    variables change. `variable.assign(array)` takes them back, also of a tree that `mr.Variable(tree)` has made.
+    The result shares the variables' arrays, on all devices of the strategy, without a copy; a later change of a variable does
+    not change it. `variable.assign(array)` takes an array back, also for a tree that `mr.Variable(tree)` has made.
 
     Args:
         tree: any nest of variables; of results of `mr.Variable(tree)`; of `mr.Optimizer`, which become their states; of models,

@@ -1,6 +1,6 @@
-"""What a checkpoint is on disk: a file of NumPy's, a record of it, and one rename that makes a step count.
+"""Writes and reads steps on disk: an `np.savez` file, a JSON record of it, and one rename that completes the step.
 
-Why there is no library for checkpoints here: docs/checkpoints.md, "On disk".
+docs/checkpoints.md, "On disk", says why no checkpoint library is used.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ _logger = logging.getLogger("mirrored")
 #: The format that is written and read.
 FORMAT = 3
 RECORD = "record.json"
-#: A record that is larger was not written here.
+#: A larger record counts as damage: this library writes none.
 MAX_RECORD_BYTES = 256 * 1024 * 1024
 _ARRAYS = "arrays.npz"
 _PACKAGES = ("mirrored", "jax", "numpy")
 _STEP = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)
 _MAX_STEP = 10**18 - 1
 _SAVING, _REMOVED, _MARK = ".saving-", ".removed-", ".shared-"
-#: How long another host's new file may take to become visible, and the age after which a temporary file has no owner.
+#: Seconds until another host's new file must be visible, and the age at which a temporary file counts as left behind.
 _SEEN_SECONDS, _STALE_SECONDS = 5.0, 3600.0
-#: Errors for a name without a plain file: absent, a link, of another kind. Others, such as for a disk that does not answer or
-#: too many open files, do not prove damage.
+#: Errors when there is no plain file: the name is absent, a link, or of another kind. Other errors, such as a disk that does
+#: not answer or too many open files, do not prove damage.
 _NO_FILE = {errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO}
 
-#: Names this process, with its number, in its unfinished steps: none of its checkpoints in a directory sweeps another's away.
+#: With the process's number, the mark of its unfinished steps: its checkpoints do not remove each other's as leftovers.
 _TOKEN = secrets.token_hex(4)
 
 
 class DamagedStep(Exception):
-    """A step on disk is damaged; its `args` are all that is wrong, which users see in the log and in a CheckpointError."""
+    """A step on disk is damaged; `args` describe the damage, which users see in the log and in a CheckpointError."""
 
 
 def checked_step(step: Any, verb: str) -> int:
@@ -66,7 +66,7 @@ def checked_step(step: Any, verb: str) -> int:
 
 
 def checked_directory(directory: object) -> Path:
-    """Return the path of a directory that steps can be in, or say why it cannot."""
+    """Return the resolved path of a directory for steps, or raise the reason why it cannot hold any."""
     if not isinstance(directory, str | os.PathLike) or not str(directory):
         expected = "a path as the first argument, without a name: mr.Checkpoint('checkpoints', w=w)"
         raise TypeError(f"mr.Checkpoint: directory is {directory!r}; expected {expected}.")
@@ -84,7 +84,7 @@ def checked_directory(directory: object) -> Path:
 class StepFiles:
     """The steps in one directory, each in a subdirectory named after its number.
 
-    Nothing is written outside of it: arrays are numbered, and the user's names are in the record only.
+    No user's name becomes part of a path: arrays are numbered, and only the record holds their names.
     """
 
     def __init__(self, root: Path) -> None:
@@ -100,7 +100,7 @@ class StepFiles:
         self._right = None
 
     def look(self) -> tuple[list[int], list[str]]:
-        """Return the steps, in order, and the other folders with the reason why each is no step; files are the user's own."""
+        """Return the steps in order, and every other folder with the reason why it is no step; other files are ignored."""
         steps, strays = [], []
         try:
             entries = sorted(os.scandir(self.root), key=lambda entry: entry.name)
@@ -110,7 +110,7 @@ class StepFiles:
             if _STEP.fullmatch(entry.name):
                 try:
                     reason = _why_no_step(entry)
-                except FileNotFoundError:  # another process has just removed it, maybe for a step that was not there yet
+                except FileNotFoundError:  # another process has just removed it, perhaps because it had saved a newer one
                     return self.look()
                 if reason is None:
                     steps.append(int(entry.name))
@@ -122,7 +122,7 @@ class StepFiles:
 
     @contextlib.contextmanager
     def mark(self) -> Iterator[str | None]:
-        """Keep a file of a random name in the directory for a `with` block; the name is None where nothing can be written."""
+        """Keep a file with a random name in the directory during a `with` block; yield its name, or None if it cannot be made."""
         path = self.root / f"{_MARK}{secrets.token_hex(8)}"
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -138,9 +138,9 @@ class StepFiles:
                 path.unlink()
 
     def sees(self, mark: str) -> bool:
-        """Tell whether this worker's file system shows a mark of another worker within some seconds."""
+        """Tell whether another worker's mark becomes visible to this worker within some seconds."""
         deadline = time.monotonic() + _SEEN_SECONDS
-        while not os.path.exists(self.root / mark):  # raises nothing, also where the directory may not be read
+        while not os.path.exists(self.root / mark):  # False, not an error, where the directory may not be read
             if time.monotonic() >= deadline:
                 return False
             time.sleep(0.1)
@@ -161,7 +161,7 @@ class StepFiles:
                         shutil.rmtree(entry.path, ignore_errors=True)
 
     def write(self, step: int, arrays: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> int:
-        """Write a step and return its size in bytes; one rename makes it count, so that it is complete or absent.
+        """Write a step and return its size in bytes; a rename at the end makes it visible, so it is complete or absent.
 
         A damaged step of that number is replaced. Checksums, the time and the versions are added to the record, which is JSON.
         """
@@ -201,7 +201,7 @@ class StepFiles:
         return num_bytes
 
     def remove(self, step: int) -> None:
-        """Remove a step: one rename ends it, whatever happens while its files are deleted."""
+        """Remove a step: rename it first, so that it no longer counts even if deleting its files is interrupted."""
         removed = self.root / f"{_REMOVED}{step}-{os.getpid()}"
         shutil.rmtree(removed, ignore_errors=True)
         os.rename(self.root / str(step), removed)
@@ -212,7 +212,7 @@ class StepFiles:
     def read(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Return a step's record and arrays, verified, or raise DamagedStep when anything differs from what was written.
 
-        CheckpointError is raised for a step of a newer version, and for one that cannot be read although no damage is found.
+        Raise CheckpointError for a step in another format, and for one that cannot be read although no damage is found.
         """
         directory = self.root / str(step)
         try:
@@ -231,7 +231,7 @@ class StepFiles:
             raise self._not_read(step, directory, error) from error
 
     def _not_read(self, step: int, path: Path, error: Exception) -> CheckpointError:
-        """Return the error for a step that could not be read without a sign of damage."""
+        """Return the error for a step that cannot be read although nothing proves damage."""
         if not (self.root / str(step)).exists():
             return CheckpointError(
                 f"step {step} was removed while it was read, by another process that keeps only its newest steps. Nothing was "
@@ -266,7 +266,7 @@ def _is_old(entry: os.DirEntry[str]) -> bool:
 
 @contextlib.contextmanager
 def _plain_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file of a step for a `with` block, but no link, and without waiting for the writer of a FIFO."""
+    """Open a step's file for a `with` block; follow no link, and do not block on a FIFO."""
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -275,7 +275,7 @@ def _plain_file(path: Path) -> Iterator[IO[bytes]]:
     except OSError as error:
         if error.errno in _NO_FILE:
             raise DamagedStep(f"file {path.name} cannot be used: {_one_line(error)}") from error
-        error.filename = str(path)  # errors of `read` have none
+        error.filename = str(path)  # an error of `read` names no file
         raise
 
 
@@ -328,10 +328,10 @@ def _find_damage(file: IO[bytes], record: Mapping[str, Any]) -> list[str]:
         with zipfile.ZipFile(file) as zipped:
             sums, bad = _checksums(zipped), zipped.testzip()
     except OSError as error:
-        if error.errno != errno.EINVAL:  # of a place before the file's begin
+        if error.errno != errno.EINVAL:  # the error for a seek to before the file's begin
             raise
         return [f"file {_ARRAYS} is damaged: {_one_line(error)}"]
-    except Exception as error:  # of many types, all of them for bytes that no writer writes
+    except Exception as error:  # `zipfile` raises many types, each for bytes that no writer writes
         return [f"file {_ARRAYS} is damaged: {type(error).__name__}: {_one_line(error)}"]
     wrong = {key for key, about in record["arrays"].items() if sums.get(key) != about["crc32"]}
     wrong |= {bad.removesuffix(".npy")} if bad else set()
@@ -339,7 +339,7 @@ def _find_damage(file: IO[bytes], record: Mapping[str, Any]) -> list[str]:
 
 
 def _checksums(zipped: zipfile.ZipFile) -> dict[str, int]:
-    """Return the checksums that a file of `np.savez` has, by the arrays' keys."""
+    """Return the checksums stored in a file of `np.savez`, by array key."""
     return {info.filename.removesuffix(".npy"): info.CRC for info in zipped.infolist()}
 
 
@@ -366,7 +366,7 @@ def _synced(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _sync(directory: Path) -> None:
-    """Let the names in a directory survive a power failure, where the file system can."""
+    """Flush a directory to the disk, where the file system can, so that its names survive a power failure."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Leaves in good order when the machine is taken away: after SIGTERM to any worker, all save the same step."""
+"""Handles preemption: after SIGTERM to any worker, all workers save the same step and exit."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ _handlers: weakref.WeakSet[PreemptionHandler] = weakref.WeakSet()
 
 
 class PreemptionHandler:
-    """A handler that saves after SIGTERM, the notice that a machine is taken away, and leaves with exit code 143.
+    """A handler for SIGTERM, the notice that a machine is taken away: it saves a step, and exits with code 143.
 
-    The signal may come to any worker, at any time. All workers then agree on one step that none has passed, save when
-    they have taken it, wait until it is on disk, and leave with `SystemExit(143)`. The next start goes on with the
-    step after it: none is repeated. More SIGTERMs within one second are the same notice; a later one ends the program at once,
-    and so does Ctrl-C at any time after the first.
+    Any worker may get the signal, at any time. All workers then agree on a step that none has passed, save it when they have
+    taken it, wait until it is on disk, and raise `SystemExit(143)`. The next start goes on with the step after it, so no step
+    is repeated. Further SIGTERMs within one second belong to the same notice. A later SIGTERM, or Ctrl-C at any time after
+    the first, ends the program at once.
 
-    Make it where the loop begins, in the main thread and on all workers, and close it (or leave its `with` block) where
-    the loop ends; a signal that comes in the last step is obeyed then.
+    Make it before the loop, in the main thread of every worker, and close it (or leave its `with` block) after the loop: that
+    also handles a signal that came during the last step.
 
     Args:
         checkpoint: the checkpoint to save with.
@@ -51,7 +51,7 @@ class PreemptionHandler:
 
     Raises:
         TypeError: when `checkpoint` is no `mr.Checkpoint`.
-        ContextError: (a RuntimeError) in another thread than the main one, which alone may handle signals.
+        ContextError: (a RuntimeError) outside the main thread, because only that one may handle signals.
 
     >>> import tempfile
     >>> folder = tempfile.TemporaryDirectory()
@@ -82,26 +82,26 @@ class PreemptionHandler:
         self._lock = threading.Lock()
         self._last_step: int | None = None
         self._is_signalled = False  # SIGTERM has come to this process
-        self._is_noticed = False  # the next `after_step` acts: in a job a little later than the signal, also of another worker
-        self._quiet_until = 0.0  # the end of the notice
+        self._is_noticed = False  # the next `after_step` acts; in a job set a little after the signal, which any worker may get
+        self._quiet_until = 0.0  # until then SIGTERM belongs to the same notice
         self._pid = os.getpid()
         self._watch = None if self._coordination.num_workers == 1 else _SignalWatch(self, self._coordination)
-        # The handlers to be restored; none any more when this one has ended.
+        # The handlers to restore; empty when this one has ended.
         self._previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         signal.signal(signal.SIGTERM, self._on_signal)
         _handlers.add(self)
 
     def after_step(self, step: int) -> None:
-        """Note that a step has been taken; call this after each, or after every n-th, with the same numbers on all workers.
+        """Note that a step was taken. Call this after every step, or every n-th, with the same numbers on all workers.
 
         It takes a microsecond or less when no signal has come.
 
         Args:
-            step: its number, as `checkpoint.save` takes it, larger than that of the last call.
+            step: the step's number, as for `checkpoint.save`; it grows with each call.
 
         Raises:
-            SystemExit: with code 143, when a signal has come, and this step has been saved.
-            CheckpointError: (a RuntimeError) when it could not be saved.
+            SystemExit: with code 143, after a signal, when this step is saved.
+            CheckpointError: (a RuntimeError) when the step could not be saved.
             TypeError: when `step` is no whole number.
         """
         if type(step) is not int:
@@ -114,10 +114,10 @@ class PreemptionHandler:
             self._leave(step)
 
     def close(self) -> None:
-        """End the handling of signals; with several workers, all must call it. Again does nothing.
+        """Stop handling signals; with several workers, all must call it. Further calls do nothing.
 
         Raises:
-            SystemExit: with code 143, when a signal has come since the last step, and that step has been saved.
+            SystemExit: with code 143, after a signal since the last step, when that step is saved.
         """
         if not self._previous:
             return
@@ -128,7 +128,7 @@ class PreemptionHandler:
                 self._leave(self._last_step)
         finally:
             self._end()
-        if self._is_signalled:  # it came after all had agreed that there is none: it has its effect without a handler
+        if self._is_signalled:  # it came after the workers had agreed that nobody has one: send it again, to the former handler
             signal.raise_signal(signal.SIGTERM)
 
     def __enter__(self) -> Self:
@@ -137,7 +137,7 @@ class PreemptionHandler:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is None:
             self.close()
-        else:  # the other workers may not come to an end together with this one
+        else:  # do not wait for the other workers: they may go on
             self._end()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -164,21 +164,21 @@ class PreemptionHandler:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _end_notice(self) -> None:
-        """Let SIGTERM end the program from the end of the notice on, also while the main thread hangs in native code."""
+        """Wait for the end of the notice, then let SIGTERM end the program, even while the main thread hangs in native code."""
         time.sleep(NOTICE_SECONDS)
         with self._lock:
-            if signal.getsignal(signal.SIGTERM) == self._on_signal:  # else the former handler is back
+            if signal.getsignal(signal.SIGTERM) == self._on_signal:  # else the former handler has been restored
                 _set_disposition(signal.SIGTERM, signal.SIG_DFL)
 
     def _say_signal(self, where: str = "") -> None:
-        """Log the signal, which has no other effect until `after_step` or `close`: a program may forget to call them."""
+        """Log the signal at once: it has no other effect before `after_step` or `close`, which a program may forget to call."""
         _logger.warning("SIGTERM%s: saving at the next handler.after_step(step), or at handler.close()", where)
 
     def _notice(self) -> int | None:
         """Let the next `after_step` wait for the workers' agreement; return the last step."""
         with self._lock:
             self._is_noticed = True
-            if not self._is_signalled:  # its own may still be on the way
+            if not self._is_signalled:  # this worker's own signal may still be on the way
                 self._quiet_until = time.monotonic() + NOTICE_SECONDS
             return self._last_step
 
@@ -203,7 +203,7 @@ class PreemptionHandler:
         sys.exit(PREEMPTED)
 
     def _end(self) -> None:
-        """Restore the former handlers when the notice is over: a late signal would kill a program that leaves in good order.
+        """Restore the former handlers, but not before the notice is over: with them, a late signal would kill the program.
 
         By then a thread has also logged the signal.
         """
@@ -216,7 +216,7 @@ class PreemptionHandler:
                 for number, former in self._previous.items():
                     if number == signal.SIGTERM or self._is_signalled:
                         later = [handler for handler in list(_handlers) if handler._previous.get(number) == self._on_signal]
-                        for handler in later:  # it was made later, and goes on: it restores the former one in turn
+                        for handler in later:  # made later and still in use: it restores the former one in turn
                             handler._previous[number] = former
                         if not later:
                             signal.signal(number, signal.SIG_DFL if former is None else former)
@@ -224,10 +224,10 @@ class PreemptionHandler:
 
 
 class _SignalWatch:
-    """The agreement of all workers, after a signal to any of them, on the step to save.
+    """The workers' agreement, after a signal to any of them, on the step to save.
 
-    A thread reaches it, so that a worker that waits for the agreement and one in a step with collectives do not wait for each
-    other. Each worker stops before it takes another step, tells its last step, and goes on when it knows those of all: so none
+    It runs in a thread: a worker that waits for the agreement and a worker inside a collective would wait for each other. Each
+    worker stops before its next step, tells its last step, and goes on when it knows every worker's last step. So no worker
     has passed the step after the latest of them.
     """
 
@@ -257,7 +257,7 @@ class _SignalWatch:
     def _run(self) -> None:
         try:
             self._await_signal()
-            # A worker that ends without having heard of a signal tells it too, so that the others do not wait for it.
+            # A worker that ends before it hears of a signal also tells its last step, so that the others do not wait for it.
             last = self._handler._last_step if self._stopped.is_set() else self._handler._notice()
             text = json.dumps(None if last is None else int(last))
             self._coordination.put(f"{self._prefix}/last/{self._coordination.worker}", text)
@@ -281,12 +281,12 @@ class _SignalWatch:
 
 
 def _forget() -> None:
-    """Let SIGTERM end forked children, such as a loader's workers, as without a handler of ours.
+    """Restore SIGTERM's default action in forked children, such as a loader's workers, so that it ends them.
 
-    A handler written in Python would not: the signal may come just before the child begins to wait in C.
+    Our handler, in Python, might never run: the signal may come just before the child begins to wait in C.
     """
     for handler in _handlers:
-        if handler._previous and handler._pid == os.getppid():  # else the child has chosen for its own children
+        if handler._previous and handler._pid == os.getppid():  # else this is a child's child, and the child has decided for it
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 

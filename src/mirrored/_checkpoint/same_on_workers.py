@@ -10,7 +10,7 @@ from .._text import escape_titled
 
 #: The workers' reports to each other, in worker order.
 Reports: TypeAlias = Sequence[dict[str, Any]]
-#: Of another worker's text, so many characters are shown.
+#: The number of characters shown of another worker's text.
 _MAX_TEXT = 4096
 
 
@@ -23,7 +23,7 @@ def require_no_error(reports: Reports, verb: str) -> None:
 
 
 def require_same_kinds(every: Sequence[Mapping[str, str]]) -> None:
-    """Require that all workers save the same: path -> kind, in words."""
+    """Require that all workers save the same leaves; each worker's mapping is path -> kind, in words."""
     for worker, kinds in enumerate(every):
         if kinds != every[0]:
             path = min(path for path in {*kinds, *every[0]} if kinds.get(path) != every[0].get(path))
@@ -34,7 +34,7 @@ def require_same_kinds(every: Sequence[Mapping[str, str]]) -> None:
 
 
 def require_shared(reports: Reports, field: str, describe: Callable[[Any], str]) -> None:
-    """Require that a field is equal for all workers; else name the directories (`where`) of two that differ."""
+    """Require that a field is equal on all workers; else raise, with the directories (`where`) of two that differ."""
     first = reports[0]
     for worker, report in enumerate(reports):
         if report[field] != first[field]:
@@ -46,7 +46,7 @@ def require_shared(reports: Reports, field: str, describe: Callable[[Any], str])
 
 
 def refuse_unseen(reports: Reports) -> NoReturn:
-    """Name the workers that have not seen (`sees`) worker 0's mark in their own directory (`where`)."""
+    """Raise an error that names the workers whose directory (`where`) does not show worker 0's mark (`sees` is False)."""
     blind = [f"worker {worker} ({_shown(report['where'])})" for worker, report in enumerate(reports) if not report["sees"]]
     raise CheckpointError(
         f"the workers do not share the directory of the checkpoint: what worker 0 writes to {_shown(reports[0]['where'])} is not "
@@ -56,7 +56,7 @@ def refuse_unseen(reports: Reports) -> NoReturn:
 
 
 def require_fit(reports: Reports, step: str) -> None:
-    """Raise an error that lists the workers' `problems` with a step; with `is_too_much`, that a partial restore helps."""
+    """Raise an error that lists the workers' `problems` with a step; where `is_too_much`, it suggests a partial restore."""
     problems = by_first_worker([report["problems"] for report in reports])
     if not problems:
         return
@@ -71,7 +71,7 @@ def require_fit(reports: Reports, step: str) -> None:
 
 
 def by_first_worker(texts: Sequence[Sequence[str]]) -> list[str]:
-    """Return the workers' problems, each text once, with the first worker that found it when there are several."""
+    """Return the workers' problems, each text once; with several workers, name the first that found it."""
     first = {text: worker for worker, own in reversed(list(enumerate(texts))) for text in own}
     return [f"{_shown(text)} (worker {worker})" if len(texts) > 1 else text for text, worker in sorted(first.items())]
 
@@ -84,6 +84,6 @@ def require_same_call(calls: Sequence[str]) -> None:
 
 
 def _shown(text: object) -> str:
-    """Return a text of another worker, escaped and cut."""
+    """Return another worker's text, escaped and cut."""
     title, _, rest = str(text).partition("\n")
     return escape_titled(title, rest, _MAX_TEXT)

@@ -1,4 +1,4 @@
-"""Lets one program write into a directory, by a lock on a file in it that ends with the process. No jax here."""
+"""Lets one program at a time write into a directory, by a file lock that ends with the process. No jax here."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _logger = logging.getLogger("mirrored")
 
 #: The locked file.
 LOCK = ".writer"
-#: How long to wait for a lock of a process of this host, which may just have ended, and of a lost host, whose locks an NFS server
-#: releases when it has not heard of it for 90 s.
+#: How long to wait for a lock: of a process on this host, which may just be ending; of another host, because an NFS server
+#: releases the locks of a lost host after 90 s.
 _HERE_SECONDS, _ELSEWHERE_SECONDS = 1.0, 100.0
 _MAX_BYTES = 1000
 
@@ -37,7 +37,7 @@ _one_at_a_time = threading.RLock()
 class SoleWriter:
     """The right of this process to write into a directory, for as long as this object lives.
 
-    It is a `flock`, because the system ends that with the process, however the process ends; a forked child closes its copy.
+    It is a `flock`: the system releases it when the process ends, however that happens. A forked child closes its copy.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -45,14 +45,14 @@ class SoleWriter:
         self.end = weakref.finalize(self, _release, path, descriptor)
 
     def stands(self) -> bool:
-        """Tell whether other programs still see the lock: its file may have been removed, or this process forked."""
+        """Tell whether the lock still holds: somebody may have removed its file, or this process may be a fork."""
         return self.end.alive and _is_at(self._path, self.descriptor)
 
 
 def sole_writer(root: Path) -> SoleWriter | None:
-    """Return the right to write into a directory, which is made, or raise CheckpointError when another program has it.
+    """Make a directory and return the right to write into it; raise CheckpointError when another program has that right.
 
-    None where the file system has no locks, or refuses to be written.
+    Return None where the file system has no locks, or cannot be written to.
     """
     with _one_at_a_time:
         held = _held.get(root)
@@ -76,7 +76,7 @@ def sole_writer(root: Path) -> SoleWriter | None:
 
 
 def _lock(path: Path) -> int:
-    """Open and lock the file, as soon as another process's lock ends."""
+    """Open and lock the file; wait some time for another process to release it."""
     began, is_said = time.monotonic(), False
     while True:
         other: dict[str, Any] = {}
@@ -87,7 +87,7 @@ def _lock(path: Path) -> int:
                 if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                     raise OSError(errno.EINVAL, "not a regular file", str(path))
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _is_at(path, descriptor):  # else its last holder has just removed it
+                if _is_at(path, descriptor):  # else its last holder has just removed the file
                     opened.pop_all()
                     return descriptor
             except BlockingIOError:

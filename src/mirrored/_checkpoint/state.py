@@ -61,14 +61,14 @@ def positions_of(leaves: Leaves) -> dict[str, Any]:
 
 
 def require_positions(leaves: Leaves) -> None:
-    """Raise TypeError where an iterator has no position that could be saved, before a program trains for an hour."""
+    """Raise TypeError for an iterator whose position cannot be saved: now, not at the first save an hour later."""
     for path, leaf in leaves.items():
         try:
             positions_of({path: leaf})
         except TypeError:
             raise
         except Exception:
-            pass  # some know it only after their first batch, and a pipeline that fails says so when it is read
+            pass  # some have a position only after their first batch; a broken pipeline raises when it is read
         if isinstance(leaf, DistributedIterator):
             expect_saves(leaf)
 
@@ -82,7 +82,7 @@ def take_snapshot(leaves: Leaves, positions: Sequence[Mapping[str, Any]], is_kep
     entries: dict[str, dict[str, Any]] = {}
     host: dict[str, np.ndarray] = {}
     variables = variables_of(leaves)
-    with lent(variables) as stored:  # all of one moment, between two steps of other threads
+    with lent(variables) as stored:  # all at one moment, between two steps of other threads
         held = dict(zip(variables, stored, strict=True))
         for path, leaf in leaves.items():
             if has_position(leaf):
@@ -107,7 +107,7 @@ def take_snapshot(leaves: Leaves, positions: Sequence[Mapping[str, Any]], is_kep
 
 
 def _array_entry(leaf: Variable | jax.Array, held: Mapping[Variable, jax.Array], arrays: dict[str, jax.Array]) -> dict[str, Any]:
-    """Describe a leaf on devices, and add arrays of it that this process can read to `arrays`."""
+    """Describe a leaf that is on devices, and put into `arrays` what this process can read of it."""
     entry: dict[str, Any] = {"key": key_impl(leaf)} if is_key(leaf) else {}
 
     def add(array: jax.Array) -> str:
@@ -122,7 +122,7 @@ def _array_entry(leaf: Variable | jax.Array, held: Mapping[Variable, jax.Array],
     is_mirrored = leaf.synchronization is VariableSynchronization.ON_WRITE
     has_whole_copies = mesh.is_alone or (is_mirrored and not isinstance(leaf, ShardedVariable))
     copies = stored if has_whole_copies else cross_replica.compiled(jnp.asarray, mesh.mirrored)(stored)
-    if is_mirrored:  # a sharded variable's parts are joined on the host
+    if is_mirrored:  # the host joins the parts of a sharded variable
         return entry | {"kind": "mirrored", "value": add(copies)}
     entry |= {"kind": "on_read", "aggregation": leaf.aggregation.name, "copies": add(copies)}
     if leaf.aggregation is not VariableAggregation.NONE:
@@ -191,7 +191,7 @@ def _saved_kind(saved: Snapshot, path: str) -> str:
 
 
 def _takes_copies(leaf: Any, saved: Snapshot, entry: Mapping[str, Any]) -> bool:
-    """Tell whether each replica gets back exactly what it had."""
+    """Tell whether each replica can get back exactly the copy that it had."""
     return (
         isinstance(leaf, Variable)
         and leaf.synchronization is VariableSynchronization.ON_READ
@@ -203,8 +203,8 @@ def _takes_copies(leaf: Any, saved: Snapshot, entry: Mapping[str, Any]) -> bool:
 def restore_positions(leaves: Leaves, saved: Snapshot, worker: int, num_workers: int) -> list[tuple[Any, Any]]:
     """Restore the positions of this worker's iterators; return each with its former position, to undo it.
 
-    With another number of workers than at the save, all get the first worker's position: an iterator refuses it unless its
-    policy is `AutoShardPolicy.DATA`. When one refuses, the others get back their former positions.
+    When the number of workers has changed, all get the first worker's position; an iterator refuses it unless its policy is
+    `AutoShardPolicy.DATA`. When one iterator refuses, the others get back their former positions.
     """
     moved: list[tuple[Any, Any]] = []
     for path, entry in saved.leaves.items():
@@ -253,7 +253,7 @@ def restore_values(named: Mapping[str, PyTree], leaves: Leaves, saved: Snapshot)
 
 
 def _on_devices(host: np.ndarray, placement: jax.sharding.Sharding, impl: str | None) -> jax.Array:
-    """Place an array that every worker has read, without communication."""
+    """Place an array on devices without communication: every worker has read all of it."""
     array = jax.make_array_from_callback(host.shape, placement, lambda index: host[index])
     if impl is None:
         return array
@@ -262,14 +262,14 @@ def _on_devices(host: np.ndarray, placement: jax.sharding.Sharding, impl: str | 
 
 def _plain_value(leaf: object, host: np.ndarray, entry: Mapping[str, Any]) -> Any:
     if not hasattr(leaf, "dtype"):
-        return host.item()  # exact, and of the saved kind, as a number that was saved
+        return host.item()  # exact, and of the type that was saved
     if not isinstance(leaf, jax.Array):
         return host[()] if isinstance(leaf, np.generic) else host
     if leaf.committed or not leaf.is_fully_addressable:
         return _on_devices(host, leaf.sharding, entry.get("key"))
     if "key" in entry:
         return jax.random.wrap_key_data(jnp.asarray(host), impl=entry["key"])
-    return jnp.asarray(host.item() if leaf.weak_type and not host.shape else host)  # what was made of a Python number stays so
+    return jnp.asarray(host.item() if leaf.weak_type and not host.shape else host)  # a weak type stays weak
 
 
 def _replace_leaves(path: str, tree: PyTree, new: Mapping[str, Any]) -> PyTree:

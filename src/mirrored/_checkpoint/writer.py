@@ -33,7 +33,7 @@ def _finish_all() -> None:
 
 
 class Writer:
-    """The chief's writes of steps, one after the other in a thread; on other workers, the chief's last record of them.
+    """The chief's writer of steps, one at a time in a thread; on other workers, a copy of the chief's record.
 
     Attributes:
         latest: the last step that is complete on disk; None when there is none.
@@ -55,7 +55,7 @@ class Writer:
         _writers.add(self)
 
     def start(self, step: int, snapshot: Snapshot, about: Mapping[str, Any]) -> None:
-        """Begin to write a snapshot, with more entries for its record; the one before must have been finished."""
+        """Begin to write a snapshot and its record, to which `about` is added; the previous write must have ended."""
         assert not self.is_writing()
         # A queue, which waits in C: Ctrl-C in an Event may leave its lock held for ever, and an interrupted `join` makes
         # Python 3.11 believe that the thread has ended.
@@ -72,15 +72,15 @@ class Writer:
         # A daemon, because Python would wait for another thread without telling the guard of the workers.
         self._thread = threading.Thread(target=work, name=f"mirrored-save-{step}", daemon=True)
         self._thread.start()
-        if not threading.main_thread().is_alive():  # too late: functions that are registered now may not be called any more
+        if not threading.main_thread().is_alive():  # too late: Python may not call functions that are registered now
             self.finish()
 
     def is_writing(self) -> bool:
-        """Tell whether a step is being written by this process, not by the one it was forked from."""
+        """Tell whether this process is writing a step; in a forked child, the parent's write does not count."""
         return self._thread is not None and self._end.empty() and self._thread.is_alive()
 
     def finish(self) -> None:
-        """Wait for all writers of this process in the directory: another object's write may become the latest step."""
+        """Wait for this process's writers to the directory: the write of another Checkpoint may become the latest step."""
         for writer in list(_writers):
             writer.finish_in(self._files.root)
 
@@ -89,7 +89,7 @@ class Writer:
         if self.is_writing() and self._files.root == root:
             end = self._end
             end.get()
-            end.put(None)  # for other threads that wait
+            end.put(None)  # for other waiting threads
 
     def finish_at_exit(self) -> None:
         """Wait at the end of the program; a forked child returns at once, because it may have inherited a held lock."""
@@ -104,14 +104,14 @@ class Writer:
                 "main thread with checkpoint.close(), after the last save.",
                 self._step, self._files.root, self.latest,
             )  # fmt: skip
-            sys.excepthook(type(error), error, error.__traceback__)  # raised here, it would count as ignored by Python
+            sys.excepthook(type(error), error, error.__traceback__)  # if it were raised here, Python would report it as ignored
 
     def look(self) -> None:
         """Look up the latest step on disk."""
         self.latest = max(self._good_steps(), default=None)
 
     def learn(self, latest: int | None, failures: list[str]) -> None:
-        """Take over the chief's record, which tells the chief nothing new."""
+        """Take over the chief's record; on the chief this changes nothing."""
         if latest is not None and latest != self.latest:
             self._note_progress(latest)
         self.latest, self.failures = latest, failures
@@ -122,7 +122,7 @@ class Writer:
         self._note_progress(step)
 
     def require_success(self, max_failed_saves: int | None = None) -> None:
-        """Raise a CheckpointError when too many saves have failed in a row; then count anew."""
+        """Raise a CheckpointError when too many saves have failed in a row, and reset their count."""
         if len(self.failures) < (max_failed_saves or self._max_failed_saves):
             return
         failures, self.failures = self.failures, []
@@ -167,7 +167,7 @@ class Writer:
                 _logger.warning("step %d in %s could not be removed: %s", step, self._files.root, error)
 
     def _note_progress(self, step: int) -> None:
-        """Tell the launcher, if there is one, the last step: in a file for each directory of checkpoints."""
+        """Write the last step for the launcher, if there is one: into one file for each directory of checkpoints."""
         target = _env.MIRRORED_PROGRESS_FILE.get()
         if not target:
             return

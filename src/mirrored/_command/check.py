@@ -1,4 +1,4 @@
-"""`mirrored check`: tests whether this cluster computes right, and measures how fast its workers communicate.
+"""`mirrored check`: tests whether this cluster computes correctly, and measures how fast its workers communicate.
 
 Every worker runs it, under `mirrored launch` or any other launcher; worker 0 prints for all.
 """
@@ -28,21 +28,21 @@ from .._strategy.strategy import Strategy, coordination_of
 from .._text import counted, escape
 from .._workers.coordination import Coordination
 
-#: Lengths of the summed arrays: one, a prime, and a prime too large for caches.
+#: Lengths of the summed arrays: one, a prime, and a prime that exceeds caches.
 LENGTHS = (1, 1_009, 1_000_003)
 #: Name, dtype and relative tolerance of the summed values.
 KINDS = (("integers", np.int32, 0.0), ("whole floats", np.float32, 0.0), ("floats", np.float32, 1e-5))
-#: Bytes of an all-reduce whose time is measured, and the number of measurements.
+#: Bytes of each measured all-reduce, and how often it is measured.
 SIZES = ((4, 30), (1 << 10, 30), (1 << 20, 15), (64 << 20, 5))
-#: A slow worker takes more than so many times the median.
+#: A worker is slow if it takes more than so many times the median.
 SLOW = 2.0
 _MATRIX, _PRODUCTS = 256, 9
-#: Of another worker's text, so many characters are shown.
+#: The number of characters shown of another worker's text.
 _MAX_TEXT = 1000
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check the cluster; return 0 when it is in order, 1 when it is not."""
+    """Check the cluster; return 0 if it is in order, else 1."""
     parser = argparse.ArgumentParser(
         "mirrored check", description="Compute and measure with all workers of this cluster. On one host: mirrored launch -n 2 "
         "--cpu-devices 1 -m mirrored check"
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(strategy: Strategy, coordination: Coordination, seconds: float, problems: list[str]) -> Iterator[str]:
-    """Yield worker 0's lines; add the problems of all workers to `problems`, on each of them."""
+    """Yield the lines that worker 0 prints; on every worker, add all workers' problems to `problems`."""
     yield f"{counted(coordination.num_workers, 'worker')} met in {seconds:.1f} s, {strategy}"
     for index, text in enumerate(coordination.exchange("check/who", _who())):
         yield f"worker {index}: {escape(str(text), _MAX_TEXT)}"
@@ -90,7 +90,7 @@ def _who() -> str:
 
 
 def _compare(strategy: Strategy, coordination: Coordination) -> list[str]:
-    """Sum known values over the replicas; return differences from the right sums, and between the workers."""
+    """Sum known values over the replicas; return what differs from the right sums, or between workers."""
     problems = []
     replicas = strategy.num_replicas_in_sync
     for length in LENGTHS:
@@ -123,7 +123,7 @@ def _make_all_reduce(strategy: Strategy, values: np.ndarray) -> Callable[[], Any
 
 
 def _measure(strategy: Strategy, coordination: Coordination) -> Iterator[str]:
-    """Measure all-reduces: the median of several, each begun by all workers together."""
+    """Measure all-reduces: the median of several that all workers begin together."""
     replicas = strategy.num_replicas_in_sync
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = min(coordination.exchange("check/memory", memory // (32 * jax.local_device_count())))
@@ -137,7 +137,7 @@ def _measure(strategy: Strategy, coordination: Coordination) -> Iterator[str]:
 
 
 def _find_slow(coordination: Coordination) -> Iterator[str]:
-    """Compare the workers' times for one computation without communication, and for the coordination service."""
+    """Compare the workers: how long each takes for a local computation, and for a call of the coordination service."""
     matrix = jnp.full((_MATRIX, _MATRIX), 1.0 / _MATRIX)
     product = jax.jit(lambda x: jax.lax.fori_loop(0, 20, lambda _, y: y @ x, x))
     computing = _median(lambda: product(matrix).block_until_ready(), _PRODUCTS, coordination)
@@ -150,7 +150,7 @@ def _find_slow(coordination: Coordination) -> Iterator[str]:
 
 
 def _median(work: Callable[[], object], times: int, coordination: Coordination) -> float:
-    """Return the median of a function's seconds, after a first call that does not count."""
+    """Return the median of the seconds that a function takes, without its first call."""
     seconds = []
     for i in range(times + 1):
         coordination.barrier("check")

@@ -1,4 +1,4 @@
-"""Judges the end of an attempt: who failed first, the launcher's exit code, whether to start again, and the summary."""
+"""Judges how an attempt ended: which worker failed first, the launcher's exit code, whether to restart, the summary."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from .._errors import BAD_CONFIGURATION, PREEMPTED, RESTART
 from .._text import MARGIN, counted
 
-#: Workers that end within this time have the same cause, whichever was first.
+#: Workers that fail within this time count as failing together: the first need not be the cause.
 TOGETHER_SECONDS = 1.0
 
 
@@ -25,17 +25,17 @@ class Ending:
     code: int  # the exit code, or the negative number of the signal that killed it
     seconds: float  # since the start
     at: float  # time of day, in seconds since 1970
-    was_asked: bool  # by a signal of the launcher, so that it is not the cause
+    was_asked: bool  # by a signal of the launcher, so it is not the cause
     tail: Sequence[str]  # the last lines of its output, escaped
-    was_stopped: bool = False  # as by SIGSTOP, when another failed
+    was_stopped: bool = False  # it was suspended, as by SIGSTOP, when another failed
 
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
     """The end of one attempt."""
 
-    endings: Sequence[Ending]  # in the order of time
-    signals: Sequence[int]  # to the launcher
+    endings: Sequence[Ending]  # in order of time
+    signals: Sequence[int]  # that the launcher received
     steps: Mapping[str, int]  # progress file of a folder of checkpoints -> last complete step
 
     def exit_code(self) -> int:
@@ -46,7 +46,7 @@ class Attempt:
         if not self.signals:
             return shell_code(self.culprit().code)
         number = self.signals[-1]
-        if len(self.signals) == 1 and number != signal.SIGINT:  # Ctrl-C may end programs in any way
+        if len(self.signals) == 1 and number != signal.SIGINT:  # after Ctrl-C, a program's own code says nothing
             for ending in failed:
                 if ending.code not in (RESTART, PREEMPTED, -signal.SIGTERM):
                     return shell_code(ending.code)
@@ -58,12 +58,12 @@ class Attempt:
         causes = [ending for ending in failed if not ending.was_asked]
         first = (causes or failed)[0]
         together = [ending for ending in causes if ending.seconds - first.seconds <= TOGETHER_SECONDS]
-        # Where all leave together with 75, worker 0 knows the reason best: it has the port, to which all others connect.
+        # If all leave together with 75, worker 0 knows the reason best: all others connect to its port.
         alike = min(together, key=lambda ending: ending.index, default=first)
         return next((ending for ending in causes if ending.code != RESTART), alike)
 
     def alike(self) -> Sequence[Ending]:
-        """Return the workers that failed together with the first, with its exit code: none of them is the cause of the others."""
+        """Return the workers that failed together with the first, with its exit code: none of them caused the others' failure."""
         first = self.culprit()
         if first.code in (PREEMPTED, RESTART):
             return [first]
@@ -73,16 +73,16 @@ class Attempt:
 
 @dataclasses.dataclass
 class Budget:
-    """A count of the restarts without a new checkpoint."""
+    """The restarts that are left: it counts those since the last new checkpoint."""
 
-    max_restarts: int  # 0: none at all
+    max_restarts: int  # 0: never restart
     used: int = 0
     best: dict[str, int] = dataclasses.field(default_factory=dict)
     last_new: int | None = None
 
     def allows(self, attempt: Attempt) -> bool:
-        """Tell whether to start again after this attempt, and count it."""
-        known = max(self.best.values(), default=-1)  # a new folder is progress only with a new largest step
+        """Count this attempt, and tell whether to restart after it."""
+        known = max(self.best.values(), default=-1)  # a new folder counts as progress only with a step larger than all others
         new = {folder: step for folder, step in attempt.steps.items() if step > self.best.get(folder, known)}
         for folder, step in attempt.steps.items():
             self.best[folder] = max(step, self.best.get(folder, -1))
@@ -92,7 +92,7 @@ class Budget:
         if never or not self.max_restarts:
             return False
         if not new or attempt.culprit().code not in (PREEMPTED, -signal.SIGTERM):
-            self.used += 1  # else a machine was taken away, and nothing was lost
+            self.used += 1  # else a machine was taken away after a save: no failure to count
         return self.used <= self.max_restarts
 
     def __str__(self) -> str:
@@ -101,7 +101,7 @@ class Budget:
 
 
 def shell_code(code: int) -> int:
-    """Return an exit code as shells have it: 128 plus the number of a signal that killed the process."""
+    """Return an exit code as a shell reports it: 128 plus the signal's number for a process that a signal killed."""
     return code if code >= 0 else 128 - code
 
 
@@ -121,7 +121,7 @@ def describe_code(code: int) -> str:
 
 
 def describe_failure(attempt: Attempt) -> str:
-    """Describe in one line the worker that failed first, those that failed together, or the one that was preempted."""
+    """Describe in one line which worker failed first, which ones failed together, or which one was preempted."""
     culprit, alike = attempt.culprit(), attempt.alike()
     who = f"worker {culprit.index} (pid {culprit.pid}) " + ("was preempted" if culprit.code == PREEMPTED else "failed first")
     if len(alike) > 1:
@@ -132,7 +132,7 @@ def describe_failure(attempt: Attempt) -> str:
 
 
 def summarize(attempt: Attempt, restarts: int, seconds: float, logs: str | None) -> list[str]:
-    """Return the last lines of a run; none for a success without restarts."""
+    """Return the lines that end a run's output; none after a success without restarts."""
     total = f"{counted(restarts, 'restart')}, {seconds:.1f} s in all" + (f", logs in {logs}" if logs else "")
     if not any(ending.code for ending in attempt.endings):
         return [f"done: {total}"] if restarts else []

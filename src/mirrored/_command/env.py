@@ -18,14 +18,14 @@ from .._cluster.resolvers import discover
 from .._errors import ClusterConfigError
 from .._text import NO_VERSION, escape, version_of
 
-#: So long a driver may take to list its devices; one that hangs is part of the report.
+#: How long a driver may take to list its devices; if it hangs, the report says so.
 DEVICES_SECONDS = 60.0
 _PACKAGES = ("mirrored", "jax", "jaxlib", "numpy", "optax")
 _OPTIONAL = (
     "grain", "protobuf", "google-crc32c", "flax", "keras", "equinox",
     "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin", "libtpu",
 )  # fmt: skip
-# Run in another process, so that a driver that hangs or crashes is only a line of the report.
+# Run in another process, so that a driver that hangs or crashes costs only one line of the report.
 _LIST_DEVICES = """
 import collections, json, jax
 print(json.dumps(collections.Counter(f"{d.platform} ({d.device_kind})" for d in jax.devices())))

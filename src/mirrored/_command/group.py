@@ -1,4 +1,4 @@
-"""Runs the workers of one attempt, from their start until they and all their children are gone.
+"""Runs the workers of one attempt, until they and all their children are gone.
 
 One thread and one `poll`: output, the ends of workers, signals to the launcher and deadlines are events of one loop.
 """
@@ -28,21 +28,21 @@ from .output import STATE_SECONDS, BarState, LineCutter, LogFile, Outlet, Tail, 
 from .signals import Signals
 from .standby import DELAY_SECONDS, READY_SECONDS, Standby, start
 
-#: After a failure, the other workers have so long to leave before they are asked to; the library needs about one second.
+#: How long the other workers have to leave by themselves after a failure, before SIGTERM; the library needs about a second.
 FAREWELL_SECONDS = 5.0
-#: An ended worker's children may live on so long, for example to clean up.
+#: How long the children of an ended worker may live on, for example to clean up.
 LEFTOVER_SECONDS = 1.0
-#: gloo's line for each connected worker, which no level of logging turns off; only the log files keep it.
+#: How gloo's line for each connected worker begins: no log level turns it off, so only the log files keep it.
 _NOISE = b"[Gloo] Rank "
 _IS_STOPPED = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
-_READ_BYTES = 1 << 20  # as many as a pipe has at most
-#: The most bytes of a progress file, and the most progress files: there is one for each folder of checkpoints.
+_READ_BYTES = 1 << 20  # the most that a pipe holds
+#: The most bytes of a progress file, and the most progress files; each folder of checkpoints has one.
 _PROGRESS_BYTES, _MAX_WRITERS = 32, 100
 
 
 @dataclasses.dataclass
 class Stream:
-    """One of a worker's two streams, and its outlet; the pipe is closed when the stream has ended."""
+    """One of a worker's two output streams, and its outlet; the pipe is closed when the stream has ended."""
 
     pipe: IO[bytes]
     outlet: Outlet
@@ -69,20 +69,20 @@ class Worker:
 class Group:
     """The workers of one attempt on this host, from their start until all are gone."""
 
-    command: Sequence[str]  # a worker's arguments of Python
+    command: Sequence[str]  # a worker's arguments to Python
     environments: Sequence[Mapping[str, str]]  # one for each worker; MIRRORED_PROGRESS_FILE is added
     first_index: int  # of the first worker, in the cluster
     num_workers: int  # of the whole cluster, also on other hosts
     grace: float  # seconds between asking workers to leave and killing them
     logs: Path | None
-    outlets: tuple[Outlet, Outlet]  # for output and errors; one twice where both go to the same place
+    outlets: tuple[Outlet, Outlet]  # for output and errors; the same one twice if both go to one place
     signals: Signals
     standby: Standby
-    _workers: list[Worker] = dataclasses.field(default_factory=list)  # those that are not gone
-    _endings: list[Ending] = dataclasses.field(default_factory=list)  # of those that are
-    # Times, with signals to send; None starts what waits for the next attempt.
+    _workers: list[Worker] = dataclasses.field(default_factory=list)  # the workers that are not gone
+    _endings: list[Ending] = dataclasses.field(default_factory=list)  # of the workers that are gone
+    # (time, signal to send); None: start the processes that wait for the next attempt.
     _plan: list[tuple[float, int | None]] = dataclasses.field(default_factory=list)
-    _num_signals: int = 0  # of the launcher's, so many have been obeyed
+    _num_signals: int = 0  # how many of the launcher's signals have been obeyed
     _is_ending: bool = False  # since a signal came, or a worker failed
 
     def run(self) -> Attempt:
@@ -122,7 +122,7 @@ class Group:
         """Wait for the next event, and handle all that have come."""
         deadlines = [when for when, _ in self._plan]
         if any(worker.ended for worker in self._workers):
-            deadlines.append(time.monotonic() + 0.02)  # no event tells the end of a group's last process
+            deadlines.append(time.monotonic() + 0.02)  # no event says that a group's last process has ended
         streams = [stream for worker in self._workers for stream in worker.streams]
         pipes = [stream.pipe.fileno() for stream in streams if not (stream.pipe.closed or stream.outlet.is_full)]
         self.signals.wait(self.outlets, pipes, min(deadlines) - time.monotonic() if deadlines else None)
@@ -138,7 +138,7 @@ class Group:
             self._send(number) if number else self.standby.prepare(self.environments, self._enrol, self._keeper_pipe)
 
     def _relay(self, worker: Worker, stream: Stream) -> None:
-        """Pass on new output of a worker."""
+        """Pass on a worker's new output."""
         data = stream.pipe.read(_READ_BYTES)
         if data is None:  # the pipe does not block, and is empty
             return
@@ -152,19 +152,19 @@ class Group:
         for line in lines:
             if line.startswith(_NOISE):
                 continue
-            if not worker.ended or time.monotonic() < worker.ended + LEFTOVER_SECONDS:  # later its trackers warn
+            if not worker.ended or time.monotonic() < worker.ended + LEFTOVER_SECONDS:  # later output is its trackers' warnings
                 worker.tail.add(line)
             if not isinstance(line, BarState):
                 stream.outlet.write(stream.prefix + line + b"\n")
             elif stream.outlet.is_terminal:
-                if worker.index == self.first_index:  # several bars would overwrite each other in one line
+                if worker.index == self.first_index:  # several bars would overwrite each other on one line
                     stream.outlet.show(stream.prefix, line)
             elif (now := time.monotonic()) >= stream.shown_at + STATE_SECONDS:
                 stream.shown_at = now
                 stream.outlet.write(stream.prefix + line + b"\n")
 
     def _look_after(self, worker: Worker, now: float) -> None:
-        """Note a worker's end, plan the others' ends if it failed, and end its group when that is due."""
+        """Note that a worker ended; if it failed, plan to end the others; kill the rest of its group when that is due."""
         if not worker.ended and worker.process.poll() is not None:
             worker.ended = now
             code = worker.process.returncode
@@ -175,7 +175,7 @@ class Group:
                     other.was_stopped = os.waitid(os.P_PID, other.process.pid, _IS_STOPPED) is not None
                 farewell = max(FAREWELL_SECONDS, self.grace) if code == PREEMPTED else FAREWELL_SECONDS
                 if all(other.was_stopped for other in others):
-                    farewell = 0.0  # none of them can leave
+                    farewell = 0.0  # none of them can leave by itself
                 self._plan = [(now + farewell, signal.SIGTERM), (now + farewell + self.grace, signal.SIGKILL)]
         if worker.ended:
             is_over = all(stream.pipe.closed for stream in worker.streams) and not _is_alive(worker.process.pid)
@@ -187,7 +187,7 @@ class Group:
         for number in self.signals.received[self._num_signals :]:
             self._is_ending = True
             if not self._num_signals:
-                # A terminal that hangs up asks workers to save and leave; SIGHUP itself would kill Python without a message.
+                # When a terminal hangs up, ask workers to save and leave; SIGHUP itself would kill Python without a message.
                 self._send(signal.SIGTERM if number == signal.SIGHUP else number)
             self._plan = [(now if self._num_signals else now + self.grace, signal.SIGKILL)]
             self._num_signals += 1
@@ -199,9 +199,9 @@ class Group:
                 if number == signal.SIGKILL:
                     worker.process.kill()
                     keeper.kill_but_trackers({worker.process.pid})
-                else:  # not to its children: a worker needs its loaders until it has saved
+                else:  # but not to its children: a worker needs its loaders until it has saved
                     worker.process.send_signal(number)
-                    worker.process.send_signal(signal.SIGCONT)  # a stopped process would take the signal later
+                    worker.process.send_signal(signal.SIGCONT)  # a stopped process gets signals only when it continues
 
     def _end(self, worker: Worker) -> None:
         """Kill the rest of a worker's process group, and pass on the rest of its output."""
@@ -214,7 +214,7 @@ class Group:
             stream.pipe.close()
         if worker.log:
             worker.log.close()
-        keeper.tell(self._keeper_pipe, "-", worker.process.pid)  # a number that another process may get
+        keeper.tell(self._keeper_pipe, "-", worker.process.pid)  # another process may get its number
         self._workers.remove(worker)
         ending = Ending(
             index=worker.index,
@@ -231,9 +231,9 @@ class Group:
 
 @contextlib.contextmanager
 def _kept_folder() -> Iterator[tuple[str, int]]:
-    """Yield a folder, and the pipe of the keeper: the process that ends the workers and removes the folder if this one is killed.
+    """Yield a folder, and the pipe of the keeper: a process that, if this one is killed, ends the workers and removes the folder.
 
-    The keeper is killed at the end, when workers and folder are gone: it may be stopped, and is not waited for.
+    At the end, when workers and folder are gone, kill the keeper: it may be suspended, and then would not end by itself.
     """
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
     with (
@@ -254,7 +254,7 @@ def _is_alive(group: int) -> bool:
         os.killpg(group, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # a process of the group belongs to another user by now
+    except PermissionError:  # a process of the group has changed its user
         return True
     return True
 
@@ -264,7 +264,7 @@ def _isolated(role: str) -> list[str]:
 
 
 def _read_steps(path: Path) -> dict[str, int]:
-    """Read each progress file: name -> step of the last complete checkpoint. Files with other contents are left out."""
+    """Read the progress files: name -> step of the last complete checkpoint. Skip files with other contents."""
     steps: dict[str, int] = {}
     for file in (path, *itertools.islice(path.parent.glob(f"{path.name}-????????"), _MAX_WRITERS)):
         try:

@@ -1,6 +1,6 @@
-"""Ends the workers when the launcher was killed: a process that outlives it.
+"""The keeper: a process that outlives a killed launcher, and ends its workers.
 
-Run as a file, in Python's isolated mode: it starts in 15 ms and ignores the user's environment (docs/launch.md).
+It runs as a file, in Python's isolated mode: so it starts in 15 ms and ignores the user's environment (docs/launch.md).
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ import signal
 import sys
 import time
 
-#: Trackers have so long to remove what the other processes of their groups have left in shared memory.
+#: How long trackers have to remove what the other processes of their groups have left in shared memory.
 TRACKER_SECONDS = 1.0
-#: In the command line of such a process of multiprocessing's, or joblib's.
+#: What the command line of a tracker contains, multiprocessing's or joblib's.
 _TRACKER = b"resource_tracker import main"
 
 
 def tell(keeper: int, sign: str, pid: int) -> None:
-    """Tell the keeper a process group that it shall know ("+") or forget ("-"), unless it is gone or does not read."""
+    """Tell the keeper to remember ("+") or forget ("-") a process group; do nothing if it is gone or does not read."""
     with contextlib.suppress(BrokenPipeError, BlockingIOError):
         os.write(keeper, f"{sign}{pid}\n".encode())
 
 
 def enrol(keeper: int, command: list[str]) -> None:
-    """Tell the keeper the number of this process, and become the worker."""
+    """Tell the keeper this process's number, and become the worker."""
     tell(keeper, "+", os.getpid())
     os.close(keeper)
     os.execv(command[0], command)
 
 
 def keep(folder: str) -> None:
-    """Wait until all writers of the pipe are gone, and end the process groups that are still enrolled."""
+    """Wait until all writers to the pipe are gone, then kill the process groups that are still enrolled."""
     groups: set[int] = set()
     for line in sys.stdin.buffer:
         (groups.add if line.startswith(b"+") else groups.discard)(int(line[1:]))
@@ -51,9 +51,9 @@ def kill(group: int) -> None:
 
 
 def kill_but_trackers(groups: set[int]) -> bool:
-    """Kill process groups, but for processes that wait for the end of the others to remove shared memory and semaphores.
+    """Kill process groups, except trackers: they wait for the others' end, to remove shared memory and semaphores.
 
-    Tell whether there are such.
+    Tell whether there are any trackers.
     """
     found = False
     for pid in map(int, filter(str.isdecimal, os.listdir("/proc") if os.path.isdir("/proc") else ())):
@@ -72,7 +72,7 @@ def _read(pid: int, file: str) -> bytes:
     try:
         with open(f"/proc/{pid}/{file}", "rb") as opened:
             return opened.read()
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return b""
 
 

@@ -1,6 +1,6 @@
-"""Passes workers' output on: line by line to the launcher's streams, raw to log files, its end to the summary.
+"""Passes on workers' output: line by line to the launcher's streams, raw to log files, the last lines to the summary.
 
-Nothing here waits for a reader: output that a stream does not take is kept, up to a limit, after which the workers wait.
+Nothing here blocks on a reader: up to a limit, output that a stream does not take is kept; beyond it, the workers wait.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from .. import _env
 from .._errors import RESTART
 from .._text import escape
 
-#: So many bytes may wait for a slow reader before the workers wait.
+#: How many bytes may wait for a slow reader before the workers must wait.
 PENDING_BYTES = 1 << 20
-#: A longer line without an end is cut.
+#: A longer line is cut into pieces.
 LINE_BYTES = 1 << 16
-#: The end of each worker's output in the summary: lines, characters of each, characters in all.
+#: How much of the end of a worker's output the summary shows: lines, characters of each, characters in all.
 TAIL_LINES, TAIL_LINE_CHARACTERS, TAIL_CHARACTERS = 20, 400, 4096
-#: The library's reason for ending a worker without an error of its own, shown whole and first; its threads' stacks, not shown.
+#: The line with the library's reason for ending a worker, which the summary shows first and whole; not the stacks after it.
 _VERDICT = re.compile(rb"worker \d+ leaves with code %d: " % RESTART)
 _STACKS = re.compile(rb"worker \d+ was here:$")
 _OF_STACKS = re.compile(rb"  |.*:$")
-#: A worker writes fewer lines after a verdict: before more lines, it was a text of the program.
+#: A worker writes fewer lines after a verdict; if more follow, the line was a text of the program's.
 _VERDICT_LINES = 200
-#: The time between two states of a progress bar in a file or a pipe; a terminal shows each state in place of the last.
+#: Seconds between two states of a progress bar in a file or a pipe; a terminal shows every state, in place of the last.
 STATE_SECONDS = 10.0
 _ERASE_LINE = b"\r\x1b[K"
-# A carriage return alone ends a state of a progress bar; one at the end of the text may still be followed by a newline.
+# A carriage return alone ends a state of a progress bar; after one at the end of the text, a newline may still come.
 _LINE_END = re.compile(rb"\r?\n|\r(?=[^\n])")
 
 
@@ -49,7 +49,7 @@ class Outlet:
         self._pending = bytearray()
         self._is_open = True
         self.is_terminal = os.isatty(fd)
-        self._chunk = 1 << 20 if stat.S_ISREG(os.fstat(fd).st_mode) else select.PIPE_BUF  # a ready pipe takes so many bytes
+        self._chunk = 1 << 20 if stat.S_ISREG(os.fstat(fd).st_mode) else select.PIPE_BUF  # a ready pipe takes this many bytes
         if self.is_terminal:
             self._chunk = 256  # a ready terminal takes at least so many
         self.has_colour = self.is_terminal and not _env.NO_COLOR.get()
@@ -66,13 +66,13 @@ class Outlet:
         return len(self._pending) > PENDING_BYTES
 
     def write(self, data: bytes) -> None:
-        """Keep bytes until the stream takes them; drop them when its reader is gone."""
+        """Keep bytes until the stream takes them; drop them if its reader is gone."""
         if self._is_open:
             self._pending += _ERASE_LINE + data if self._shows_state else data
             self._shows_state = False
 
     def show(self, start: bytes, state: bytes) -> None:
-        """Show a state of a progress bar on a terminal until the next one, or a line, takes its place."""
+        """Show a state of a progress bar on a terminal, until the next state or a line replaces it."""
         width = 0
         with contextlib.suppress(OSError):
             width = os.get_terminal_size(self.fd).columns
@@ -82,13 +82,13 @@ class Outlet:
         self._shows_state = True
 
     def end(self) -> None:
-        """End the line of the last state, which stays."""
+        """End the line of a progress bar's last state, which stays on the terminal."""
         if self._shows_state:
             self._shows_state = False
             self.write(b"\n")
 
     def flush(self) -> None:
-        """Write a piece; the stream must be ready."""
+        """Write a piece of the waiting output; the stream must be ready."""
         try:
             del self._pending[: os.write(self.fd, self._pending[: self._chunk])]
         except BlockingIOError:
@@ -99,7 +99,7 @@ class Outlet:
 
 
 class Tail:
-    """The last lines of a worker; if the library ended it, from the verdict on, without stacks.
+    """The last lines of a worker's output; if the library ended the worker, those from the verdict on, without stacks.
 
     Of consecutive states of a progress bar, only the last is kept.
     """
@@ -109,7 +109,7 @@ class Tail:
         self._is_in_stacks = False
 
     def add(self, line: bytes) -> None:
-        """Add a line, and drop the oldest."""
+        """Add a line, and drop the oldest when there are too many."""
         if not line.strip():
             return
         goes_on = self._is_in_stacks and _OF_STACKS.match(line) and not _VERDICT.search(line)
@@ -143,7 +143,7 @@ class LogFile(io.FileIO):
         super().__init__(path, "x", opener=lambda path, flags: os.open(path, flags, 0o600))
 
     def append(self, data: bytes) -> str | None:
-        """Write all; return the reason if nothing more can be written: a full disk does not end the training."""
+        """Write all data. On a failure return the reason, and raise nothing: a full disk does not end the training."""
         try:
             while data and not self.closed:
                 data = data[self.write(data) :]
@@ -154,7 +154,7 @@ class LogFile(io.FileIO):
 
 
 class LineCutter:
-    """The state of cutting a pipe's output into lines."""
+    """Cuts a pipe's output into lines, and keeps the unfinished rest."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -174,7 +174,7 @@ class LineCutter:
         return lines
 
     def finish(self) -> list[bytes]:
-        """Return the last line, if it has no end."""
+        """Return the last line if it has no newline."""
         rest, self._rest = self._rest.removesuffix(b"\r"), b""
         return [rest] if rest else []
 

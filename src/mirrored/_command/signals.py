@@ -1,4 +1,4 @@
-"""Receives the launcher's signals, and waits for them, for the ends of workers and for output: the only place that waits."""
+"""The only place where the launcher waits: for signals, for workers to end, and for their output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .output import Outlet
 
 
 class Signals:
-    """The signals that end the launcher. They wake its loop, as the end of a worker does."""
+    """The signals that end the launcher. They wake its loop, and so does the end of a worker."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
@@ -29,7 +29,7 @@ class Signals:
         os.set_blocking(self._write, False)
         self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # ignored by nohup, or for a job in the background
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background job, ignores it
                 self._before[number] = signal.signal(number, self._receive)
         self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
         return self

@@ -1,6 +1,6 @@
-"""A process that has imported the modules of a worker, and becomes one at a restart.
+"""A process that imports a worker's modules in advance, and becomes that worker at a restart.
 
-Run as a file: it runs what `python` runs, in a module `__main__` of its own.
+It runs as a file, so it gives the worker's program a new module `__main__`, and runs it as `python` would.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def wait(modules: Sequence[str], command: list[str]) -> None:
     has_main = not is_module and pkgutil.get_importer(path) is not None  # a folder, or a zip file
     sys.path[: not sys.flags.safe_path] = _first_of_path(path, is_module, has_main)  # in place of this file's folder
     for module in modules:
-        # `mirrored` itself loads nothing until the first public name is asked for.
+        # `mirrored` itself loads nothing before the first use of a public name.
         importlib.import_module("mirrored._public" if module == "mirrored" else module)
     os.write(0, b"+")
     turn = sys.stdin.buffer.readline()
@@ -34,12 +34,12 @@ def wait(modules: Sequence[str], command: list[str]) -> None:
     os.environ.update(json.loads(turn))
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-    main = types.ModuleType("__main__")  # stays, for threads and functions of atexit
+    main = types.ModuleType("__main__")  # kept alive for threads and atexit functions
     vars(main)["__builtins__"] = builtins
     sys.modules["__main__"], sys.argv, sys.orig_argv = main, command, [sys.executable, "-u", *command]
     if is_module:
         sys.argv = ["-m", *command[2:]]
-        run_module(command[1])  # which `python` itself calls
+        run_module(command[1])  # the function that `python` itself calls
     elif has_main:
         run_module("__main__", alter_argv=False)
     else:

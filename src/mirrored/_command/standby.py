@@ -1,4 +1,4 @@
-"""Keeps processes (`_command/spare`) that have imported the workers' modules, and wait for a restart."""
+"""Keeps spare processes (`_command/spare`), which have imported the workers' modules and wait for a restart."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from . import spare
 from .keeper import tell
 
-#: The workers of an attempt get so long to start and compile before the processes for the next one are started.
+#: How long an attempt's workers may start and compile before the spare processes for the next attempt start.
 DELAY_SECONDS = 10.0
-#: A restart waits so long for processes that still import, and for one that does not read its environment.
+#: How long a restart waits for spare processes that still import, and for one that does not read its environment.
 READY_SECONDS = 1.0
 Process = subprocess.Popen[bytes]
 
@@ -29,7 +29,7 @@ def start(command: Sequence[str], environment: Mapping[str, str], stdin: int, pa
 
 
 class Standby:
-    """The waiting processes, which have imported modules `a,b`; none where no module is given."""
+    """The spare processes, which have imported modules `a,b`; none if no module is given."""
 
     def __init__(self, modules: str, command: Sequence[str]) -> None:
         self._has_modules = bool(modules)
@@ -37,7 +37,7 @@ class Standby:
         self._waiting: list[tuple[Process, socket.socket]] = []  # in the order of the workers
 
     def prepare(self, environments: Sequence[Mapping[str, str]], enrol: Sequence[str], keeper: int) -> None:
-        """Start a process for each environment, which imports the modules there, and which the keeper knows by `enrol`."""
+        """Start a spare process in each environment, to import the modules there; `enrol` tells the keeper about it."""
         for environment in environments if self._has_modules else ():
             own, other = socket.socketpair()
             with other:
@@ -45,7 +45,7 @@ class Standby:
             self._waiting.append((process, own))
 
     def take(self, environment: Mapping[str, str], keeper: int, until: float) -> Process | None:
-        """Make the next waiting process a worker, known to the keeper, and return it; None if it is not ready by a time."""
+        """Turn the next spare process into a worker that the keeper knows; return it, or None if it is not ready in time."""
         if not self._waiting:
             return None
         process, connection = self._waiting.pop(0)
@@ -56,12 +56,12 @@ class Standby:
                 connection.settimeout(READY_SECONDS)
                 connection.sendall(json.dumps(dict(environment)).encode() + b"\n")
                 return process
-        _kill(process)  # a worker will show the error
+        _kill(process)  # if importing failed, a worker will show the error
         tell(keeper, "-", process.pid)
         return None
 
     def close(self) -> None:
-        """End the waiting processes."""
+        """Kill the spare processes."""
         while self._waiting:
             process, connection = self._waiting.pop()
             with connection:

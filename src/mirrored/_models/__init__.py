@@ -1,1 +1,1 @@
-"""How models of other libraries take part in a step. None of these libraries is imported here: who uses one has imported it."""
+"""Models of other libraries inside a step. We import none of these libraries: a program that uses one has imported it."""

@@ -1,4 +1,4 @@
-"""Equinox modules in a step: their numbers are compiled in, as by `eqx.filter_jit`; BatchNorm sees the rows of all replicas."""
+"""Equinox modules in a step: numbers are compiled in, as in `eqx.filter_jit`; BatchNorm sees the rows of all replicas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .._typing import REPLICA_AXIS
 
 
 def places_in_modules(structure: Any) -> frozenset[int]:
-    """Return the numbers of the leaves of a tree that are in an Equinox module; none before Equinox is imported."""
+    """Return which leaves of a tree, by number, are inside an Equinox module; none if Equinox is not imported."""
     return _places_in(structure) if "equinox" in sys.modules else frozenset()
 
 
@@ -31,7 +31,7 @@ def _are_inside(structure: Any, is_inside: bool) -> list[bool]:
 
 
 def call_norm(old: Callable[..., Any], layer: Any, *args: object, **kwargs: object) -> Any:
-    """Call Equinox' BatchNorm with the replicas' axis name beside its own, which is that of a `jax.vmap` over rows."""
+    """Call Equinox' BatchNorm with the replicas' axis name beside its own name, which belongs to a `jax.vmap` over rows."""
     names = layer.axis_name if isinstance(layer.axis_name, tuple | list) else (layer.axis_name,)
     if current_replica() is not None and REPLICA_AXIS not in names:
         layer = copy.copy(layer)

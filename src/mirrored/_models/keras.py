@@ -1,6 +1,6 @@
-"""Keras with a strategy: its variables are ours, its layers and optimizers know about replicas.
+"""Keras with a strategy: Keras' variables are views on ours, and its layers and optimizers know about replicas.
 
-Keras is found when the program has imported it; we never import it. docs/design/models.md says how the parts fit.
+We never import Keras; we use it if the program has imported it. docs/design/models.md says how the parts fit.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .replaced import in_place
 if TYPE_CHECKING:
     import keras
 
-#: A function that has met new variables in so many traces makes them itself.
+#: A function that meets new variables in so many traces makes them itself, which is an error.
 MAX_TRACES = 8
 
 
 @contextlib.contextmanager
 def in_scope() -> Iterator[None]:
-    """Let Keras make variables and models of a strategy inside this block, the strategy's scope."""
+    """Inside this block, a strategy's scope, let Keras make variables and models that belong to the strategy."""
     was_there = keras_parts.loaded() is not None
     with in_place():
         yield
@@ -41,7 +41,7 @@ def in_scope() -> Iterator[None]:
 
 
 def traced_until_found(trace: Callable[[], Any], mesh: ReplicaMesh | None) -> Any:
-    """Trace a function, again while the trace meets Keras variables that are not ours; they are adopted in between."""
+    """Trace a function. While the trace meets Keras variables that are not ours, adopt them and trace again."""
     keras = keras_parts.loaded()
     if keras is None:
         return trace()
@@ -59,9 +59,9 @@ def traced_until_found(trace: Callable[[], Any], mesh: ReplicaMesh | None) -> An
 
 
 def build_by(call: Callable[[], Any]) -> None:
-    """Call a function that has no variables yet: if it makes some, as a model does in its first call, all is traced again.
+    """Call a function that has no variables yet; if it makes some, like a model's first call, start the whole trace again.
 
-    Outside of a trace that can be repeated it is not called.
+    Outside a trace that can be repeated, the function is not called.
     """
     keras = keras_parts.loaded()
     scope = None if keras is None else keras_parts.innermost_scope(keras)
@@ -72,7 +72,7 @@ def build_by(call: Callable[[], Any]) -> None:
 
 
 def tracing(mesh: ReplicaMesh | None) -> contextlib.AbstractContextManager[Any]:
-    """Trace, or run, a function inside this block; it may meet no new Keras variables."""
+    """Let a function be traced, or run, inside this block; it must not meet new Keras variables."""
     keras = keras_parts.loaded()
     return contextlib.nullcontext() if keras is None else search(keras, mesh, is_discovery=False)
 
@@ -83,8 +83,8 @@ def tracing(mesh: ReplicaMesh | None) -> contextlib.AbstractContextManager[Any]:
 class VariableScope:
     """The scope in which a function that uses Keras is traced: Keras asks it for the values of variables.
 
-    Variables of ours are read and written as always. Others are noted, also those that are made here: Keras initializes
-    them at the end of the scope.
+    It reads and writes variables of ours as always, and notes all others, even those made in the scope, which Keras
+    initializes at its end.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class VariableScope:
         self.strangers: dict[int, Any] = {}  # variables that are not ours yet, by `id`
 
     def get_current_value(self, variable: keras.Variable) -> Any:
-        """Return what Keras reads."""
+        """Return the value that Keras reads from a variable."""
         if ours_of(variable) is not None:
             return variable._value
         self.strangers[id(variable)] = variable
@@ -100,7 +100,7 @@ class VariableScope:
         return jnp.zeros(variable.shape, keras_parts.dtype_of(variable)) if value is None else value
 
     def add_update(self, update: tuple[Any, Any]) -> None:
-        """Take what Keras writes."""
+        """Take the value that Keras writes to a variable."""
         variable, value = update
         if ours_of(variable) is not None:
             variable._value = value
@@ -111,17 +111,17 @@ class VariableScope:
 
 @contextlib.contextmanager
 def search(keras: ModuleType, mesh: ReplicaMesh | None, is_discovery: bool) -> Iterator[list[Any]]:
-    """Trace a function inside this block; afterwards the list has the Keras variables that were met and adopted.
+    """Let a function be traced inside this block; afterwards the yielded list has the new Keras variables, now adopted.
 
-    Where the trace can be repeated, `is_discovery`, they will be on `mesh`; else none may be met. Inside a larger trace,
-    which has to be repeated, it raises UndiscoveredError.
+    With `is_discovery` the trace can be repeated, and the variables will be on `mesh`; without it, there must be none. If a
+    larger trace has to be repeated, raise UndiscoveredError.
     """
     found: list[Any] = []
     is_inner = isinstance(keras_parts.innermost_scope(keras), VariableScope)
     scope, met = keras_parts.subclass_of(keras.StatelessScope, VariableScope)(), mesh
     make: Callable[[], list[Any]] = list
     try:
-        # At the end of the outermost scope, where nothing is traced any more, Keras initializes what was made.
+        # Keras initializes new variables at the end of the outermost scope, when no trace is running any more.
         with in_place(), scope:
             yield found
     except UndiscoveredError as error:

@@ -1,7 +1,7 @@
 """Keras' own `fit`, `evaluate` and `predict` on all devices of a strategy.
 
-Keras compiles a function of the global batch, and XLA shares out the computation by the placement of the batch. So the numbers
-are those of one device, with normalization over the global batch. We only place variables and batches.
+Keras compiles a function of the global batch, and XLA divides the computation as the batch is placed. So the numbers are those
+of one device, and normalization is over the global batch. We only place variables and batches.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def describe(mesh: ReplicaMesh) -> list[str]:
-    """Name the models that Keras has trained, evaluated or asked for predictions on these devices."""
+    """Name the models for which Keras has run `fit`, `evaluate` or `predict` on these devices."""
     models = [model for model, own in list(keras_models.items()) if own == mesh]
     names = [m.name for m in models if _OnAll in map(type, (m.train_function, m.test_function, m.predict_function))]
     how = "share each batch out over all replicas, or give it whole to each when they do not divide it"
@@ -41,7 +41,7 @@ def describe(mesh: ReplicaMesh) -> list[str]:
 
 
 def _mesh_of(model: keras.Model) -> ReplicaMesh | None:
-    """Return the devices of a model's strategy, else of the strategy in whose scope the program is."""
+    """Return the devices of a model's strategy, else of the strategy whose scope the program is in."""
     known = (spec_of(ours).mesh for ours in map(ours_of, _variables_of(model)) if ours is not None)
     mesh = next(known, keras_models.get(model))
     here = scope_mesh()
@@ -62,7 +62,7 @@ def _variables_of(model: keras.Model) -> list[Any]:
 
 
 def make_function(old: Callable[..., Any], model: keras.Model, force: bool = False) -> Callable[..., Any] | None:
-    """Make the function that `fit` calls with the state and the batches, so that both lie on all devices."""
+    """Make the function that `fit` calls with the state and the batches; it places both on all devices."""
     mesh = _mesh_of(model)
     if mesh is None:
         return old(model, force)
@@ -71,12 +71,12 @@ def make_function(old: Callable[..., Any], model: keras.Model, force: bool = Fal
             f"{model.name}: fit, evaluate and predict cannot be planned, because Keras compiles and runs their programs itself. "
             "Plan a step of your own: strategy.run(step), with mr.value_and_grad and model(x, training=True)."
         )
-    for variable in _variables_of(model):  # some were made outside of the scope, such as the slots of an optimizer
+    for variable in _variables_of(model):  # some were made outside the scope, such as an optimizer's slots
         adopt(variable, mesh)
     name = old.__name__.removeprefix("make_")
     known = getattr(model, name)
     if force or not isinstance(known, _OnAll) or known.mesh != mesh:
-        with _distribution(mesh).scope():  # so that Keras names the placement of the new state
+        with _distribution(mesh).scope():  # so that Keras asks for this placement of the new state
             old(model, True)
         setattr(model, name, _OnAll(mesh, getattr(model, name), name.removesuffix("_function")))
         keras_models[model] = mesh
@@ -85,7 +85,7 @@ def make_function(old: Callable[..., Any], model: keras.Model, force: bool = Fal
 
 @dataclasses.dataclass(eq=False)
 class _OnAll:
-    """A function of Keras that takes its state and an iterator of batches; here the batches are placed on all devices."""
+    """A compiled function of Keras, called with the state and an iterator of batches, which it first places on all devices."""
 
     mesh: ReplicaMesh
     _function: Callable[..., Any]
@@ -95,7 +95,7 @@ class _OnAll:
     def __call__(self, state: PyTree, iterator: Iterator[Any]) -> Any:
         in_flight.require_threads()
         results, state = self._function(state, map(self._placed, iterator))
-        if self._kind == "predict":  # Keras makes numpy arrays of them
+        if self._kind == "predict":  # Keras makes numpy arrays of the predictions
             leaves, treedef = jax.tree.flatten(results)
             results = treedef.unflatten(placement.mirror(self.mesh, leaves))
         if in_flight.is_paced(self.mesh.mirrored):
@@ -118,7 +118,7 @@ class _OnAll:
                 )
         self._is_new = False
         own = [] if self.mesh.is_alone else list(filter(_is_own, arrays))
-        if own:  # all workers give the same global batch, of which each uses its rows
+        if own:  # every worker gives the same global batch, and uses its own rows
             sums = np.array([placement.checksum(np.asarray(array)) for array in own], np.uint32)
             placement.mirror(self.mesh, [sums], _refuse_batch, is_checked_late=True)
         return treedef.unflatten(_place(self.mesh, arrays))
@@ -135,9 +135,9 @@ def _distribution(mesh: ReplicaMesh) -> Any:
 
 
 def _place(mesh: ReplicaMesh, arrays: list[jax.Array | np.ndarray]) -> Sequence[jax.Array | np.ndarray]:
-    """Share the rows of a batch out over the devices; each gets all rows, which is exact too, when they do not divide evenly."""
+    """Divide the rows of a batch among the devices; if they do not divide evenly, give every device all rows, also exact."""
     if mesh.mirrored.num_devices == 1 and {np.ndarray}.issuperset(map(type, arrays)):
-        return arrays  # the program brings them to the one device faster
+        return arrays  # for one device, the program itself places them faster
     is_divided = [array.ndim and array.shape[0] and array.shape[0] % mesh.num_replicas == 0 for array in arrays]
     targets = [mesh.stacked if divided else mesh.mirrored for divided in is_divided]
     if mesh.is_alone:
@@ -163,7 +163,7 @@ def _refuse_batch(position: int, workers: Sequence[int]) -> None:
 
 
 def build_quietly(old: Callable[..., None], model: keras.Model, *args: object, **kwargs: object) -> None:
-    """Build a model without JAX's warning that int64 labels will be int32."""
+    """Build a model, without JAX's warning that int64 labels become int32."""
     with warnings.catch_warnings():
         if _mesh_of(model) is not None:
             warnings.filterwarnings("ignore", "Explicitly requested dtype u?int64", UserWarning)
@@ -171,7 +171,7 @@ def build_quietly(old: Callable[..., None], model: keras.Model, *args: object, *
 
 
 def with_dataset(old: Callable[..., Any], model: keras.Model, x: object = None, *args: object, **kwargs: object) -> Any:
-    """Call `fit`, `evaluate` or `predict` with support for distributed datasets, and with the same shuffles on all workers."""
+    """Call `fit`, `evaluate` or `predict`; accept distributed datasets, and shuffle alike on all workers."""
     mesh = _mesh_of(model)
     if isinstance(x, DistributedDataset):
         unused = [name for name in ("y", "sample_weight", "class_weight", "validation_split") if not _is_unset(kwargs.get(name))]
@@ -189,13 +189,13 @@ def with_dataset(old: Callable[..., Any], model: keras.Model, x: object = None, 
         x = _adapted(x, mesh, model)
     if isinstance(kwargs.get("validation_data"), DistributedDataset):
         kwargs["validation_data"] = _adapted(kwargs["validation_data"], mesh, model)
-    if mesh is not None and not mesh.is_alone and old.__name__ == "fit":  # Keras shuffles by numpy's numbers
+    if mesh is not None and not mesh.is_alone and old.__name__ == "fit":  # Keras shuffles with numpy's random numbers
         np.random.seed(int(placement.mirror(mesh, [np.random.randint(2**31, dtype=np.int32)])[0]))
     return old(model, x, *args, **kwargs)
 
 
 def _is_unset(value: object) -> bool:
-    """Tell whether an argument of `fit` is that of none; arrays have no truth value."""
+    """Tell whether an argument of `fit` was left out; an array has no truth value, so `not value` cannot."""
     return value is None or (not hasattr(value, "shape") and not value)
 
 
@@ -219,7 +219,7 @@ class BatchAdapter:
 
     @property
     def num_batches(self) -> int | None:
-        """The number of batches of an epoch, or None when it is not known in advance."""
+        """The number of batches of an epoch, or None if it is not known in advance."""
         try:
             return len(self._dataset)
         except TypeError:
@@ -232,7 +232,7 @@ class BatchAdapter:
 
 
 def _joined(value: PerReplica) -> jax.Array:
-    """Return the rows of all replicas as one array; even ones stay on their replicas."""
+    """Return the rows of all replicas as one array; rows of an even batch stay where they are."""
     stack, shapes = stack_of(value), uneven_shapes(value)
     mesh = replicas_of(stack.sharding.mesh)  # type: ignore[attr-defined]
     if shapes is None:

@@ -1,4 +1,4 @@
-"""Keras' layers and optimizers in a step: they see the global batch, and the gradients of all replicas."""
+"""Keras' layers and optimizers in a step: layers see the global batch, optimizers the gradients of all replicas."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def moments(old: Callable[..., Any], layer: keras.Layer, inputs: jax.Array, mask: jax.Array | None) -> Any:
-    """Compute the mean and the variance of the global batch, of which each replica has some rows, or none.
+    """Compute the mean and variance over the global batch; a replica may hold any number of its rows, or none.
 
     One collective combines the replicas' own means and sums of squares, without the cancellation of E[x^2] - E[x]^2.
     """
@@ -51,7 +51,7 @@ def moments(old: Callable[..., Any], layer: keras.Layer, inputs: jax.Array, mask
 
 
 def next_seed(old: Callable[..., Any], generator: keras.random.SeedGenerator, *args: object, **kwargs: object) -> Any:
-    """Return a seed that differs by replica, on the first the seed of one device; the generator's state is the same on all."""
+    """Return a seed that differs by replica: on the first, that of one device. The generator's state stays the same on all."""
     seed, replica = old(generator, *args, **kwargs), current_replica()
     if replica is None:
         return seed
@@ -70,14 +70,14 @@ def apply(
 ) -> None:
     """Sum the gradients over the replicas, and update the variables."""
     replica = current_replica()
-    if replica is None or is_keras_update.get():  # an optimizer inside of another gets sums
+    if replica is None or is_keras_update.get():  # an optimizer inside another gets sums already
         return old(optimizer, grads, trainable_variables)
     variables = None if trainable_variables is None else list(trainable_variables)
     _require_built(optimizer, variables)
     trained = variables or keras_parts.trained_by(optimizer)
-    # Marked, as by `mr.Optimizer`, so that none is summed twice.
+    # Marked, as in `mr.Optimizer`, so that no gradient is summed twice.
     where, grads = user_code.user_line(), list(grads)
-    paths = [variable.path for variable in trained] + ["?"] * len(grads)  # Keras says it when their numbers differ
+    paths = [variable.path for variable in trained] + ["?"] * len(grads)  # Keras raises when their numbers differ
     present = [i for i, gradient in enumerate(grads) if gradient is not None]
     marked = [mark(jnp.asarray(grads[i]), Mark(Purpose.GRADIENT, paths[i], where)) for i in present]
     totals = dict(zip(present, replica.all_reduce(ReduceOp.SUM, marked), strict=True))
@@ -92,9 +92,9 @@ def apply(
 
 
 def _apply_scaled(optimizer: keras.optimizers.Optimizer, by_variable: dict[int, Any]) -> None:
-    """Update by a `LossScaleOptimizer` through its method without side effects.
+    """Let a `LossScaleOptimizer` update the variables, through its method without side effects.
 
-    `apply` assigns inside the branches of a `cond`, which no trace of JAX survives.
+    Its `apply` assigns variables inside the branches of a `cond`, which leaks their tracers.
     """
     state, trained = optimizer.variables, keras_parts.trained_by(optimizer)
     gradients = [by_variable.get(id(v)) for v in trained]
@@ -104,7 +104,7 @@ def _apply_scaled(optimizer: keras.optimizers.Optimizer, by_variable: dict[int, 
 
 
 def _require_built(optimizer: keras.optimizers.Optimizer, variables: list[Any] | None) -> None:
-    """Start the trace again when an optimizer is not built: some make their slots in a way that no trace survives."""
+    """Build an optimizer, and start the trace again: some make their slots in a way that leaks tracers."""
 
     def build() -> list[Any]:
         with sys.modules["keras"].name_scope(optimizer.name, caller=optimizer):

@@ -1,4 +1,4 @@
-"""The private parts of Keras that we use. tests/_models/test_keras_parts.py fails when one of them moves."""
+"""The private parts of Keras that we use; tests/_models/test_keras_parts.py fails when Keras moves one of them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 
 def loaded() -> ModuleType | None:
-    """Return Keras, when the program has imported it. We never import it."""
+    """Return Keras if the program has imported it, else None; we never import it."""
     keras = sys.modules.get("keras")
     return keras if hasattr(keras, "Variable") and hasattr(keras, "Model") and hasattr(keras, "random") else None
 
 
 @functools.cache
 def subclass_of(base: type, own: type) -> type:
-    """Return a class with the methods of ours and those of a class of Keras, in this order."""
+    """Return a class that inherits from our class, then from a class of Keras."""
     return type(own.__name__, (own, base), {})
 
 
@@ -28,21 +28,21 @@ def innermost_scope(keras: ModuleType) -> Any:
 
 
 def is_shape_inference(keras: ModuleType) -> bool:
-    """Tell whether Keras only wants to know shapes, so that a variable's value does not matter."""
+    """Tell whether Keras only infers shapes, so that a variable's value does not matter."""
     return keras.src.backend.common.symbolic_scope.in_symbolic_scope()
 
 
-#: The name under which a variable holds its array. None says that it has none yet, or that `fit` has taken it.
+#: The attribute with a variable's array. It is None before the first value, and while `fit` has the array.
 VALUE = "_value"
 #: The method that computes the mean and the variance of a batch.
 MOMENTS = "_moments"
-#: The method by which `fit`, `evaluate` and `predict` build a model from the first batch.
+#: The method with which `fit`, `evaluate` and `predict` build a model from the first batch.
 BUILD = "_symbolic_build"
-#: The dtype of a variable, whatever is cast where it is read.
+#: The dtype in which a variable is stored; reading it may cast.
 dtype_of: Callable[[Any], str] = operator.attrgetter("_dtype")
-#: The axes over which a normalization layer takes its moments.
+#: The axes over which a normalization layer computes its moments.
 reduction_axes_of: Callable[[Any], Sequence[int]] = operator.attrgetter("_reduction_axes")
-#: The variables that an optimizer was built for.
+#: The variables for which an optimizer was built.
 trained_by: Callable[[Any], list[Any]] = operator.attrgetter("_trainable_variables")
 
 

@@ -1,4 +1,4 @@
-"""The state of Keras' objects, by names that are the same in each run that builds them in the same way."""
+"""Names the state of Keras' objects; the names are the same in every run that builds the objects in the same way."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NUMBERED = re.compile(r"(.*?)(?:_(\d+))?")
 
 
 def state_of(value: object) -> Any:
-    """Return a model's, layer's, metric's or optimizer's variables, by name; any other value as it is."""
+    """Return the variables of a model, layer, metric or optimizer, by name; return any other value unchanged."""
     keras = keras_parts.loaded()
     if is_keras_variable(value):
         return _ours([value])[0]
@@ -28,7 +28,7 @@ def state_of(value: object) -> Any:
                 f"the Keras optimizer {name!r} ({kind}) has not made the variables that belong to the model's. Build it first, "
                 "in the strategy's scope: optimizer.build(model.trainable_variables)."
             )
-        # Keras saves them by number too: their paths have those of the model's variables in them.
+        # Keras saves them by number too, because their paths contain the paths of the model's variables.
         return {str(number): variable for number, variable in enumerate(_ours(value.variables))}
     if isinstance(value, keras.Layer) and not value.built:
         raise TypeError(
@@ -39,7 +39,7 @@ def state_of(value: object) -> Any:
 
 
 def _ours(variables: Sequence[Any]) -> list[Variable]:
-    """Return the variables behind Keras variables; those that have none yet are adopted by the strategy of the others."""
+    """Return the variables behind Keras variables; first let the strategy of the others adopt those without one."""
     known = [ours for ours in map(ours_of, variables) if ours is not None]
     mesh = spec_of(known[0]).mesh if known else scope_mesh()
     for variable in variables:
@@ -53,9 +53,9 @@ def _ours(variables: Sequence[Any]) -> list[Variable]:
 
 
 def _names(paths: Sequence[str]) -> list[str]:
-    """Return the paths, with Keras' numbers counted anew for these objects, and equal paths numbered in their order.
+    """Return the paths with Keras' counters restarted for these objects, and with numbers after equal paths.
 
-    The second model that a program builds has a `dense_2` where the first has a `dense`.
+    Keras counts over the whole program: a second model has a `dense_2` where the first has a `dense`.
     """
     numbers = defaultdict(set)
     for stem, number in {_split(part) for path in paths for part in path.split("/")}:

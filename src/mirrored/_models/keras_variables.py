@@ -1,4 +1,4 @@
-"""Keras variables of a strategy: views on variables of ours, so that all of Keras' own code works with them unchanged."""
+"""Makes Keras variables views on variables of ours, so that all of Keras' own code works with them unchanged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _FIT_OUTSIDE = (
 
 
 class View:
-    """The methods of a view's class; the array is that of an `mr.Variable`, made with the first value."""
+    """The methods of a view: a Keras variable whose array is in an `mr.Variable`, which its first value makes."""
 
     @property
     def _value(self) -> Any:
@@ -46,7 +46,7 @@ class View:
             return jnp.zeros(ours.shape, ours.dtype)
         frame = frames.current()
         is_in_step = frame is not None and frame.bindings is not None
-        # Outside of steps an eager scan or cond closes over the value, as in Keras.
+        # Outside steps, an eager scan or cond closes over the value, as in Keras.
         is_passing = not is_in_step and tracing.is_staging() and tracing.is_for_this_call()
         with tracing.untraced() if is_passing else contextlib.nullcontext():
             return _noted(Purpose.OLD, ours, ours.value)
@@ -54,7 +54,7 @@ class View:
     @_value.setter
     def _value(self, value: jax.Array | None) -> None:
         ours = vars(self).get(_OURS)
-        if value is None:  # initialized later, or `fit` has taken the array and will bring back another
+        if value is None:  # to be initialized later, or `fit` has taken the array and will set a new one
             if ours is not None and not _process.num_replacing:
                 user_code.warn(_FIT_OUTSIDE)
             return
@@ -73,13 +73,13 @@ class View:
         self._value = value
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        """Be copied and pickled as an ordinary Keras variable, with its value."""
+        """Copy and pickle as an ordinary Keras variable with this value."""
         state = {name: content for name, content in vars(self).items() if name not in (_OURS, _MESH)}
         return object.__new__, (type(self).__base__,), state | {keras_parts.VALUE: self._value}
 
 
 def _noted(purpose: Purpose, variable: Variable, value: jax.Array) -> jax.Array:
-    """Mark what a step reads of a metric's state, or writes to it: it is summed over the replicas, so it must be a sum."""
+    """Mark what a step reads or writes of a metric's state: replicas add theirs up, so the state must be a sum."""
     frame, spec = frames.current(), spec_of(variable)
     if frame is None or frame.replica is None or not (spec.is_on_read and spec.aggregation is VariableAggregation.SUM):
         return value
@@ -88,20 +88,20 @@ def _noted(purpose: Purpose, variable: Variable, value: jax.Array) -> jax.Array:
 
 @functools.cache
 def _view_class(kind: type) -> type:
-    """Return a class that looks like `kind`, its only base: an object's class may change to no other kind of class."""
+    """Return a subclass of `kind` that looks like it; Python lets an object change its class to no other kind."""
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     own = {name: vars(View)[name] for name in (keras_parts.VALUE, "_initialize_layout", "_direct_assign", "__reduce_ex__")}
     return type(kind.__name__, (kind,), own | names)
 
 
 def _made(view: Any, value: jax.Array) -> Variable:
-    """Make the variable behind a view, with its first value."""
+    """Make the variable behind a view from its first value."""
     mesh, is_on_read = vars(view)[_MESH], view.synchronization == "on_read"
     kind = {"name": view.path, "trainable": view.trainable, "aggregation": view.aggregation}
     with frames.entered(Frame(None, mesh)):
         if not is_on_read or view.aggregation == "none":
             return Variable(value, synchronization="on_read" if is_on_read else "auto", **kind)
-        # What a metric has counted already counts as the sum over the replicas.
+        # What a metric has counted so far is the sum over the replicas.
         return Variable(jnp.zeros_like(value), synchronization="on_read", **kind).assign(value)
 
 
@@ -112,26 +112,26 @@ def is_keras_variable(value: object) -> bool:
 
 
 def ours_of(variable: keras.Variable) -> Variable | None:
-    """Return the variable behind a Keras variable, or None when it has none, or no value, yet."""
+    """Return the variable behind a Keras variable, or None while it has none, or no value."""
     return vars(variable).get(_OURS)
 
 
 def init_variable(old: Callable[..., None], variable: keras.Variable, *args: object, **kwargs: object) -> None:
-    """Initialize a Keras variable; in a strategy's scope, as one of the strategy."""
+    """Initialize a Keras variable; in a strategy's scope, it belongs to the strategy."""
     if (mesh := scope_mesh()) is not None:
         claim(variable, mesh)
     old(variable, *args, **kwargs)
 
 
 def claim(variable: keras.Variable, mesh: ReplicaMesh) -> None:
-    """Make a Keras variable a view, whose array will be on these devices."""
+    """Turn a Keras variable into a view whose array will be on these devices."""
     _require_support(variable)
     variable.__class__ = _view_class(type(variable))
     variable.__dict__[_MESH] = mesh
 
 
 def adopt(variable: keras.Variable, mesh: ReplicaMesh) -> None:
-    """Make a Keras variable a view on a new variable with its value; a second call does nothing."""
+    """Turn a Keras variable into a view on a new variable with its value; a second call does nothing."""
     if _MESH in vars(variable):
         return
     kind, value = type(variable), variable.__dict__.pop(keras_parts.VALUE, None)
@@ -161,18 +161,18 @@ def _require_support(variable: keras.Variable) -> None:
 
 
 def scope_mesh() -> ReplicaMesh | None:
-    """Return the devices of the strategy in whose scope, or step, the program is."""
+    """Return the devices of the strategy whose scope or step the program is in."""
     frame = frames.current()
     return frame.mesh if frame is not None and frame.strategy is not None else None
 
 
 def own_variable(value: object) -> Any:
-    """Return the variable behind a Keras variable, which is adopted if need be; any other value as it is."""
+    """Return the variable behind a Keras variable, adopting it if necessary; return any other value unchanged."""
     if not is_keras_variable(value):
         return value
     if ours_of(value) is None:
         if frames.is_traced():
-            raise UndiscoveredError([value], scope_mesh())  # here none can be made
+            raise UndiscoveredError([value], scope_mesh())  # no variable can be made here
         adopt(value, scope_mesh() or default_mesh())
     return ours_of(value)
 
@@ -183,9 +183,9 @@ def has_strangers(tree: PyTree) -> bool:
 
 
 class UndiscoveredError(BaseException):
-    """A trace has met Keras variables that are not ours yet, and must be started again. Users never see it.
+    """A trace has met Keras variables that are not ours yet, and must be started again. Users never see this.
 
-    `make` makes further ones, outside of the trace, and returns them.
+    `make`, called outside the trace, makes further variables and returns them.
     """
 
     def __init__(self, variables: list[Any], mesh: ReplicaMesh | None, make: Callable[[], list[Any]] = list) -> None:

@@ -1,4 +1,4 @@
-"""Flax NNX objects among a step's arguments: they go in as arrays, and get their new values when the step has ended."""
+"""Flax NNX objects among a step's arguments: the step takes their arrays, and they get their new values when it ends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _Path = tuple[Any, ...]
 class _StandIn:
     """The stand-in for an NNX object in the arguments of a step; the first one has the structure and arrays of all objects."""
 
-    number: int  # of the step's different objects
+    number: int  # which of the step's distinct objects it stands for
     graph: Any = None
     paths: tuple[_Path, ...] = ()
     arrays: tuple[Any, ...] = ()
@@ -50,12 +50,12 @@ def _nnx() -> Any:
 
 
 def holds_objects(arguments: PyTree) -> bool:
-    """Tell whether there is an NNX object among arguments. Call it when `flax.nnx` has been imported."""
+    """Tell whether arguments contain an NNX object. Call this only when `flax.nnx` has been imported."""
     return any(is_object(leaf) for leaf in jax.tree.leaves(arguments, is_leaf=_is_whole))
 
 
 def is_object(value: object) -> bool:
-    """Tell whether a value is an NNX module, optimizer, metric or variable. Call it when `flax.nnx` has been imported."""
+    """Tell whether a value is an NNX module, optimizer, metric or variable. Call this only when `flax.nnx` is imported."""
     return isinstance(value, _nnx().Pytree | _nnx().Variable)
 
 
@@ -72,7 +72,7 @@ def arrays_by_name(value: object) -> dict[str, Any]:
 
 
 def set_arrays(value: object, arrays: Mapping[str, Any]) -> None:
-    """Give an NNX object new arrays; an array that is not named stays."""
+    """Give an NNX object new arrays, by name; it keeps the arrays that are not named."""
     leaves = _take_apart([value])[1]
     _give_back([value], leaves, {path: arrays[_name(path)] for path in leaves if _name(path) in arrays})
 
@@ -82,8 +82,8 @@ def _name(path: _Path) -> str:
 
 
 def _take_apart(objects: list[Any]) -> tuple[Any, dict[_Path, Any]]:
-    """Return the structure of NNX objects, and their variables and bare arrays, by their paths."""
-    # nnx.split and nnx.to_flat_state would leave all arrays in a reference cycle (a closure that calls itself), at each step.
+    """Return the structure of NNX objects, and their variables and bare arrays by path."""
+    # At each step, nnx.split and nnx.to_flat_state would leave all arrays in a reference cycle: a closure that calls itself.
     graph, leaves = _nnx().flatten(objects)
     return graph, dict(leaves)
 
@@ -94,7 +94,7 @@ def _arrays_of(leaves: Mapping[_Path, Any]) -> dict[_Path, Any]:
 
 
 def _give_back(objects: list[Any], leaves: Mapping[_Path, Any], new: Mapping[_Path, Any]) -> None:
-    """Give NNX objects new values: directly to variables, which takes a ninth of the time of `nnx.update`."""
+    """Give NNX objects new values, by writing to their variables: that takes a ninth of the time of `nnx.update`."""
     others = []
     for path, value in new.items():
         leaf = leaves[path]
@@ -117,11 +117,11 @@ def run_with_objects(
     args: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> PyTree:
-    """Run a step with NNX objects among its arguments, and give them their new values.
+    """Run a step with NNX objects among its arguments, and give the objects their new values.
 
-    Inside, the step has copies of the objects, as in `nnx.jit`. Values that it changes must be the same on every replica,
-    except metrics, which are added up. Random streams differ by replica; BatchNorm layers see the rows of all replicas.
-    `run` runs a step whose arguments are arrays.
+    The step gets copies of the objects, as in `nnx.jit`. Values that it changes must be the same on every replica, except
+    metrics, which are summed. Random streams differ by replica; BatchNorm layers see the rows of all replicas. The
+    argument `run` runs a step whose arguments are arrays.
     """
     leaves, treedef = jax.tree.flatten((tuple(args), kwargs), is_leaf=_is_whole)
     objects = list({id(leaf): leaf for leaf in leaves if is_object(leaf)}.values())
@@ -139,7 +139,7 @@ def run_with_objects(
 
 
 def _placed(mesh: ReplicaMesh | None, arrays: dict[_Path, Any]) -> dict[_Path, Any]:
-    """Bring arrays to the replicas before the first step, which is compiled for their placement; several workers need not."""
+    """Place arrays on the replicas before the first step, so that it need not compile twice; not needed on several workers."""
     if mesh is None or not mesh.is_alone or frames.is_traced():
         return arrays
     known = {path: array for path, array in arrays.items() if isinstance(array, jax.Array)}
@@ -147,7 +147,7 @@ def _placed(mesh: ReplicaMesh | None, arrays: dict[_Path, Any]) -> dict[_Path, A
 
 
 def _on_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a step of stand-ins that returns `function`'s result and the objects' new arrays, by their paths."""
+    """Make a step that takes stand-ins, and returns `function`'s result and the objects' new arrays, by path."""
 
     @functools.wraps(function)
     def step(*args: object, **kwargs: object) -> Any:
@@ -157,7 +157,7 @@ def _on_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
         replica = current_replica()
         keys = _make_own(objects, replica) if replica else []
         norms = [norm for norm in _nodes(objects, _nnx().BatchNorm) if replica and norm.axis_name is None]
-        for norm in norms:  # they see the rows of all replicas
+        for norm in norms:  # BatchNorm sees the rows of all replicas
             norm.axis_name = REPLICA_AXIS
         _, by_path = _take_apart(objects)
         held = [*_arrays_of(by_path).values(), *(key for _, key in keys)]  # held, so that no other array gets their ids
@@ -186,9 +186,9 @@ def _on_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _make_own(objects: list[Any], replica: ReplicaContext) -> list[tuple[Any, jax.Array]]:
-    """Give a replica random streams of its own, and metrics that begin at zero on all replicas but the first.
+    """Give a replica its own random streams, and let metrics begin at zero on all replicas but the first.
 
-    Returns the streams with the keys to give back to them after the step.
+    Return the streams, each with the key that it gets back after the step.
     """
     keys = [(node, node.get_value()) for node in _nodes(objects, _nnx().RngKey)]
     for node, key in keys:
@@ -200,7 +200,7 @@ def _make_own(objects: list[Any], replica: ReplicaContext) -> list[tuple[Any, ja
 
 
 def _metrics_of(objects: list[Any]) -> list[Any]:
-    """Return the metrics whose states of several replicas can be combined."""
+    """Return the metrics that can be combined over the replicas."""
     return _nodes(objects, _nnx().metrics.Average | _nnx().metrics.Welford)
 
 
@@ -213,7 +213,7 @@ def _states_of(metric: Any) -> list[Any]:
 
 
 def _combine_metrics(objects: list[Any], replica: ReplicaContext, is_changed: Callable[[Any], bool]) -> None:
-    """Add up what the replicas have added to the metrics."""
+    """Combine the replicas' metrics, so that each holds what all replicas have added to it."""
     sum_over_replicas = functools.partial(replica.all_reduce, ReduceOp.SUM)
     metrics = [metric for metric in _metrics_of(objects) if any(map(is_changed, _states_of(metric)))]
     averages = [state for metric in metrics if isinstance(metric, _nnx().metrics.Average) for state in _states_of(metric)]
@@ -225,7 +225,7 @@ def _combine_metrics(objects: list[Any], replica: ReplicaContext, is_changed: Ca
 
 
 def _combine_welford(metric: Any, sum_over_replicas: Callable[[Any], Any]) -> None:
-    """Combine the counts, means and squared distances of the replicas; some replicas may have seen nothing.
+    """Combine the replicas' counts, means and squared distances; some replicas may have seen no values.
 
     Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
     """
@@ -239,6 +239,6 @@ def _combine_welford(metric: Any, sum_over_replicas: Callable[[Any], Any]) -> No
 
 
 def _marked(objects: list[Any], path: _Path, value: PyTree, where: str) -> PyTree:
-    """Mark an object's new value, so that a step in which it differs by replica is refused."""
+    """Mark an object's new value, so that the proof refuses a step in which it differs by replica."""
     name = ".".join([type(objects[path[0]]).__name__, *map(str, path[1:])])
     return jax.tree.map(lambda array: mark(array, Mark(Purpose.STATE, name, where)), value)

@@ -1,4 +1,4 @@
-"""What is replaced in Keras, Equinox and Linen: inside scopes and traces, until the last one is left."""
+"""Replaces methods of Keras, Equinox and Linen inside scopes and traces, until the program has left the last one."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def table() -> Iterator[tuple[type, str, Callable[..., Any]]]:
-    """Yield a class, the name of its method, and ours, whose first argument is the old one; of imported libraries only.
+    """Yield a class of an imported library, a method's name, and our method, which gets the old one as first argument.
 
-    Ours does what the old one does for a model or variable of no strategy and, except the methods of `fit`, outside of steps.
+    For models and variables without a strategy ours does what the old one does; outside steps too, except the methods of `fit`.
     """
     if (layers := sys.modules.get("equinox.nn")) is not None:
         yield layers.BatchNorm, "__call__", equinox.call_norm
@@ -42,7 +42,7 @@ def table() -> Iterator[tuple[type, str, Callable[..., Any]]]:
 
 
 def _init_model(old: Callable[..., None], model: keras.Model, *args: object, **kwargs: object) -> None:
-    """Make a model; one that is made in a scope belongs to its strategy after the scope, too."""
+    """Make a model; if it is made in a scope, it still belongs to the strategy after the scope."""
     if (mesh := keras_variables.scope_mesh()) is not None:
         _process.keras_models[model] = mesh
         _know(model)
@@ -51,12 +51,12 @@ def _init_model(old: Callable[..., None], model: keras.Model, *args: object, **k
 
 def _make_function(old: Callable[..., Any], model: keras.Model, force: bool = False) -> Callable[..., Any] | None:
     function = keras_fit.make_function(old, model, force)
-    if model in _process.keras_models:  # it may have been made elsewhere, and belongs to the strategy from now on
+    if model in _process.keras_models:  # it may have been made elsewhere; from now on it belongs to the strategy
         _know(model)
     return function
 
 
-#: The methods with which a model of a strategy takes batches.
+#: The methods of a strategy's model that take batches.
 _OF_MODELS = {
     **dict.fromkeys(("make_train_function", "make_test_function", "make_predict_function"), _make_function),
     **dict.fromkeys(("fit", "evaluate", "predict"), keras_fit.with_dataset),
@@ -65,7 +65,7 @@ _OF_MODELS = {
 
 
 def _know(model: keras.Model) -> None:
-    """Give one model methods that put the table in place while they run, so that it can be trained after the scope."""
+    """Give one model methods that put the table in place while they run, so that it trains outside the scope too."""
     for name in _OF_MODELS:
         own = functools.partial(_call_in_place, model, name)
         model.__dict__.setdefault(name, functools.update_wrapper(own, getattr(model, name)))
@@ -78,7 +78,7 @@ def _call_in_place(model: keras.Model, name: str, *args: object, **kwargs: objec
 
 @contextlib.contextmanager
 def in_place() -> Iterator[None]:
-    """Put the table's methods in place inside this block; several threads may be in such blocks."""
+    """Put the table's methods in place during this block; several threads may be in such blocks at once."""
     with _process.replaced_lock:
         for owner, name, method in table():
             if (owner, name) not in _process.replaced:
@@ -95,14 +95,14 @@ def in_place() -> Iterator[None]:
 
 @contextlib.contextmanager
 def over_replicas() -> Iterator[None]:
-    """Trace, or run, a step inside this block, whose BatchNorm layers normalize over the replicas too."""
+    """Let a step be traced, or run, inside this block: its BatchNorm layers also normalize over the replicas."""
     linen = sys.modules.get("flax.linen")
     with in_place(), contextlib.nullcontext() if linen is None else linen.intercept_methods(_intercept):
         yield
 
 
 def _intercept(method: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], context: Any) -> Any:
-    """Call a method of a Linen module; a BatchNorm without an axis name is called as a clone with the replicas' name."""
+    """Call a method of a Linen module; for a BatchNorm without an axis name, call a clone with the replicas' axis name."""
     layer = context.module
     is_own = isinstance(layer, sys.modules["flax.linen"].BatchNorm) and layer.axis_name is None
     if is_own and context.method_name == "__call__" and current_replica() is not None:
@@ -111,7 +111,7 @@ def _intercept(method: Callable[..., Any], args: Sequence[Any], kwargs: dict[str
 
 
 def _replace(owner: type, name: str, method: Callable[..., Any]) -> tuple[Callable[..., Any], Any]:
-    """Replace a method; return the new one and the class's own old one, None where the method is inherited."""
+    """Replace a method; return the new one, and the class's own old one, or None if the class inherits it."""
     old = getattr(owner, name)
 
     @functools.wraps(old)
@@ -126,7 +126,7 @@ def _replace(owner: type, name: str, method: Callable[..., Any]) -> tuple[Callab
 def _undo() -> None:
     for (owner, name), (new, own) in list(_process.replaced.items()):
         if vars(owner).get(name) is not new:
-            continue  # somebody has replaced ours, and calls it: putting it in place again would do its work twice
+            continue  # somebody has replaced ours and calls it: in place again, it would do its work twice
         if own is None:
             delattr(owner, name)
         else:

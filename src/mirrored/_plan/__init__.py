@@ -1,1 +1,1 @@
-"""Training steps compiled for machines that one does not have: topologies, chips, what a program would do there."""
+"""Compiles training steps for machines that are not here, and says what they would do there."""

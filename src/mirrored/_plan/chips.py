@@ -1,4 +1,4 @@
-"""The published rates of accelerators, on which a plan's estimates stand.
+"""The published rates of accelerators, from which a plan makes its estimates.
 
 TPUs: https://cloud.google.com/tpu/docs/system-architecture-tpu-vm (pages of v4, v5e, v5p, v6e, tpu7x), read on 2026-11-27.
 GPUs: NVIDIA's data sheets of H100 and H200 (SXM). Dense bfloat16, without sparsity.
@@ -13,14 +13,14 @@ GB = 1e9
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One device, as JAX counts devices: of TPU v4 and tpu7x a chip has two.
+    """One device, as JAX counts devices: a chip of TPU v4 and tpu7x has two.
 
     Attributes:
-        flops: operations in a second, bfloat16.
-        memory: bytes; `memory_rate`: bytes in a second that it reads or writes.
-        links: bytes in a second that all its links to near devices send.
-        per_host: how many devices the near ones are; None where all devices of a slice are near.
-        network: bytes in a second that a device sends to another host; of TPUs, to another slice.
+        flops: bfloat16 operations per second.
+        memory: bytes; `memory_rate`: bytes that it reads or writes per second.
+        links: bytes per second that all its links to near devices send together.
+        per_host: the number of near devices; None if all devices of a slice are near.
+        network: bytes per second that a device sends to another host or, on TPUs, to another slice.
     """
 
     name: str
@@ -42,8 +42,8 @@ CHIPS = {
     "NVIDIA H100 80GB HBM3": Chip("H100", 989e12, 80 * 2**30, 3350 * GB, 450 * GB, 8, 40 * GB),
     "NVIDIA H200": Chip("H200", 989e12, 141e9, 4800 * GB, 450 * GB, 8, 40 * GB),
 }
-#: Of the published rates a training step reaches so much. One H200 (docs/speed.md) has given the figures: GPT with 124 M
-#: parameters is limited by its memory, ResNet-50 by its convolutions.
+#: The parts of the published rates that a training step reaches, measured on one H200 (docs/speed.md): memory limits GPT with
+#: 124 M parameters, convolutions limit ResNet-50.
 REACHED_PRODUCTS, REACHED_CONVOLUTIONS, REACHED_MEMORY = 0.5, 0.2, 0.75
-#: Seconds of one message between near devices, and between hosts.
+#: Seconds that one message takes between near devices, and between hosts.
 NEAR_LATENCY, FAR_LATENCY = 3e-6, 10e-6

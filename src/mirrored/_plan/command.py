@@ -21,7 +21,7 @@ _NO_STEP = "It ended before strategy.run, or a function of mr.function, was call
 
 
 def main(argv: Sequence[str]) -> int:
-    """Plan a program: 0 when all that it compiles fits, 1 when something fails."""
+    """Plan a program; return 0 if everything that it compiles fits, else 1."""
     parser = argparse.ArgumentParser(
         "mirrored plan", description="Compile a training program for machines that are not here: does it fit, what does it "
         "send, how well does it scale? The program is unchanged: strategies that name no devices get those of the topology.",
@@ -59,7 +59,7 @@ def _show_progress() -> None:
 
 
 def _run(script: str, args: Sequence[str]) -> int:
-    """Run a script as `python script args` does, up to where it reads a value; return its code."""
+    """Run a script like `python script args`, until it reads a value; return its exit code."""
     sys.argv = [script, *args]
     sys.path[0] = str(Path(script).resolve().parent)
     try:

@@ -1,4 +1,4 @@
-"""Reads the collectives of a compiled program: their kinds, bytes, and whether other work runs meanwhile."""
+"""Reads a compiled program's collectives from its text: their kinds, bytes, and whether other work runs meanwhile."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Iterator
 _KINDS = ("all-reduce", "reduce-scatter", "all-gather", "collective-permute", "all-to-all")
 _ARRAY = re.compile(r"\b(pred|bf|[fsuc])(\d*)(?:e\d\w*)?\[([\d,]*)\]")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?(\S+) = (.+?) ([a-z][a-z-]*)\(")
-#: A collective that was fused with what is computed beside it; it stands in the text again, inside of the fusion.
+#: Fused computations: the text has their collectives a second time, so these do not count.
 _FUSED = ("fused_computation", "async_collective_fusion")
-#: The end of a sum on a TPU that other fusions have carried.
+#: The instruction that ends a TPU's sum which ran inside other fusions.
 _CARRIED = "async-collective-done"
-#: Instructions that are work, and the marks of matrix products and convolutions among them.
+#: The instructions that count as work, and the texts that mark matrix products and convolutions among them.
 _WORK = frozenset({"convolution", "custom-call", "dot", "fusion"})
 _NAME = re.compile(r"%([\w.-]+)")
 #: A loop, and how often it runs where XLA says so; a TPU's compiler leaves only the number in the loop's condition.
@@ -29,9 +29,9 @@ class Sent:
     """A collective of a compiled program.
 
     Attributes:
-        num_bytes: of the whole operand, on each device.
-        is_overlapped: whether it runs beside other work.
-        later: matrix products and convolutions that come after it in the schedule.
+        num_bytes: bytes of the whole operand, on each device.
+        is_overlapped: whether other work runs meanwhile.
+        later: the number of matrix products and convolutions after it in the schedule.
         times: how often it runs: in a loop more than once.
     """
 
@@ -43,7 +43,7 @@ class Sent:
 
 
 def collectives_in(text: str) -> list[Sent]:
-    """Return the collectives in the text of a scheduled module, in the order of the schedule."""
+    """Return the collectives in a scheduled module's text, in the order of the schedule."""
     found: list[Sent] = []
     running: dict[str, int] = {}  # the instruction that begins a collective -> its position among those found
     times = _times_in(text)
@@ -93,7 +93,7 @@ def _times_in(text: str) -> dict[str, int]:
 
 
 def _kind_of(name: str, operation: str, computation: str, line: str) -> str:
-    """Return the kind of a collective; "" for another instruction."""
+    """Return the kind of a collective, or "" if the instruction is none."""
     kind = operation.removesuffix("-start")
     if name.startswith(_CARRIED) or (operation == "fusion-start" and '"__triton_collective"' in line):
         return "all-reduce"
@@ -113,7 +113,7 @@ def _operand(line: str) -> str:
 
 
 def _num_bytes(result: str) -> int:
-    """Return the bytes of the whole array of a collective; the result of one that begins names operands and results."""
+    """Return the bytes of a collective's array; a `-start` instruction names operands and results, which count once."""
     if not result.startswith("(("):
         return _size(result)
     operands, _, results = result.partition("), ")

@@ -1,4 +1,4 @@
-"""What the programs of a strategy would do on devices that one does not have: memory, collectives, and an estimate of time."""
+"""Says what a strategy's programs would do on devices that are not here: memory, collectives, and estimated time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from . import chips
 from .chips import Chip
 from .modules import Sent, collectives_in
 
-#: Numbers of devices for which a plan estimates the efficiency.
+#: The numbers of devices for which a plan estimates the efficiency.
 EFFICIENCY_AT = (1, 8, 64, 256)
 #: Bytes that nobody needs to save, such as a count's.
 LITTLE = 2**20
@@ -33,9 +33,9 @@ class ProgramPlan:
 
     Attributes:
         arguments: the kinds of its array arguments, with the rows of all replicas, such as `float32[2048,784]`.
-        failure: why it does not compile, such as too little memory; "" when it does. The figures are zero then.
-        flops: operations, of which `convolution_flops` are convolutions'; `bytes_moved`: bytes that they read and write.
-        collectives: what it sends, in the order of its schedule.
+        failure: why it does not compile, such as too little memory, and then the figures are zero; "" if it compiles.
+        flops: all operations; `convolution_flops`: those of convolutions; `bytes_moved`: the bytes that they read and write.
+        collectives: its collectives, in the order of its schedule.
         compile_seconds: how long XLA took here.
     """
 
@@ -52,7 +52,7 @@ class ProgramPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """The estimated seconds of a program, with the published rates of a chip; `seconds` is the step."""
+    """The estimated seconds of a program, by a chip's published rates; `seconds` is the time of the whole step."""
 
     compute: float
     memory: float
@@ -61,27 +61,27 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Compute and memory work at the same time, and so do the links where the compiler lets them."""
+        """The seconds of the step: computing and memory overlap, and links do where the compiler lets them."""
         local = max(self.compute, self.memory)
         return local + self.links - min(self.hidden, local)
 
     @property
     def limit(self) -> str:
-        """What takes the longest."""
+        """The name of the part that takes longest."""
         times = {"compute": self.compute, "memory": self.memory, "links": self.links}
         return max(times, key=lambda name: times[name])
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The plan of a strategy; `print(plan)` shows it, `as_dict()` is the same as data.
+    """The plan of a strategy; `print(plan)` shows it, and `as_dict()` returns it as data.
 
     >>> print(mr.plan(strategy))  # doctest: +SKIP
     plan for 256 replicas (planned: 256 x TPU v5 lite, 64 hosts)
 
     Attributes:
-        devices: how many there are, in `num_hosts` hosts; `chip` has their published rates, None where none are known.
-        programs: what was compiled, one for each step and each kind of its arguments.
+        devices: the number of devices, on `num_hosts` hosts; `chip` has their published rates, or is None if none are known.
+        programs: the compiled programs, one for each step and each kind of its arguments.
     """
 
     title: str
@@ -91,14 +91,14 @@ class Plan:
     programs: tuple[ProgramPlan, ...]
 
     def fits(self, program: ProgramPlan) -> bool:
-        """Tell whether a program fits into the memory of a device, as far as that is known."""
+        """Tell whether a program fits into a device's memory; if that is unknown, whether it compiles."""
         return not program.failure and (self.chip is None or program.memory.peak <= self.chip.memory)
 
     def estimate(self, program: ProgramPlan, num_devices: int | None = None) -> Estimate:
-        """Estimate the seconds of a program with the same rows on each of `num_devices`, by default all planned ones.
+        """Estimate a program's seconds on `num_devices`, by default all planned ones, with the same rows on each.
 
         Raises:
-            PlanError: (a RuntimeError) for a device whose rates nobody has published here.
+            PlanError: (a RuntimeError) for a device without known rates.
         """
         if self.chip is None:
             raise PlanError(f"no rates are known for {self.title}, so that nothing can be estimated for it.")
@@ -114,12 +114,12 @@ class Plan:
         )
 
     def efficiency(self, program: ProgramPlan, num_devices: int | None = None) -> float:
-        """Estimate which part of the step of `num_devices` one device alone would take, with the same rows on each."""
+        """Estimate one device's step time divided by the step time on `num_devices`, with the same rows on each."""
         alone = self.estimate(program, 1).seconds
         return alone / self.estimate(program, num_devices).seconds if alone else 1.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the plan as dicts, lists, numbers and strings, for JSON."""
+        """Return the plan as dicts, lists, numbers and strings, ready for JSON."""
         made = dataclasses.asdict(self)
         for program, its in zip(self.programs, made["programs"], strict=True):
             its["memory"]["peak"] = program.memory.peak
@@ -136,17 +136,17 @@ class Plan:
 
 
 def plan(strategy: Strategy) -> Plan:
-    """Say what the programs that a strategy has compiled would do on devices that nobody has.
+    """Return the plan of a strategy's compiled programs: what they would do on devices that are not here.
 
-    The strategy is made with `mr.topology`. Under it variables have shapes and no values, `strategy.run` compiles and runs
-    nothing, and to read a value raises `PlanError`: that is where a plan ends. Memory, operations and collectives are those of
-    the program that XLA has made for the device; times are estimates with the chip's published rates.
+    Make the strategy with `mr.topology`. Its variables have shapes and no values, `strategy.run` compiles and runs nothing,
+    and reading a value raises `PlanError`: that is where a plan ends. Memory, operations and collectives come from the program
+    that XLA compiled for the device; times are estimates from the chip's published rates.
 
     Args:
-        strategy: one whose devices are a topology's, after its steps were called.
+        strategy: a strategy on a topology's devices, whose steps have been called.
 
     Raises:
-        PlanError: (a RuntimeError) for a strategy with real devices, and before anything was compiled.
+        PlanError: (a RuntimeError) for a strategy with real devices, and when it has compiled nothing.
         TypeError: for anything but a strategy.
 
     >>> strategy = mr.MirroredStrategy(mr.topology("v5e:16x16"))  # doctest: +SKIP
@@ -166,7 +166,7 @@ def plan(strategy: Strategy) -> Plan:
 
 
 def plan_of(mesh: PlannedMesh) -> Plan:
-    """Make the plan of what was compiled for the planned devices of a mesh."""
+    """Make the plan of the programs that were compiled for a mesh of planned devices."""
     device = mesh.devices[0]
     return Plan(
         title=str(mesh),
@@ -197,7 +197,7 @@ def _plan_of(program: CompiledOnly) -> ProgramPlan:
 
 
 def _seconds_of(sent: Sent, num_devices: int, chip: Chip) -> float:
-    """Estimate a collective in a ring: docs/design/scaling.md. Between hosts, each device sends its share."""
+    """Estimate a collective's seconds in a ring (docs/design/scaling.md). Between hosts, each device sends its share."""
     if num_devices == 1:
         return 0.0
     near = num_devices if chip.per_host is None else min(num_devices, chip.per_host)

@@ -1,4 +1,4 @@
-"""Devices of machines that one does not have, for which XLA compiles: TPU slices, and hosts with H100 GPUs."""
+"""Makes devices of machines that are not here, so that XLA compiles for them: TPU slices, and hosts with H100 GPUs."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from .. import _env
 from .._errors import PlanError
 from .._text import shown
 
-#: Names to choose from; other sizes of the same kinds work too, such as "v5p:4x4x8" and "h100:64x8".
+#: Names to choose from; other sizes of these kinds work too, such as "v5p:4x4x8" and "h100:64x8".
 NAMES = (
     "v4:2x2x1", "v4:4x4x4", "v5e:2x2", "v5e:2x4", "v5e:4x4", "v5e:8x8", "v5e:16x16", "v5p:2x2x1", "v5p:4x4x4", "v5p:8x8x4",
     "v6e:2x4", "v6e:8x8", "v6e:16x16", "tpu7x:2x2x1", "tpu7x:4x4x4", "h100:1x8", "h100:4x8", "h100:32x8",
 )  # fmt: skip
 _TPU = re.compile(r"(?:v\d[a-z]?|tpu7x):\d+(?:x\d+){1,2}")
 _H100 = re.compile(r"h100:([1-9]\d*)x([1-8])")
-#: What the compiler must know of an H100; XLA reads it in place of a GPU.
+#: The description of an H100 that XLA's compiler reads when there is no GPU to ask.
 _H100_CONFIG = Path(__file__).with_name("h100.txtpb")
 
 
 def topology(name: str) -> list[jax.Device]:
-    """Return the devices of a machine that is not here, to plan a program for: compile it, and run nothing.
+    """Return the devices of a machine that is not here; programs are compiled for them, and never run.
 
     Args:
         name: a TPU slice, such as `"v5e:16x16"`, `"v5p:8x8x4"`, `"v6e:2x4"`, `"tpu7x:2x2x1"`, or hosts with H100 GPUs, such as
             `"h100:32x8"` for 32 hosts of 8.
 
     Returns:
-        The devices, for `mr.MirroredStrategy(mr.topology(name))`. `mr.plan` reads what was compiled for them.
+        The devices, for `mr.MirroredStrategy(mr.topology(name))`. `mr.plan` describes the programs compiled for them.
 
     Raises:
-        PlanError: (a RuntimeError) for an unknown name, and where the compiler is not installed.
+        PlanError: (a RuntimeError) for an unknown name, and when the compiler is not installed.
         TypeError: for anything but a string.
 
     >>> devices = mr.topology("v5e:2x4")  # doctest: +SKIP
@@ -57,7 +57,7 @@ def topology(name: str) -> list[jax.Device]:
             "hosts with GPUs h100:HOSTSxGPUS."
         )
     _require("libtpu", f"to compile for {name!r} needs libtpu, the compiler of TPUs; it needs no TPU. Write: pip install libtpu")
-    with _env.meanwhile(_env.FOR_TPU_COMPILER):  # else libtpu looks for a TPU's metadata in the network
+    with _env.meanwhile(_env.FOR_TPU_COMPILER):  # else libtpu searches the network for a TPU's metadata
         return _devices(name, "tpu", name)
 
 
@@ -77,11 +77,11 @@ def _require(module: str, message: str) -> None:
 
 
 def _devices(name: str, platform: str, topology_name: str, **options: str) -> list[jax.Device]:
-    jax.devices("cpu")  # JAX starts what is here first: a plan for a TPU is not a TPU that does not start
+    jax.devices("cpu")  # start JAX's own backends first, so that no missing TPU counts as a failed start
     try:
         return list(topologies.get_topology_desc(platform=platform, topology_name=topology_name, **options).devices)
     except (RuntimeError, ValueError) as error:
-        if "not implemented" in str(error):  # JAX has looked for GPUs first, and has given the compiler up with them
+        if "not implemented" in str(error):  # JAX found no GPU, and gave up the compiler too
             raise PlanError(
                 f"JAX has not started the compiler for {name!r}, because it has found no such device here. Set "
                 "JAX_PLATFORMS=cpu in the environment: a plan needs no other device."

@@ -1,1 +1,1 @@
-"""What a run was: a page for people, and a profile of its steps."""
+"""Shows a run: a page for people, and a profile of its steps."""

@@ -14,14 +14,14 @@ T = TypeVar("T")
 
 
 def progress(batches: Iterable[T], *, total: int | None = None, description: str = "") -> Iterator[T]:
-    """Show a progress bar while a loop takes batches: steps, steps a second, and the share of the time that it waits for input.
+    """Show a progress bar while a loop takes batches: steps, steps a second, and the share of time spent waiting for input.
 
-    With several workers the chief shows the bar; the others only pass their batches on. In a notebook it is a widget. Under
-    `mirrored launch` it moves in one line of the terminal.
+    With several workers only the chief shows the bar. In a notebook it is a widget. Under `mirrored launch` it stays in one
+    line of the terminal.
 
     Args:
         batches: the batches of the loop, such as a distributed dataset.
-        total: their number; default: `len(batches)`, where it has a length.
+        total: the number of batches; default: `len(batches)`, if they have a length.
         description: the text before the bar, such as "epoch 3".
 
     Returns:

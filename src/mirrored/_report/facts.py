@@ -1,4 +1,4 @@
-"""Collects the facts of a strategy's run at one moment as plain data; writes them to the workers' files, and joins them."""
+"""Collects facts about a strategy's run as plain data, writes each worker's to a file, and joins the workers' files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .._variables.equal_copies import CopiesCompared, last_comparisons
 from .._variables.variable import spec_of
 from ..data._dataset import DistributedDataset, batch_rows
 
-#: The version of the files.
+#: The version of the files' format.
 _VERSION = 2
 
 
@@ -39,29 +39,29 @@ class Replica(NamedTuple):
     device: str  # such as gpu:0
     kind: str  # the maker's name
     worker: int
-    in_use: int | None  # bytes of the device's memory, None where it does not tell
+    in_use: int | None  # bytes of the device's memory; None if the device does not report them
     limit: int | None
 
 
 class Split(NamedTuple):
-    """A distributed dataset: its class, and the way of its rows to the replicas."""
+    """A distributed dataset: its class, and how its rows reach the replicas."""
 
     name: str
     how: str
-    num_rows: int | None  # of a global batch, None where only its iterator knows them
+    num_rows: int | None  # of a global batch; None where only the iterator knows the number
 
 
 class Exchange(NamedTuple):
-    """Collectives of one kind in one program, at one line of the user's code."""
+    """The collectives of one kind that one line of the user's code makes in one program."""
 
     name: str  # such as all-reduce
     where: str
     count: int
-    num_bytes: int  # of each replica, all together
+    num_bytes: int  # that each replica sends, in all of them together
 
 
 class Compiled(NamedTuple):
-    """A program of a user's function: numbers of variables that it writes and that it only reads, and its collectives."""
+    """A program of a user's function: how many variables it writes and how many it only reads, and its collectives."""
 
     name: str
     num_written: int
@@ -71,7 +71,7 @@ class Compiled(NamedTuple):
 
 
 class StateEntry(NamedTuple):
-    """A variable; `num_bytes` are those on each device."""
+    """A variable; `num_bytes` counts its bytes on each device."""
 
     name: str
     shape: tuple[int, ...]
@@ -86,18 +86,18 @@ class Facts:
 
     Attributes:
         title: the strategy's class.
-        worker: the worker that has collected them.
-        versions: of this library, JAX and Python.
-        taken: the time, in seconds since 1970.
-        replicas: those of all workers.
+        worker: the worker that collected the facts.
+        versions: the versions of this library, JAX and Python.
+        taken: the time of collection, in seconds since 1970.
+        replicas: the replicas of all workers.
         num_workers: the number of processes.
-        adds_up_by: the option with the user's function in place of sums; "" without one.
+        adds_up_by: the option whose function replaces sums over replicas; "" without one.
         datasets, programs, variables: those that are alive.
-        num_steps, step_seconds, shares: of the warm steps: their number, the time of one, and its parts.
-        profiled: the last profile of this process's devices, None without one.
-        comparison: the last comparison of the copies, None before the first.
-        warnings: this process's warnings, each with its number.
-        plan: of a strategy with a topology's devices, as text; "" for devices that are here.
+        num_steps, step_seconds, shares: the number of warm steps, the time of one, and the parts of that time.
+        profiled: the last profile of this process's devices; None without one.
+        comparison: the last comparison of copies; None before the first.
+        warnings: this process's warnings, and how often each came.
+        plan: the plan of a strategy with a topology's devices, as text; "" for real devices.
     """
 
     title: str
@@ -183,7 +183,7 @@ def save(facts: Facts, path: Path) -> None:
 
 
 def load(path: Path) -> Facts | None:
-    """Read a file of `save`: None for another file, ValueError for another version or a damaged one."""
+    """Read a file that `save` wrote; return None for another file, raise ValueError for another version or a damaged file."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
@@ -215,7 +215,7 @@ def _facts(data: dict[str, Any]) -> Facts:
 
 
 def join_facts(every: Sequence[Facts]) -> Facts:
-    """Join the facts of several workers: each device from its own worker, and the warnings of all."""
+    """Join the workers' facts: each device's from its own worker, and the warnings of all workers."""
     first, by_worker = every[0], {facts.worker: facts for facts in every}
     warnings: Counter[str] = Counter()
     for facts in every:
@@ -225,7 +225,7 @@ def join_facts(every: Sequence[Facts]) -> Facts:
 
 
 def replace(path: Path, text: str) -> None:
-    """Write a file by a rename, so that readers see the old or the new one whole; its folder is made."""
+    """Replace a file by a rename, so that readers see the whole old or the whole new one; make its folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -11,7 +11,7 @@ from .._text import bytes_in_words, counted
 from . import pictures
 from .facts import Facts
 
-#: No fonts, scripts or images from elsewhere; the colours follow the reader's choice of light or dark.
+#: The page loads no fonts, scripts or images; its colours follow the reader's choice of light or dark.
 STYLE = """
 :root { color-scheme: light dark; --page: #fff; --text: #1d2430; --quiet: #5b6675; --line: #d7dde5; --soft: #f3f6f9;
   --accent: #2b6cb0; --onaccent: #fff; --warn: #9a4b00; --good: #1d7044; }
@@ -45,7 +45,7 @@ _COUNTED = "Waiting for other replicas inside a collective is communication; a c
 
 
 def page(facts: Facts, workers: Sequence[Facts] = ()) -> Html:
-    """Write the whole page; with the facts of several workers, the time of each."""
+    """Write the whole page; given the facts of several workers, show each worker's time."""
     count = len(facts.replicas)
     title = f"{facts.title}: {counted(count, 'replica')}"
     taken = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts.taken))
@@ -119,7 +119,7 @@ def _programs(facts: Facts) -> Html:
 
 
 def _profiled(facts: Facts) -> Html:
-    """Show the devices' time by the last profile."""
+    """Show what the last profile says of the devices' time."""
     found = facts.profiled
     if found is None:
         return _quiet(_NO_PROFILE)
@@ -144,7 +144,7 @@ def _steps(facts: Facts) -> Html:
 
 
 def _steps_of_all(workers: Sequence[Facts]) -> Html:
-    """Show the workers side by side, so that readers find the one that makes the others wait."""
+    """Show the workers' steps side by side, so that readers find the worker that delays the others."""
     names = list(dict.fromkeys(name for facts in workers for name in facts.shares))
     rows = [
         (f.worker, f.num_steps, f"{1e3 * f.step_seconds:.3g} ms", *(f"{f.shares[n]:.0%}" if f.shares else "" for n in names))

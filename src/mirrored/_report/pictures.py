@@ -1,4 +1,4 @@
-"""The pictures of the report: boxes that take their places and colours from the page's style."""
+"""Draws the report's pictures: boxes that the page's style places and colours."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .._text import bytes_in_words, counted
 from ..data._sharing.rows import split_sizes
 from .facts import Replica
 
-#: Further devices or parts are counted, not drawn.
+#: The most devices that are drawn, and the most parts of a batch.
 MAX_DEVICES, MAX_PARTS = 32, 32
-#: A part of a batch below these shares of it has no room for its rows beside its replica's number, and for the number.
+#: The smallest shares of a batch whose box has room for the number of rows, and for the replica's number.
 _ROWS_FIT, _NUMBER_FITS = 0.11, 0.04
 
 
@@ -53,7 +53,7 @@ def shares(parts: Mapping[str, float]) -> Html:
 
 
 def bars(rows: Sequence[tuple[str, int, int | None]]) -> Html:
-    """Draw bytes as bars, relative to the bytes of the whole where they are known, else to the largest."""
+    """Draw bytes as bars: as parts of the whole where that is known, else relative to the largest."""
     largest = max([size for _, size, _ in rows], default=0) or 1
     drawn = []
     for label, size, whole in rows:
@@ -63,7 +63,7 @@ def bars(rows: Sequence[tuple[str, int, int | None]]) -> Html:
 
 
 def _bars(rows: Sequence[tuple[str, str, float]]) -> Html:
-    """Draw a bar for each label, its numbers in words, and its part of the whole."""
+    """Draw a bar for each row: its label, its numbers in words, and its part of the whole."""
     drawn = []
     for label, numbers, share in rows:
         drawn.append(_box("label", element("span", label), element("span", numbers, class_="quiet")))

@@ -1,4 +1,4 @@
-"""Profiles steps with JAX's profiler, for TensorBoard and Perfetto; each run of a program has its name there."""
+"""Profiles steps with JAX's profiler, for TensorBoard and Perfetto; each run of a program appears there by name."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from . import traced
 def profile(folder: str | os.PathLike[str]) -> Iterator[Path]:
     """Record the devices and Python inside this block, with `jax.profiler`.
 
-    Each run of a step or an `mr.function` is one step of the profile, with the name of your function and its number. At its end
-    the block waits for the programs in flight. Leave out the first step, which compiles, and record a few: a profile of a whole
-    training is too large to read.
+    Each run of a step or an `mr.function` is one step of the profile, labelled with your function's name and a number. The
+    block ends when all programs in flight have ended. Record a few steps, without the first, which compiles: a profile of a
+    whole training is too large to read.
 
-    Then `strategy.explain()` and `mr.report` tell the shares of computation and communication in the devices' time.
+    Afterwards `strategy.explain()` and `mr.report` show which shares of the devices' time are computation and communication.
 
     Args:
-        folder: the profile's folder; with several workers, each writes into a folder `worker_<i>` in it. TensorBoard with
-            its profile plugin, and xprof, show it: `tensorboard --logdir FOLDER`.
+        folder: the profile's folder; with several workers, each writes into its own subfolder `worker_<i>`. TensorBoard with
+            its profile plugin shows it, and so does xprof: `tensorboard --logdir FOLDER`.
 
     Returns:
-        The folder of this worker.
+        This worker's folder.
 
     Raises:
         TypeError: when the folder is no path.
-        RuntimeError: when a profile is being recorded already; a ContextError inside a step or an `mr.function`.
+        RuntimeError: when another profile is being recorded; a ContextError inside a step or an `mr.function`.
 
     >>> import tempfile
     >>> def train_step(x):
@@ -72,7 +72,7 @@ def profile(folder: str | os.PathLike[str]) -> Iterator[Path]:
         raise RuntimeError("mr.profile: a profile is being recorded already, and JAX records one at a time. End that one first.")
     path = Path(folder)
     if (joint := joint_strategy()) is not None:
-        path = path / f"worker_{coordination_of(joint).worker}"  # workers of one host would write into one file
+        path = path / f"worker_{coordination_of(joint).worker}"  # else workers of one host would write into one file
     numbers: collections.Counter[str] = collections.Counter()
     ran: dict[ReplicaMesh, list[program.Program]] = {}
     results: dict[ReplicaMesh, list[Any]] = {}  # of the last program with results: devices run one program after another
@@ -118,6 +118,6 @@ def _device_time(path: Path, folder: str, mesh: ReplicaMesh, programs: list[prog
             raise ValueError("the trace names no collective, although the programs have some")
     except (OSError, ValueError) as error:
         return DeviceTime(folder, time.time(), len(programs), len(own), {}, str(error))
-    if not has_peers:  # a sum over one replica communicates nothing, whatever its name
+    if not has_peers:  # a sum over one replica communicates nothing, whatever its kind says
         seconds = {COMPUTATION: sum(seconds.values())}
     return DeviceTime(folder, time.time(), len(programs), len(own), seconds)

@@ -1,4 +1,4 @@
-"""Writes one page about a run: of this process, or by `mirrored report` from the files of several workers."""
+"""Writes one page about a run: of this process, or with `mirrored report` from the files of several workers."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _NO_FACTS = 1
 def report(strategy: Strategy, path: str | os.PathLike[str] = "mirrored-report.html") -> Path | None:
     """Write the facts of a strategy's run as one HTML page that needs no other file.
 
-    The page shows the devices, how each dataset is split, the programs with what caused each compilation, where the time of a
-    step goes, the collectives with their bytes, the memory of each device, the last comparison of the copies, and the warnings.
-    It costs no communication and runs no program, so it may be written at any time, also while another thread trains.
+    The page shows the devices, how each dataset is split, the programs and why each was compiled, how a step spends its time,
+    the collectives and their bytes, the memory of each device, the last comparison of copies, and the warnings. Writing it
+    needs no communication and runs no program, so you may call this at any time, even while another thread trains.
 
     Args:
-        strategy: the strategy whose run it is.
-        path: the file to write. An old one is replaced in one step, and a missing folder is made. A name that ends in `.json`
-            gives the same facts as data: each worker writes its own, `report.0.json`, `report.1.json`, ..., and the command
-            `mirrored report FOLDER` makes one page of them, with the parts of each worker's time.
+        strategy: the strategy that ran.
+        path: the file to write. An old file is replaced in one step, and a missing folder is made. For a name that ends in
+            `.json` each worker writes its facts as data, to `report.0.json`, `report.1.json`, ..., and the command
+            `mirrored report FOLDER` makes one page of them, which shows the parts of each worker's time.
 
     Returns:
-        The path of the file; None for a page on another worker than the chief, which writes nothing.
+        The path of the file; None on workers other than the chief, which write no page.
 
     Raises:
         TypeError: for a wrong argument.

@@ -1,4 +1,4 @@
-"""Reads the devices' time in computation and in collectives from a trace of JAX's profiler."""
+"""Reads from a trace of JAX's profiler how long the devices computed, and how long they ran collectives."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import jax
 
 from .._replicas.device_time import COMPUTATION
 
-#: Larger traces are not read: that would take seconds, and memory beside the training's.
+#: Larger traces are not read: reading them would take seconds, and memory that the training needs.
 MAX_BYTES = 256 << 20
 
-#: Kind -> names of operations, XLA's own and those that it takes over from JAX's primitives.
+#: Kind -> names of operations: XLA's own, and those of JAX's primitives, which XLA keeps.
 _KINDS = {
     "all-reduce": r"psum|psum-invariant|pmax|pmin|all-reduce",
     "all-gather": r"all-gather(-invariant)?",
@@ -33,7 +33,7 @@ _DEVICE = re.compile(r"/device:[A-Z]+:(\d+)")
 
 
 class Stretch(NamedTuple):
-    """The time of one operation on a device, from `start` to `end` in nanoseconds, and its kind: a collective or computation."""
+    """One operation on a device: its `start` and `end` in nanoseconds, and its kind, a collective or computation."""
 
     start: float
     end: float
@@ -41,15 +41,15 @@ class Stretch(NamedTuple):
 
 
 def number_of(device: jax.Device) -> int:
-    """Return a device's number in a trace: for CPUs its number in the whole job, for others its number in this process."""
+    """Return a device's number in a trace: a CPU's number in the whole job, any other device's number in this process."""
     return device.id if device.platform == "cpu" else device.local_hardware_id or 0
 
 
 def seconds_of(path: Path, devices: Collection[int]) -> dict[str, float]:
-    """Return the seconds of some devices together in a trace, an `xplane.pb`, by kind; ValueError says why there are none.
+    """Return the summed seconds of some devices in a trace, an `xplane.pb`, by kind; raise ValueError when it holds none.
 
-    Each moment of a device counts for the operation that began last: for the body of a loop and not the loop, and for
-    computation that goes on beside a collective. Waiting for other replicas inside a collective counts as the collective.
+    Each moment of a device counts for the operation that began last: for a loop's body instead of the loop, and for
+    computation that starts during a collective. Waiting for other replicas inside a collective counts as the collective.
     """
     size = path.stat().st_size
     if size > MAX_BYTES:
@@ -71,7 +71,7 @@ def seconds_of(path: Path, devices: Collection[int]) -> dict[str, float]:
 
 
 def operations(data: Any) -> dict[int, list[Stretch]]:
-    """Return the operations in a `ProfileData` by the number of their device."""
+    """Return the operations in a `ProfileData`, by device number."""
     found: dict[int, list[Stretch]] = {}
     for plane in data.planes:
         if plane.name == "/host:CPU":
@@ -83,7 +83,7 @@ def operations(data: Any) -> dict[int, list[Stretch]]:
 
 
 def _of_host(plane: Any) -> Iterator[tuple[int, Stretch]]:
-    """Find the operations of CPU devices: one that begins on a thread may end on another, where its end is marked."""
+    """Yield the operations of CPU devices; one may begin on one thread and end on another, which marks the end."""
     begun, ends = [], {}
     for line in plane.lines:
         for event in line.events:
@@ -99,7 +99,7 @@ def _of_host(plane: Any) -> Iterator[tuple[int, Stretch]]:
 
 
 def _of_accelerator(plane: Any) -> Iterator[Stretch]:
-    """Find the operations of a GPU on its streams, or of another accelerator, without copies from and to the host."""
+    """Yield the operations on a GPU's streams, or of another accelerator, without copies from and to the host."""
     lines = list(plane.lines)
     streams = [line for line in lines if line.name.startswith("Stream #")]
     for line in streams or [line for line in lines if line.name == "XLA Ops"]:
@@ -110,7 +110,7 @@ def _of_accelerator(plane: Any) -> Iterator[Stretch]:
 
 
 def kind_of(name: str, kernel: str = "") -> str:
-    """Return the kind of an operation, by its name and its kernel's.
+    """Return the kind of an operation, by its name and the name of its kernel.
 
     >>> kind_of("psum.7"), kind_of("all-gather-start.1"), kind_of("psum_add_fusion.2")
     ('all-reduce', 'all-gather', 'computation')

@@ -23,20 +23,20 @@ _HAS_COPIES = (Variable, PerReplica, jax.Array)
 def copies(value: Variable | jax.Array) -> dict[int, np.ndarray]:
     """Return the copies of a variable or a mirrored array on this worker's devices, by replica number.
 
-    `variable.value` and `variable.numpy()` show one copy, this function all of them. They are copied to the host, and stay as
-    they are when the variable changes. The copies of a random key are its data.
+    `variable.value` and `variable.numpy()` show one copy; this function returns all of them, copied to the host, so that they
+    do not change with the variable. For a random key it returns the key's data.
 
     Args:
-        value: a variable of any kind (state in shards has parts instead of copies), or an array that is the same on each
+        value: a variable of any kind (a sharded one has parts instead of copies), or an array that is the same on each
             replica, such as a mirrored result of `strategy.run`.
 
     Returns:
-        A dict from the replica's number to its copy, of the variable's shape. With several workers, of this worker's replicas.
+        A dict: replica number -> its copy, in the variable's shape. With several workers it has this worker's replicas.
 
     Raises:
-        TypeError: for anything else; a PerReplica has values and no copies.
+        TypeError: for anything else; a PerReplica has values, which are not copies of each other.
         ValueError: for an array that is divided among the devices.
-        ContextError: (a RuntimeError) inside a step, which has one replica's value only.
+        ContextError: (a RuntimeError) inside a step, which sees only one replica's value.
 
     >>> from mirrored import testing
     >>> with strategy.scope():
@@ -63,15 +63,15 @@ def copies(value: Variable | jax.Array) -> dict[int, np.ndarray]:
 def assert_equal_copies(value: Strategy | PyTree) -> None:
     """Fail unless all copies on this worker's devices are equal, bit by bit.
 
-    `strategy.assert_mirrored()` compares all workers' copies, by checksums, in production. This function compares what you name,
-    such as a few variables or results, and shows where the copies differ and by how much.
+    In production, `strategy.assert_mirrored()` compares the copies of all workers by checksums. This function compares what you
+    pass, such as a few variables or results, and shows where the copies differ and by how much.
 
     Args:
-        value: a strategy, for each mirrored variable on its devices; or a mirrored variable or array, or a nest of them.
+        value: a strategy, to compare every mirrored variable on its devices; or a nest of mirrored variables and arrays.
 
     Raises:
-        AssertionError: when copies differ; names the variable, the replicas, the place and the largest difference.
-        ValueError: for a sync-on-read variable, whose replicas have values of their own; and when there is nothing to compare.
+        AssertionError: when copies differ; it names the variable, the replicas, the place and the largest difference.
+        ValueError: for a sync-on-read variable, which holds different values by design, and when there is nothing to compare.
         TypeError: for a value without copies.
 
     >>> from mirrored import testing

@@ -1,4 +1,4 @@
-"""Simulates the input of several workers in one process, by a thread for each worker."""
+"""Simulates the input of several workers in one process, with a thread for each worker."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from ..data._sources.open import adapted, open_source
 
 @dataclasses.dataclass(frozen=True)
 class InputOfWorkers:
-    """The input of several workers, by `testing.input_of_workers`.
+    """The input that several workers would get: the result of `testing.input_of_workers`.
 
     Attributes:
         steps: for each step, the rows of each replica: nests of numpy arrays, without padding, in replica order over all workers.
-            Worker w has the replicas `w * replicas_per_worker` and the next ones.
-        how: how the records are shared out, in words, as the first worker's log says it.
-        is_whole: whether every row was to come: neither `drop_remainder` nor `max_steps` left any out.
+            Worker w's replicas begin at number `w * replicas_per_worker`.
+        how: how the workers share out the records, in the words of the first worker's log.
+        is_whole: whether every row must appear: neither `drop_remainder` nor `max_steps` left any out.
     """
 
     steps: list[list[PyTree]]
@@ -44,14 +44,14 @@ class InputOfWorkers:
     def assert_each_row_once(self, batches: Iterable[PyTree]) -> None:
         """Fail unless the replicas got exactly the rows of these batches, each once, in any order.
 
-        Where `drop_remainder` or `max_steps` left rows out, rows may be missing; none may come twice.
+        If `drop_remainder` or `max_steps` left rows out, rows may be missing, but none may come twice.
 
         Args:
-            batches: the batches that all workers together should read, such as `make_dataset()`, or `[arrays]`, a list of one
-                large batch. Rows are compared by their bytes, so random transformations must be left out.
+            batches: the batches that the workers together should read, such as `make_dataset()`, or `[arrays]`, a list of one
+                large batch. Rows are compared by their bytes, so leave out random transformations.
 
         Raises:
-            AssertionError: when rows are missing, come too often, or were never in `batches`; shows some, and who has them.
+            AssertionError: when rows are missing, come too often, or are not in `batches`; it shows some, and who got them.
         """
         check_dataset(batches, "assert_each_row_once")
         with contextlib.closing(open_source(adapted(batches))) as source:
@@ -81,17 +81,17 @@ def input_of_workers(
     from_function: bool = False,
     max_steps: int | None = None,
 ) -> InputOfWorkers:
-    """Return which rows each replica of several workers would get in each step, without starting workers.
+    """Return the rows that each replica of several workers would get in each step, without starting the workers.
 
-    The rows are shared out by the code that shares them out in training: the policies, the split, the agreement on when the
-    data ends, and the errors when workers read different batches. The workers are threads of this process.
+    This runs the same code as training: the policies, the split, the agreement on when the data ends, and the errors when
+    workers read different batches. The workers are threads of this process.
 
-    Only the input is simulated. Steps, collectives, variables, checkpoints and lost workers need processes, because a process of
-    JAX is one worker: `mirrored launch -n 2 train.py` runs them on this machine. Devices, prefetching and positions are not
-    used, and the workers share the state of this process, such as global random state and files.
+    Only the input is simulated. Steps, collectives, variables, checkpoints and lost workers need processes, because in JAX each
+    process is one worker: `mirrored launch -n 2 train.py` runs them on this machine. Devices, prefetching and positions are not
+    simulated. The workers share this process's state, such as global random state and files.
 
     Args:
-        make_dataset: called once for each worker, as by its script; returns a new dataset, as for `strategy.distribute_dataset`.
+        make_dataset: called once for each worker, like its script; returns a new dataset, as for `strategy.distribute_dataset`.
         num_workers: W, at least 1.
         replicas_per_worker: L; there are R = W x L replicas.
         options: as for `strategy.distribute_dataset`; `prefetch` is not used.
@@ -100,7 +100,7 @@ def input_of_workers(
         max_steps: stop after so many steps; needed where the data never ends.
 
     Raises:
-        TypeError, ValueError: for wrong arguments, a dataset that cannot be distributed, and what a worker raises while
+        TypeError, ValueError: for wrong arguments, for a dataset that cannot be distributed, and what a worker raises while
             it reads, such as when the workers' batches differ.
 
     >>> from mirrored import testing
@@ -165,7 +165,7 @@ def _without_padding(stacked: PyTree, replica: int, size: int) -> PyTree:
 
 
 def _make_workers(count: int) -> list[InputWorker]:
-    """Make workers that exchange values as processes do: as JSON, all together."""
+    """Make workers that exchange values like processes: as JSON, and all of them at once."""
     barrier, slots = threading.Barrier(count), [""] * count
 
     def of_worker(index: int) -> InputWorker:
@@ -182,12 +182,12 @@ def _make_workers(count: int) -> list[InputWorker]:
 
 
 def _run_together(read: Callable[[InputWorker], Any], workers: Sequence[InputWorker]) -> list[Any]:
-    """Call a function for each worker, each in a thread; an error of one ends all, and is raised."""
+    """Call a function once for each worker, in a thread each; if one fails, stop all and raise its error."""
     is_x64 = jax.config.jax_enable_x64  # pyrefly: ignore[missing-attribute]
 
     def work(worker: InputWorker) -> Any:
         try:
-            with jax.enable_x64(is_x64):  # in a thread it would be JAX's default
+            with jax.enable_x64(is_x64):  # a new thread would have JAX's default
                 return read(worker)
         except BaseException:
             worker.close()
@@ -197,10 +197,10 @@ def _run_together(read: Callable[[InputWorker], Any], workers: Sequence[InputWor
         futures = [pool.submit(work, worker) for worker in workers]
         try:
             errors = [error for future in futures if (error := future.exception()) is not None]
-        except BaseException:  # Ctrl-C: no worker waits for another
+        except BaseException:  # Ctrl-C: no worker may wait for another any longer
             workers[0].close()
             raise
-    if errors:  # the cause, rather than the interruption of the others
+    if errors:  # raise the cause, not the interruptions of the others
         raise min(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError))
     return [future.result() for future in futures]
 

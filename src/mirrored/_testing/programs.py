@@ -16,25 +16,25 @@ _AGAIN = "the same program again, because jax.clear_caches() was called, or some
 
 
 class ProgramCount:
-    """The programs that were compiled in a block, by `testing.count_programs`.
+    """The programs that a block of `testing.count_programs` compiled.
 
     Attributes:
         count: their number.
-        names: the functions that were given to `strategy.run` and `mr.function`, in the order of their compilation.
-        reasons: for each program, why it is another one than the function's last; empty for a function's first.
-        others: JAX's names of everything else that was compiled: `strategy.reduce` and `gather`, and each operation outside
-            of steps. These are small, and compiled once for each shape.
+        names: the functions passed to `strategy.run` and `mr.function`, in the order of compilation.
+        reasons: for each program, why the function's last one did not fit; empty for a function's first.
+        others: JAX's names of all other compiled programs: `strategy.reduce` and `gather`, and each operation outside
+            of steps. They are small, and compiled once for each shape.
     """
 
     def __init__(self) -> None:
         self.names: list[str] = []
         self.reasons: list[str] = []
         self.others: list[str] = []
-        self._reasons: dict[int, str] = {}  # id of a program -> reason of its next compilation; a new program may have an old id
+        self._reasons: dict[int, str] = {}  # id of a program -> why it is compiled; a new program may have an old id
 
     @property
     def count(self) -> int:
-        """How many programs were compiled."""
+        """The number of compiled programs."""
         return len(self.names)
 
     def __repr__(self) -> str:
@@ -65,8 +65,8 @@ def count_programs() -> Iterator[ProgramCount]:
     """Count the programs that are compiled inside this block.
 
     `strategy.run` and `mr.function` compile a program for each function, structure, and set of shapes and static values. A step
-    inside of an `mr.function` is part of its program, and inside of `mr.eager()` there are none. Programs that were compiled
-    before the block are not compiled again. All threads of the process are counted.
+    inside an `mr.function` is part of its program, and `mr.eager()` compiles none. Programs that were compiled before the block
+    are not compiled again. The programs of all threads count.
 
     Returns:
         A `testing.ProgramCount` that grows while the block runs.
@@ -97,7 +97,7 @@ def assert_compiles(count: int) -> Iterator[ProgramCount]:
         count: the expected number, 0 for a loop that is warm. See `testing.count_programs`.
 
     Raises:
-        AssertionError: for another number; lists the programs, with the reason for each. An exception of the block comes
+        AssertionError: for another number; it lists the programs, and why each was compiled. An exception of the block comes
             through instead.
         TypeError, ValueError: when `count` is no number of programs.
 

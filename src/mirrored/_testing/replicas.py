@@ -1,4 +1,4 @@
-"""Compares a training's numbers on several numbers of replicas."""
+"""Compares what a training computes on different numbers of replicas."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .._typing import PyTree
 from .._variables.variable import Variable
 from .._variables.variable import listeners as variable_listeners
 
-#: Bytes of a floating number -> relative tolerance, for sums in another order over a few steps.
+#: Bytes of a floating number -> relative tolerance: over a few steps, sums in another order differ by no more.
 _RTOL = {2: 2e-2, 4: 1e-4, 8: 1e-8}
 
 _REASONS = """The usual reasons, most frequent first:
@@ -49,22 +49,22 @@ def assert_same_on_any_replicas(
 ) -> None:
     """Fail unless a training gives the same numbers on each number of replicas as on the first.
 
-    Compared are all arrays, numbers and variables in the result, and every other variable that was made in the training and
-    that a step has used. A sync-on-read variable counts by its aggregate; without an aggregation it is left out.
-    A training that fails is repeated on the first number of replicas, to see whether it gives the same numbers twice.
+    It compares all arrays, numbers and variables in the result, and every other variable that the training made and a step
+    used. For a sync-on-read variable it compares the aggregate, and skips one without an aggregation. If numbers differ, it
+    repeats the training on the first number of replicas, to see whether the training gives the same numbers twice.
 
     Args:
         train: takes a strategy, then `args`. It makes its variables in `strategy.scope()`, and may return values to compare,
             such as the losses: a nest of mirrored arrays, variables and numbers. It must not depend on anything that changes.
-        args: further arguments of `train`, such as a list of global batches. The same objects are passed each time.
-        num_replicas: at least two numbers. Where they do not divide the batches, the steps are uneven.
-        devices: of one kind, as many as the largest number. Default: virtual CPU devices, which are made if JAX has not started.
+        args: further arguments of `train`, such as a list of global batches. Each call gets the same objects.
+        num_replicas: at least two numbers. If a number does not divide the batches, its steps are uneven.
+        devices: at least as many as the largest number, of one kind. Default: virtual CPU devices, made if JAX has not started.
         rtol, atol: floating numbers a and b are the same when `abs(a - b) <= atol + rtol * abs(a)`. `rtol` by default: 1e-4 for
             float32, 1e-8 for float64, 0.02 for 16 bits. Integers, booleans and random keys must be equal. NaN equals NaN.
         ignore: names of variables that are not compared.
 
     Raises:
-        AssertionError: when something differs; names it, the numbers of replicas, the largest difference, and the usual reasons.
+        AssertionError: when a value differs; it names it, the numbers of replicas, the largest difference and the usual reasons.
         TypeError: for a PerReplica or something that holds no numbers in the result, and for wrong arguments.
         ValueError: when there is nothing to compare, and when `train` does not use the strategy that it is given.
         DeviceError: (a ValueError) for too few devices.
@@ -92,7 +92,7 @@ def assert_same_on_any_replicas(
     differ = functools.partial(_differ, rtol=rtol, atol=atol)
     largest = max(num_replicas)
     devices = [f"cpu:{i}" for i in range(largest)] if devices is None else devices
-    all_devices = MirroredStrategy(devices).devices  # makes those that are missing
+    all_devices = MirroredStrategy(devices).devices  # makes the missing ones
     if len(all_devices) < largest:
         raise ValueError(
             f"num_replicas has {largest}, and devices only {len(all_devices)}: {devices}. Each replica needs its own; "
@@ -129,11 +129,11 @@ def assert_same_on_any_replicas(
 
 
 def _differ(one: np.ndarray, other: np.ndarray, rtol: float | None, atol: float) -> np.ndarray:
-    """Return where two arrays of one shape and dtype differ by more than rounding."""
+    """Return a mask: where two arrays of one shape and dtype differ by more than rounding."""
     if not _is_floating(one):
         return np.asarray(one != other)
     size = one.dtype.itemsize // (2 if np.iscomplexobj(one) else 1)
-    known = min(size, 8 if jax.config.jax_enable_x64 else 4)  # JAX has computed Python's floats, in 32 bits
+    known = min(size, 8 if jax.config.jax_enable_x64 else 4)  # Python's floats come from JAX, which computes in 32 bits
     rtol = _RTOL[max(2, known)] if rtol is None else rtol
     return ~np.isclose(_wide(other), _wide(one), rtol=rtol, atol=atol, equal_nan=True)
 
@@ -168,7 +168,7 @@ def _check(train: Any, args: Sequence[Any], num_replicas: Any, ignore: Any) -> N
 def _train(
     train: Callable[..., PyTree], args: Sequence[Any], devices: Sequence[jax.Device], ignore: Sequence[str]
 ) -> tuple[list[tuple[str, np.ndarray]], bool]:
-    """Train on some devices; return all numbers with their names, and whether the strategy was used."""
+    """Train on some devices; return all numbers by name, and whether the training used the strategy."""
     strategy = MirroredStrategy(list(devices))
     every: list[Variable] = []
     programs: list[Any] = []
@@ -193,7 +193,7 @@ def _train(
         if variable.name not in ignore and not _is_without_value(variable):
             found.append((_name_of(variable, number), _numbers(variable)))
     has_run = any(program.mesh.devices == strategy.devices for program in programs)
-    return found, bool(made) or has_run or "\n" in strategy.explain()  # it has a line for each program and dataset
+    return found, bool(made) or has_run or "\n" in strategy.explain()  # `explain` has a line for each program and dataset
 
 
 def _of_result(result: PyTree) -> list[tuple[str, np.ndarray]]:
@@ -263,7 +263,7 @@ def _describe_largest(one: np.ndarray, other: np.ndarray, differs: np.ndarray, f
         place = int(np.argmax(sizes))
         factor = float(np.median(np.abs(b[a != 0] / a[a != 0]))) if (a != 0).any() else np.nan
         is_common = _is_floating(one) and np.allclose(b, factor * a, rtol=1e-3, atol=0)
-        is_common &= one.size > 1 or np.isclose(factor, (count / first, first / count), rtol=1e-3).any()  # else a mere ratio
+        is_common &= one.size > 1 or np.isclose(factor, (count / first, first / count), rtol=1e-3).any()  # else chance
     at = f" at {[int(i) for i in np.unravel_index(place, one.shape)]}" if one.ndim else ""
     where = f" in {differs.sum()} of {one.size} elements, most" if one.size > 1 else ""
     pair = f"{other.reshape(-1)[place]} with {_replicas(count)}, {one.reshape(-1)[place]} with {_replicas(first)}"
