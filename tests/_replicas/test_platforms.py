@@ -29,7 +29,9 @@ def packs(request, monkeypatch):
 def test_only_cpus_pack_are_paced_and_share_memory(platform):
     assert PLATFORMS["cpu"] == (True, True, 0, True)
     assert PLATFORMS.get(platform, XLAS_WAY) == (False, False, 128 if platform == "tpu" else 0, False)
-    mesh = SimpleNamespace(devices=np.array([SimpleNamespace(platform=platform, client=None)] * 2))
+    mesh = SimpleNamespace(
+        devices=np.array([SimpleNamespace(platform=platform, client=SimpleNamespace(runtime_type="stream_executor"))] * 2)
+    )
     placement = SimpleNamespace(num_devices=2, mesh=mesh, is_fully_addressable=True)
     assert not in_flight.is_paced(placement)
     placement.is_fully_addressable = False
