@@ -40,6 +40,23 @@ def test_what_is_computed_by_place_gives_for_a_part_what_it_gives_for_the_whole(
         np.testing.assert_array_equal(function(whole, other)[2:4], function(whole[2:4], other[2:4]))
 
 
+def test_nothing_is_inside_of_simple_equations():
+    simple = primitives.SIMPLE - {"mirrored_mark"}
+    assert simple <= primitives.PURE and simple.isdisjoint(primitives.CALLS | primitives.CONTROL_FLOW | primitives.LOCAL)
+    others = {
+        "reduce": lambda x: jax.lax.reduce(x, 1.0, lambda a, b: a * b + 1, (0,)),
+        "reduce_window": lambda x: jax.lax.reduce_window(x, 1.0, lambda a, b: a * b + 1, (2,), (1,), "SAME"),
+        "scatter-add": lambda x: x.at[0].add(1),
+        "custom_linear_solve": lambda x: jax.lax.custom_linear_solve(lambda y: 2 * y, x, lambda _, y: y / 2, symmetric=True),
+        "sort": jnp.sort,
+        "cumsum": jnp.cumsum,
+        "dot_general": lambda x: x @ x,
+    }
+    for name, function in others.items():
+        has_jaxpr = bool(jaxprs.inner_jaxprs(only(name, function)))
+        assert has_jaxpr == (name not in primitives.SIMPLE), name
+
+
 def test_the_public_primitives_are_all_decided():
     """A new public primitive must be put into a list, or be left out on purpose: here."""
     public = {getattr(jex_core.primitives, name).name for name in dir(jex_core.primitives) if name.endswith("_p")}

@@ -13,8 +13,8 @@ import jax
 
 from .._typing import REPLICA_AXIS
 from . import jaxprs, tracing
-from .jaxprs import Atom, ClosedJaxpr, Equation, Jaxpr, Literal, Var
-from .primitives import INLINE_CALLS
+from .jaxprs import ClosedJaxpr, Equation, Jaxpr, Literal, Var
+from .primitives import CALLS, INLINE_CALLS, SIMPLE
 
 Value = TypeVar("Value")
 #: The rules for primitives that run jaxprs other than by calling them once.
@@ -31,14 +31,11 @@ class Interpreter(abc.ABC, Generic[Value]):
     def run(self, jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Value]) -> list[Value]:
         """Return the values of a program's results, given the constants themselves and the values of the arguments."""
         known: dict[Var, Value] = dict(zip(jaxpr.invars, arguments, strict=True))
-        known.update(zip(jaxpr.constvars, map(self.constant, constants), strict=True))
-
-        def read(atom: Atom) -> Value:
-            return self.literal(atom) if isinstance(atom, Literal) else known[atom]
-
+        known.update((v, self.constant(value, v.aval)) for v, value in zip(jaxpr.constvars, constants, strict=True))
         for equation in jaxpr.eqns:
-            known.update(zip(equation.outvars, self.equation(equation, list(map(read, equation.invars))), strict=True))
-        return list(map(read, jaxpr.outvars))
+            values = [self.constant(a.val, a.aval) if isinstance(a, Literal) else known[a] for a in equation.invars]
+            known.update(zip(equation.outvars, self.equation(equation, values), strict=True))
+        return [self.constant(a.val, a.aval) if isinstance(a, Literal) else known[a] for a in jaxpr.outvars]
 
     def run_closed(self, closed: ClosedJaxpr, arguments: Sequence[Value]) -> list[Value]:
         """Return the values of the results of a program with its constants."""
@@ -46,9 +43,11 @@ class Interpreter(abc.ABC, Generic[Value]):
 
     def equation(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
         """Apply the rule of an equation's kind."""
+        if equation.primitive.name in SIMPLE:
+            return self.plain(equation, values)
         if (rule := _RULES.get(equation.primitive.name)) is not None:
             return getattr(self, rule)(equation, values)  # type: ignore[no-any-return]
-        if (inner := jaxprs.callee(equation)) is not None:
+        if equation.primitive.name in CALLS and (inner := jaxprs.callee(equation)) is not None:
             return self.call(equation, inner, values)
         if REPLICA_AXIS in jaxprs.axis_names(equation):
             return self.over_replicas(equation, values)
@@ -56,13 +55,9 @@ class Interpreter(abc.ABC, Generic[Value]):
 
     # -- the rules
 
-    def constant(self, value: Any) -> Value:
-        """Return the value of a constant."""
+    def constant(self, value: Any, aval: jax.core.AbstractValue) -> Value:
+        """Return the value of a constant, or of a number in an equation."""
         return value
-
-    def literal(self, literal: Literal) -> Value:
-        """Return the value of a number in an equation."""
-        return self.constant(literal.val)
 
     @abc.abstractmethod
     def plain(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
@@ -177,7 +172,7 @@ class Analysis(Interpreter[Value]):
         """
         return self
 
-    def constant(self, value: Any) -> Value:
+    def constant(self, value: Any, aval: jax.core.AbstractValue) -> Value:
         """Return the lowest property."""
         return self.join(())
 

@@ -6,6 +6,7 @@ names of its parameters move: `scan` has lost `num_consts` and `num_carry` with 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from jax._src.interpreters import ad
 
 from .._typing import REPLICA_AXIS
 from .marks import mark_p
-from .primitives import CALLS, CONTROL_FLOW, HOST_CALLBACKS, LOCAL, POWERS, PURE
+from .primitives import CALLS, CONTROL_FLOW, HOST_CALLBACKS, LOCAL, POWERS, PURE, SIMPLE, SUMS
 
 Jaxpr = jex_core.Jaxpr
 #: The same class as Jaxpr since jax 0.11; before, a pair of a Jaxpr and its constants.
@@ -45,7 +46,7 @@ def all_equations(jaxpr: Jaxpr) -> list[Equation]:
     found: list[Equation] = []
     for equation in jaxpr.eqns:
         found.append(equation)
-        for inner in inner_jaxprs(equation):
+        for inner in () if equation.primitive.name in SIMPLE else inner_jaxprs(equation):
             found += all_equations(inner.jaxpr)
     return found
 
@@ -65,23 +66,26 @@ def callee(equation: Equation) -> ClosedJaxpr | None:
     return closed if fits else None
 
 
-def inexact_operands(equation: Equation) -> list[int]:
-    """Return the positions of the operands that are floating point or complex numbers, and no index, condition or key."""
+def linear_operands(equation: Equation) -> list[int] | None:
+    """Return the positions of the operands that are floating point or complex numbers, and no index, condition or key.
+
+    None unless JAX takes the equation for linear in them, together or in each; a quotient in the first.
+    """
+    primitive = equation.primitive
+    is_first_power = primitive.name in POWERS and equation.params["y"] == 1  # as optax writes the first moment of Adam
+    if not (is_first_power or primitive in ad.primitive_transposes or primitive in ad.fancy_transposes):
+        return None
     avals: list[Any] = [atom.aval for atom in equation.invars]
     return [i for i, aval in enumerate(avals) if jax.numpy.issubdtype(getattr(aval, "dtype", bool), np.inexact)]
 
 
-def is_linear(equation: Equation) -> bool:
-    """Tell whether JAX takes an equation for linear in its inexact operands, together or in each; a quotient in the first."""
-    primitive = equation.primitive
-    is_first_power = primitive.name in POWERS and equation.params["y"] == 1  # as optax writes the first moment of Adam
-    return is_first_power or primitive in ad.primitive_transposes or primitive in ad.fancy_transposes
+#: The names and transformations of JAX's around an equation; most have none.
+names_around = operator.attrgetter("source_info.name_stack.stack")
 
 
 def transforms_of(equation: Equation) -> tuple[str, ...]:
     """Return JAX's names of the transformations that have made an equation, outermost first, such as `transpose` and `jvp`."""
-    stack = equation.source_info.name_stack.stack
-    return tuple([step.name for step in stack if isinstance(step, source_info_util.Transform)]) if stack else ()
+    return tuple([step.name for step in names_around(equation) if isinstance(step, source_info_util.Transform)])
 
 
 def is_backward(equation: Equation, around: tuple[str, ...]) -> bool:
@@ -89,8 +93,6 @@ def is_backward(equation: Equation, around: tuple[str, ...]) -> bool:
 
     `around` are the transformations of the equations that it is inside of.
     """
-    if not around and not equation.source_info.name_stack.stack:
-        return False
     transforms = around + transforms_of(equation)
     return "transpose" in transforms and "vmap" not in transforms[: transforms.index("transpose")]
 
@@ -230,7 +232,7 @@ def levels_of(jaxpr: Jaxpr) -> Levels:
         has_effects = any(not isinstance(effect, core.NamedAxisEffect) for effect in equation.effects)  # to name an axis is none
         if has_effects:
             level = last_effect = max(level, last_effect)
-        adds = is_sum(equation) and not has_effects
+        adds = equation.primitive.name in SUMS and not has_effects and is_sum(equation)
         levels.equations[level][adds].append(equation)
         of.update(dict.fromkeys(equation.outvars, level + adds))
         if adds and level + 1 == len(levels.equations):
@@ -254,9 +256,8 @@ def is_function_of_operands(equation: Equation) -> bool:
 
 
 def _is_local_and_plain(equation: Equation) -> bool:
-    if equation.primitive is mark_p or equation.primitive.name == "axis_index":
-        return True
-    return is_plain(equation) and not is_collective(equation)
+    is_known = equation.primitive is mark_p or equation.primitive.name == "axis_index"
+    return is_known or (is_plain(equation) and not is_collective(equation))
 
 
 def has_host_callback(jaxpr: Jaxpr) -> bool:

@@ -104,3 +104,5 @@ CONVERSIONS = frozenset({"convert_element_type"})
 #: Fill an array with the numbers of another one; `iota` counts.
 BROADCASTS = frozenset({"broadcast_in_dim"})
 FILLS = BROADCASTS | {"iota"}
+#: Pure, without a jaxpr or the name of a mesh's axis among their parameters: most equations of a step, and our marks.
+SIMPLE = KEEP_AXES | TRANSPOSES | RESHAPES | DOT_PRODUCTS | AXIS_SUMS | FILLS | {"mirrored_mark"}

@@ -162,10 +162,12 @@ def _room_for(avals: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
 def bind(equation: Equation, operands: Sequence[Any]) -> list[Any]:
     """Apply one equation of a jaxpr to values, also in place of its literals, in whatever trace is current."""
     variables: list[Any] = [Var(atom.aval) for atom in equation.invars]
-    equation = _for_meshes_of(operands, equation.replace(invars=variables))
+    alone = equation.replace(invars=variables)
+    equation = alone if equation.ctx.cur_abstract_mesh.empty else _for_meshes_of(operands, alone)
     info = jex_core.DebugInfo("mirrored", "one equation", ("",) * len(variables), ("",) * len(equation.outvars))
     jaxpr = Jaxpr((), variables, equation.outvars, [equation], equation.effects, info)
-    return [_in_this_mesh(result) for result in jax.core.eval_jaxpr(jaxpr, (), *operands)]
+    results = jax.core.eval_jaxpr(jaxpr, (), *operands)
+    return results if jax.sharding.get_abstract_mesh().empty else list(map(_in_this_mesh, results))
 
 
 def have_mesh(equations: Iterable[Equation]) -> bool:
@@ -195,7 +197,7 @@ def _for_meshes_of(operands: Sequence[Any], equation: Equation) -> Equation:
     closes over, and JAX lets no other mesh meet that one.
     """
     meshes = [aval.sharding.mesh for aval in map(jax.typeof, operands) if _has_mesh(aval)]
-    if not meshes or equation.ctx.cur_abstract_mesh.empty:
+    if not meshes:
         return equation
     here = jax.sharding.get_abstract_mesh()
     mesh = here if here in meshes else meshes[0]
@@ -213,7 +215,7 @@ def _in_this_mesh(value: Any) -> Any:
     meet the types of a `shard_map`. JAX converts operands only where it has traced in `shard_map`.
     """
     here = jax.sharding.get_abstract_mesh()
-    if here.empty or not isinstance(value, jax.Array) or not _has_mesh(aval := jax.typeof(value)) or aval.sharding.mesh == here:
+    if not isinstance(value, jax.Array) or not _has_mesh(aval := jax.typeof(value)) or aval.sharding.mesh == here:
         return value
     return jax.sharding.reshard(value, NamedSharding(here, PartitionSpec()))
 

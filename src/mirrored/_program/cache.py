@@ -23,7 +23,7 @@ from .._typing import PyTree, UserFunction
 from .._variables.variable import Variable, spec_of
 from .call import ArrayLeaf, Call, leaf_names, static_key
 from .guards import FastPath, fast_path_to, match
-from .own_code import Guards, content_key
+from .own_code import Guards, Sight, content_key
 from .program import Program
 
 ProgramT = TypeVar("ProgramT", bound=Program)
@@ -136,8 +136,8 @@ class Programs(Generic[ProgramT]):
             error.__notes__ = [*notes[:1], note, *notes[1:]]  # after the replicas that it is about, before JAX's own
             raise
 
-    def add(self, call: Call, program: ProgramT, owner: Any = None, also: Sequence[Any] = ()) -> None:
-        """Keep the program of a call, which ends with its variables and `also`.
+    def add(self, call: Call, program: ProgramT, sight: Sight, owner: Any = None, also: Sequence[Any] = ()) -> None:
+        """Keep the program of a call that sees this, until the end of what it sees, of its variables or of `also`.
 
         Compilations are counted for an owner and its variables, so that the folds of a cross-validation are silent. The owner is
         by default the function's code, because a step is often a new function in each turn of a loop.
@@ -148,7 +148,6 @@ class Programs(Generic[ProgramT]):
         if owner is None:
             function = inspect.unwrap(call.function)  # all functions that a decorator makes have one code
             owner = getattr(function, "__code__", function)
-        sight = call.sees()  # after the trace, which may have set globals, such as a count of traces
         leaves = [leaf if isinstance(leaf, ArrayLeaf) else (static_key(leaf[0]), shown(leaf[0])) for leaf in call.leaves]
         named = {name: content_key(value) for name, value in sight.named.items()}
         structure = Structure(call.treedef, leaves, named, tracing.settings())

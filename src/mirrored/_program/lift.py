@@ -25,12 +25,13 @@ from .._replicas.frames import Frame
 from .._replicas.per_replica import PerReplica, stack_of, uneven_shapes
 from .._replicas.placement import checksum
 from .._text import call_it, shown
-from .._typing import PyTree, Shape
+from .._typing import PyTree, Shape, UserFunction
 from .._variables.bindings import Bindings
 from .._variables.storage import WeakVariables
 from .._variables.variable import Variable, is_variable, spec_of
 from . import mistakes
 from .call import Call
+from .own_code import Sight
 
 #: Settings that change a program's numbers and not its text.
 _SETTINGS = ("jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
@@ -147,7 +148,7 @@ class Traced(NamedTuple):
 def _aval(variable: Variable, frame: Frame) -> jax.core.ShapedArray:
     """Return the type of a variable's operand: of a replica's own value, or of all that is stored."""
     spec = spec_of(variable)
-    return jax.core.ShapedArray(spec.stored_shape if frame.replica is None else spec.shape, variable.dtype)
+    return jax.core.ShapedArray(spec.stored_shape if frame.replica is None else spec.shape, spec.dtype)
 
 
 def trace(call: Call, shapes: Sequence[Shape], frame: Frame) -> Traced:
@@ -246,9 +247,9 @@ def _fields_of(leaf: Any, depth: int = 3) -> Iterator[tuple[str, Any]]:
             yield from _fields_of(value, depth - 1)
 
 
-def warn_of_leaks(call: Call) -> None:
+def warn_of_leaks(function: UserFunction, sight: Sight) -> None:
     """Warn of a traced array at the end of a list, dict or tuple that a step names, or in an attribute of what it names."""
-    for name, value in {**call.sees().named, "self": getattr(call.function, "__self__", None)}.items():
+    for name, value in {**sight.named, "self": getattr(function, "__self__", None)}.items():
         own = vars(value) if type(value).__dictoffset__ and " " not in name else {}
         parts = {name: value, **{f"{name}.{key}": part for key, part in own.items() if isinstance(part, jax.core.Tracer)}}
         for place in (place for place, part in parts.items() if _ends_with_traced(part)):

@@ -11,7 +11,7 @@ import functools
 import operator
 import sys
 import types
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,7 +67,7 @@ def look_at(functions: Sequence[Callable[..., Any]], runs_steps: bool = False) -
     look = _Look(functions)
     for number, function in enumerate(functions):
         name = getattr(function, "__name__", type(function).__name__)
-        look.enter(f"the code or an argument of {name}", look.item(0, number), runs_steps and not number)
+        look.enter(f"the code or an argument of {name}", look.read(0, number, is_item=True), runs_steps and not number)
     return look.sight()
 
 
@@ -78,7 +78,7 @@ class _Look:
         self.found: list[Any] = [functions]  # and all values read of them; a place is a position in this list
         self.compared: dict[int, str] = {}  # place -> name of the value that is compared there
         self._reads: list[tuple[int, Callable[[Any], Any]]] = [(0, lambda functions: functions)]
-        self._places: dict[tuple[int, Hashable], int] = {}
+        self._places: dict[tuple[Hashable, ...], int] = {}
         self._entered: dict[tuple[int, ...], list[int]] = {}
         self._same: list[tuple[int, int]] = []
 
@@ -102,30 +102,30 @@ class _Look:
         values = [self.found[place] for place in self.compared]
         named = dict(zip(self.compared.values(), values, strict=True))
         kept = [value for value in values if isinstance(value, _PLAIN)]
-        return Sight(Guards(reads, same, kept), named, list(_objects_in(values)))
+        return Sight(Guards(reads, same, kept), named, _objects_in(values))
 
     # -- reading
 
-    def item(self, owner: int, key: Hashable) -> int:
-        """Read an item, and return its place; of a dict also a missing one, such as a global that is a builtin."""
-        is_dict = isinstance(self.found[owner], dict)  # `get`, because a `defaultdict` would make the item
-        get = operator.methodcaller("get", key, ABSENT) if is_dict else operator.itemgetter(key)
-        return self._read(owner, get, ("item", type(key), key))
+    def read(self, owner: int, key: Hashable, is_item: bool = False) -> int:
+        """Read an attribute, an item, or what a function of our own returns, and return its place.
 
-    def attribute(self, owner: int, name: str) -> int:
-        """Read an attribute, and return its place."""
-        return self._read(owner, operator.attrgetter(name), ("attribute", name))
-
-    def _read(self, owner: int, get: Callable[[Any], Any], key: Hashable = None) -> int:
-        known = (owner, key or get)
-        if known not in self._places:
-            try:
-                value = get(self.found[owner])
-            except Exception:  # a cell is empty; whatever a property raises, the step will
-                value, get = ABSENT, functools.partial(_absent_if_raised, get)
-            self._places[known] = len(self.found)
-            self.found.append(value)
-            self._reads.append((owner, get))
+        Of a dict also a missing item is read, such as a global that is a builtin.
+        """
+        known = (owner, is_item, type(key), key)
+        if known in self._places:
+            return self._places[known]
+        get: Callable[[Any], Any] = operator.itemgetter(key)
+        if is_item and isinstance(self.found[owner], dict):  # `get`, because a `defaultdict` would make the item
+            get = operator.methodcaller("get", key, ABSENT)
+        elif not is_item:
+            get = key if callable(key) else operator.attrgetter(str(key))
+        try:
+            value = get(self.found[owner])
+        except Exception:  # a cell is empty; whatever a property raises, the step will
+            value, get = ABSENT, functools.partial(_absent_if_raised, get)
+        self._places[known] = len(self.found)
+        self.found.append(value)
+        self._reads.append((owner, get))
         return self._places[known]
 
     def _read_along(self, root: int, keys: Keys) -> tuple[int, Keys]:
@@ -138,7 +138,7 @@ class _Look:
             owner = self.found[places[-1]]
             if owner is ABSENT or _is_whole(owner, is_item, key):
                 break
-            places.append(self.item(places[-1], key) if is_item else self.attribute(places[-1], key))
+            places.append(self.read(places[-1], key, is_item))
             again.append(self._reads[places[-1]][1](again[-1]))
         while len(places) > 1 and _is_made_anew(self.found[places[-1]], again[len(places) - 1]):
             places.pop()
@@ -152,15 +152,15 @@ class _Look:
         """Look into own code with the places of its bound arguments; functions that a runner names are own code, too."""
         keywords = keywords or {}
         while isinstance(own := self.found[place], (functools.partial, types.MethodType)):
-            self.compared[self.attribute(place, "__class__")] = name
+            self.compared[self.read(place, "__class__")] = name
             if isinstance(own, types.MethodType):
-                place, args = self.attribute(place, "__func__"), (self.attribute(place, "__self__"), *args)
+                place, args = self.read(place, "__func__"), (self.read(place, "__self__"), *args)
             else:
-                self.compared[self._read(place, _bound_names)] = name
-                bound, by_name = self.attribute(place, "args"), self.attribute(place, "keywords")
-                args = (*(self.item(bound, position) for position in range(len(own.args))), *args)
-                keywords = {**{key: self.item(by_name, key) for key in own.keywords}, **keywords}
-                place = self.attribute(place, "func")
+                self.compared[self.read(place, _bound_names)] = name
+                bound, by_name = self.read(place, "args"), self.read(place, "keywords")
+                args = (*(self.read(bound, position, is_item=True) for position in range(len(own.args))), *args)
+                keywords = {**{key: self.read(by_name, key, is_item=True) for key in own.keywords}, **keywords}
+                place = self.read(place, "func")
         places = [place, *args, *keywords.values()]
         known = self._entered.setdefault(tuple(id(self.found[each]) for each in places), places)
         if known is not places:
@@ -171,22 +171,22 @@ class _Look:
         else:
             self._compare(name, place)
         if _wrapped_by(own) is not None:  # JAX's closures may hide what they wrap, those of `jax.vmap` do
-            self.enter(name, self.attribute(place, "__wrapped__"), is_runner, args, keywords)
+            self.enter(name, self.read(place, "__wrapped__"), is_runner, args, keywords)
         elif not _is_library(type(own).__module__) and isinstance(getattr(type(own), "__call__", None), FUNCTIONS):  # noqa: B004
-            call = self.attribute(self.attribute(place, "__class__"), "__call__")
+            call = self.read(self.read(place, "__class__"), "__call__")
             self.enter(name, call, is_runner, (place, *args), keywords)
 
     def _read_function(self, name: str, place: int, args: tuple[int, ...], keywords: Mapping[str, int], is_runner: bool) -> None:
         """Compare the code of a function, its defaults and bound arguments, and the values that the code names."""
         for attribute in ("__class__", "__code__"):
-            self.compared[self.attribute(place, attribute)] = name
+            self.compared[self.read(place, attribute)] = name
         bound = self._bind(name, place, args, keywords, is_runner)
         free = self.found[place].__code__.co_freevars
         for scope, root_name, keys in _names_in(self.found[place]):
             if scope == "global":
-                root = self.item(self.attribute(place, "__globals__"), root_name)
+                root = self.read(self.read(place, "__globals__"), root_name, is_item=True)
             elif scope == "free":
-                root = self.attribute(self.item(self.attribute(place, "__closure__"), free.index(root_name)), "cell_contents")
+                root = self.read(self.read(self.read(place, "__closure__"), free.index(root_name), is_item=True), "cell_contents")
             elif root_name in bound:
                 root = bound[root_name]
             else:
@@ -197,14 +197,14 @@ class _Look:
 
     def _bind(self, name: str, place: int, args: tuple[int, ...], keywords: Mapping[str, int], is_runner: bool) -> dict[str, int]:
         """Look at the defaults and bound arguments of a function, and return argument -> place."""
-        defaults, by_name = self.attribute(place, "__defaults__"), self.attribute(place, "__kwdefaults__")
+        defaults, by_name = self.read(place, "__defaults__"), self.read(place, "__kwdefaults__")
         positional, named = self.found[defaults], self.found[by_name]
         if positional is None and named is None:  # compared by `id`, without a call in Python
             self.compared.update({defaults: name, by_name: name})
         else:
-            self.compared[self._read(place, _names_of_defaults)] = name
-        of_defaults = [self.item(defaults, position) for position in range(len(positional or ()))]
-        of_names = {key: self.item(by_name, key) for key in named or ()}
+            self.compared[self.read(place, _names_of_defaults)] = name
+        of_defaults = [self.read(defaults, position, is_item=True) for position in range(len(positional or ()))]
+        of_names = {key: self.read(by_name, key, is_item=True) for key in named or ()}
         for value in (*of_defaults, *of_names.values(), *args, *keywords.values()):
             self._look_at(name, value, True, is_runner)
         code = self.found[place].__code__
@@ -218,15 +218,15 @@ class _Look:
         if (is_near or is_runner) and callable(value) and _is_code(value, is_runner):
             self.enter(name, place, is_runner and is_near)
         elif isinstance(value, types.MethodType):  # which is a new object at each read
-            self.compared[self.attribute(place, "__self__")] = name
-            self.compared[self.attribute(place, "__func__")] = name
+            self.compared[self.read(place, "__self__")] = name
+            self.compared[self.read(place, "__func__")] = name
         else:
             self._compare(name, place)
 
     def _compare(self, name: str, place: int) -> None:
         self.compared[place] = name
         if "flax.nnx" in sys.modules and nnx.is_object(self.found[place]):
-            self.compared[self._read(place, _arrays_of_nnx)] = name
+            self.compared[self.read(place, _arrays_of_nnx)] = name
 
 
 def _is_made_anew(value: object, again: object) -> bool:
@@ -304,13 +304,15 @@ def content_key(value: object) -> Hashable:
     return (type(value), value)
 
 
-def _objects_in(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield the objects whose `id` is in the content of values: while they live, no other object can have it."""
+def _objects_in(values: Iterable[Any]) -> list[Any]:
+    """Return the objects whose `id` is in the content of values: while they live, no other object can have it."""
+    found: list[Any] = []
     for value in values:
         if isinstance(value, _NESTS):
-            yield from _objects_in(value)
-        elif value is not ABSENT and not isinstance(value, (*_PLAIN, *_NESTS)):
-            yield value
+            found += _objects_in(value)
+        elif value is not ABSENT and not isinstance(value, _PLAIN):
+            found.append(value)
+    return found
 
 
 # -- the names in code
@@ -321,12 +323,14 @@ def _names_in(function: types.FunctionType) -> Iterable[tuple[str, str, Keys]]:
     code = function.__code__
     if _is_library(function.__globals__.get("__name__", "")):
         return [("free", name, ()) for name in code.co_freevars]
-    return dict.fromkeys((scope, name, keys) for scope, name, keys in _reads_in(code) if scope != "local" or keys)
+    return dict.fromkeys([(scope, name, keys) for scope, name, keys in _reads_in(code) if scope != "local" or keys])
 
 
-def _reads_in(code: types.CodeType) -> Iterator[tuple[str, str, Keys]]:
-    """Yield each name that code reads: whether it is "global", "free" or "local", the name, and the keys that follow it."""
-    scope, name = "", ""
+def _reads_in(code: types.CodeType) -> list[tuple[str, str, Keys]]:
+    """Return each name that code reads: whether it is "global", "free" or "local", the name, and the keys that follow it."""
+    found: list[tuple[str, str, Keys]] = []
+    scope: str = ""
+    name: Any = ""
     keys: Keys = ()
     subscript: tuple[Any, ...] = ()  # the constant loaded after the path so far, which may become its next key
     for instruction in dis.get_instructions(code):
@@ -341,25 +345,18 @@ def _reads_in(code: types.CodeType) -> Iterator[tuple[str, str, Keys]]:
             keys, subscript = (*keys, (True, *subscript)), ()
         else:
             if scope:
-                yield scope, name, keys
-            scope, name = _name_in(instruction, code)
-            keys, subscript = (), ()
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            for scope, name, keys in _reads_in(inner):
-                if scope == "global" or name in code.co_freevars:
-                    yield scope, name, keys
-                elif scope == "free":
-                    yield "local", name, keys
-
-
-def _name_in(instruction: dis.Instruction, code: types.CodeType) -> tuple[str, str]:
-    """Return the scope and the name of the variable that an instruction reads; two "" where it reads none."""
-    operation, name = instruction.opname, instruction.argval
-    if operation in ("LOAD_GLOBAL", "LOAD_NAME"):
-        return "global", name
-    if operation.startswith("LOAD") and "DEREF" in operation:
-        return "free" if name in code.co_freevars else "local", name
-    if "LOAD_FAST" in operation:
-        return "local", name[-1] if isinstance(name, tuple) else name
-    return "", ""
+                found.append((scope, name, keys))
+            scope, name, keys, subscript = "", value, (), ()
+            if operation in ("LOAD_GLOBAL", "LOAD_NAME"):
+                scope = "global"
+            elif operation.startswith("LOAD") and "DEREF" in operation:
+                scope = "free" if name in code.co_freevars else "local"
+            elif "LOAD_FAST" in operation:
+                scope, name = "local", value[-1] if isinstance(value, tuple) else value
+    for inner in [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]:
+        for scope, name, keys in _reads_in(inner):
+            if scope == "global" or name in code.co_freevars:
+                found.append((scope, name, keys))
+            elif scope == "free":
+                found.append(("local", name, keys))
+    return found

@@ -33,6 +33,7 @@ from .._jax.primitives import (
     ONE_TO_ONE,
     PURE,
     SELECTS,
+    SIMPLE,
     SPREADS,
     SUMS,
 )
@@ -188,7 +189,7 @@ class _Pass(Analysis[State]):
 
     def equation(self, equation: Equation, values: list[State]) -> Sequence[State]:
         results = super().equation(equation, values)
-        if not jaxprs.is_backward(equation, self.transforms):
+        if not (self.transforms or jaxprs.names_around(equation)) or not jaxprs.is_backward(equation, self.transforms):
             return results
         return [result if result.said is Said.ZERO else dataclasses.replace(result, gradient=Gradient.OWN) for result in results]
 
@@ -206,7 +207,7 @@ class _Pass(Analysis[State]):
         state = join((decision, value))
         return dataclasses.replace(state, said=value.said, gradient=value.gradient, noise=value.noise, old=value.old or state.old)
 
-    def constant(self, value: Any) -> State:
+    def constant(self, value: Any, aval: jax.core.AbstractValue) -> State:
         is_zero = not isinstance(value, jax.Array) and not np.any(value)
         return ZERO if is_zero else CONSTANT
 
@@ -235,11 +236,13 @@ class _Pass(Analysis[State]):
 
     def operation(self, equation: Any, inputs: list[State]) -> State:
         """Return the state of the results of a primitive, which is VARYING unless it is known to be pure."""
-        name, inside = equation.primitive.name, jaxprs.inside(equation)
-        self.refuse_collectives(equation, inside)
+        name = equation.primitive.name
+        inside = () if name in SIMPLE else jaxprs.inside(equation)
+        if inside:
+            self.refuse_collectives(equation, inside)
         state = join(inputs)
-        if jaxprs.is_linear(equation):
-            state = _linear(equation, inputs, state)
+        if (places := jaxprs.linear_operands(equation)) is not None:
+            state = _linear(name, [inputs[k] for k in places], state)
         # Whether a loss is finite is no loss, nor is its place.
         if not all(jax.numpy.issubdtype(getattr(atom.aval, "dtype", np.float32), np.inexact) for atom in equation.outvars):
             state = dataclasses.replace(state, said=min(state.said, Said.NOTHING), has_share=False)
@@ -247,7 +250,7 @@ class _Pass(Analysis[State]):
             state = dataclasses.replace(state, noise=self.noise(equation, inputs, state))
         if state.old is not None:
             state = dataclasses.replace(state, old=_old(name, inputs, state.old))
-        if not state.is_mirrored:
+        if state.sameness is Sameness.VARYING:
             return state
         if name in PURE and all(map(jaxprs.is_plain, inside)):
             return state
@@ -351,10 +354,8 @@ def _old(name: str, inputs: Sequence[State], mixed: tuple[int, bool]) -> tuple[i
     return first.old if is_sum and first.old is not None and all(one.old is None for one in others) else mixed
 
 
-def _linear(equation: Equation, inputs: Sequence[State], state: State) -> State:
+def _linear(name: str, given: Sequence[State], state: State) -> State:
     """Return the state of the result of an operation that is linear in its numbers, given that of any other operation."""
-    name = equation.primitive.name
-    given = [inputs[k] for k in jaxprs.inexact_operands(equation)]
     if name in ADDITIONS or name in DERIVATIVE_SUMS:
         return _sum(given, state, name in DERIVATIVE_SUMS)
     factors = given[:1] if name in DIVISIONS else given

@@ -106,12 +106,14 @@ class Steps:
             make = lambda call: _make_program(mesh, call, frame_with)  # noqa: E731
             with silenced() if is_eager.get() else contextlib.nullcontext():
                 program = make(call)
+            sight = call.sees()  # after the trace, which may have set globals, such as a count of traces
             if tracing.current_trace() is tracing.NO_TRACE and not is_eager.get():  # else the names may hold arrays of that trace
-                lift.warn_of_leaks(call)
-            made = [(call, program), *self.programs.made_for_last(coming, functools.partial(take_apart, call.function), make)]
+                lift.warn_of_leaks(call.function, sight)
+            later = self.programs.made_for_last(coming, functools.partial(take_apart, call.function), make)
             if not any(isinstance(constant, jax.core.Tracer) for constant in program.constants):
-                for each, its in made:
-                    self.programs.add(each, its)
+                self.programs.add(call, program, call.sees() if later else sight)
+                for each, its in later:
+                    self.programs.add(each, its, each.sees())
         if frames.is_traced() or any(isinstance(array, jax.core.Tracer) for array in call.arrays):
             return _run_traced(program, call)
         if is_eager.get():
@@ -202,11 +204,10 @@ def _make_program(mesh: ReplicaMesh, call: Call, frame_with: Callable[[Any], Fra
 
 def _input_states(call: Call, lifted: Lifted) -> list[State]:
     states = []
-    for variable in lifted.variables:
-        origin = f"the sync-on-read variable {variable.name!r}, which has one value per replica"
-        states.append(varying(origin) if spec_of(variable).is_on_read else SAME)
-    names = argument_names(call)
-    for leaf, name in zip(call.array_leaves(), names, strict=True):
+    for spec in map(spec_of, lifted.variables):
+        origin = f"the sync-on-read variable {spec.name!r}, which has one value per replica"
+        states.append(varying(origin) if spec.is_on_read else SAME)
+    for leaf, name in zip(call.array_leaves(), argument_names(call), strict=True):
         origin = f"the argument {name}, of which each replica has its own"
         states.append(varying(origin) if leaf.is_per_replica else SAME)
     return states

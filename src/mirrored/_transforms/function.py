@@ -103,9 +103,9 @@ def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any])
         make = functools.partial(_make, frame or Frame(None, None))
         call = apart(args, kwargs)
         program = make(call)
-        for made in ((call, program), *_programs.made_for_last(of_last_batch((tuple(args), kwargs)), apart, make)):
+        for each, its in ((call, program), *_programs.made_for_last(of_last_batch((tuple(args), kwargs)), apart, make)):
             # Compilations are counted for each function object (`owner`): a decorator in a factory makes many of one code.
-            _programs.add(*made, owner=fn, also=[] if frame is None else [frame.strategy])
+            _programs.add(each, its, each.sees(), owner=fn, also=[] if frame is None else [frame.strategy])
         check_later(program.mesh, arrays, lambda index: f"the argument {argument_names(call)[index]}")
     # PerReplica arguments need not be placed: `_mesh_of` has chosen their devices.
     plain = [position for position, leaf in enumerate(leaves) if not leaf.is_per_replica]

@@ -18,6 +18,7 @@ from ..._errors import UnevenReplicasError
 from ..._jax import jaxprs, tracing
 from ..._jax.interpreter import run_parts
 from ..._jax.marks import Purpose, mark_p
+from ..._jax.primitives import SIMPLE
 from ..._replicas.collectives import pad_to
 from ..._replicas.per_replica import stack_shapes
 from ..._typing import Shape
@@ -177,16 +178,13 @@ def _live_nodes(trace: Trace) -> list[Node]:
     needed = set(trace.outputs)
     live: list[Node] = []
     for node in reversed(trace.nodes):
-        has_effect = not node.is_pure or any(map(_tells, (node.equation, *jaxprs.inside(node.equation))))
-        if has_effect or not needed.isdisjoint(node.outputs):
+        inside = () if node.equation.primitive.name in SIMPLE else jaxprs.inside(node.equation)
+        marks = [e.params["note"].purpose for e in (node.equation, *inside) if e.primitive is mark_p]
+        is_told = any(purpose is not Purpose.NO_DERIVATIVE for purpose in marks)  # to the proof
+        if is_told or not node.is_pure or not needed.isdisjoint(node.outputs):
             needed.update(node.inputs)
             live.append(node)
     return live[::-1]
-
-
-def _tells(equation: jaxprs.Equation) -> bool:
-    """Tell whether an equation is a mark that the proof looks for."""
-    return equation.primitive is mark_p and equation.params["note"].purpose is not Purpose.NO_DERIVATIVE
 
 
 def _find_exports(traces: Sequence[Trace], joint: Sequence[Sequence[Node]]) -> dict[Row, int]:

@@ -10,8 +10,8 @@ import jax
 
 from ..._jax import jaxprs
 from ..._jax.interpreter import Flattening
-from ..._jax.jaxprs import ClosedJaxpr, Equation, Literal
-from ..._jax.primitives import FILLS
+from ..._jax.jaxprs import ClosedJaxpr, Equation
+from ..._jax.primitives import FILLS, SIMPLE
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -86,14 +86,13 @@ class Reading(Flattening[Value]):
     def __init__(self) -> None:
         self.nodes: list[Node] = []  # in order
 
-    def constant(self, value: Any) -> Value:
-        return Value(jax.typeof(value), content=value)
-
-    def literal(self, literal: Literal) -> Value:
-        return Value(literal.aval, content=literal.val)
+    def constant(self, value: Any, aval: jax.core.AbstractValue) -> Value:
+        return Value(aval, content=value)
 
     def plain(self, equation: Equation, values: list[Value]) -> list[Value]:
-        node = Node(equation, values, [], jaxprs.has_collective(equation), jaxprs.is_function_of_operands(equation))
+        is_simple = equation.primitive.name in SIMPLE
+        is_collective = not is_simple and jaxprs.has_collective(equation)
+        node = Node(equation, values, [], is_collective, is_simple or jaxprs.is_function_of_operands(equation))
         node.outputs = [Value(variable.aval, node) for variable in equation.outvars]
         self.nodes.append(node)
         return node.outputs

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..._jax import dead_code, jaxprs
+from ..._jax.primitives import SIMPLE
 from . import match_collectives
 from .nodes import Node, Trace, Value
 from .structural_hash import content_key, equation_key
@@ -43,10 +44,13 @@ class _Numbering:
         waiting = [iter(list(trace.nodes)) for trace in traces]
         for collectives in [*zip(*(trace.collectives for trace in traces), strict=True), ()]:
             for kind, nodes in enumerate(waiting):
-                for node in itertools.takewhile(lambda node: not node.is_collective, nodes):  # takes the collective, too
+                for node in nodes:
+                    if node.is_collective:
+                        break
                     last_effects[kind] = self._number_node(node, last_effects[kind])
                     has_rows = node.is_pure and any(value.number is None for value in node.outputs[:1])
-                    if has_rows and (smaller := self._without_rows(node)) is not None:
+                    is_simple = node.equation.primitive.name in SIMPLE
+                    if has_rows and not is_simple and (smaller := self._without_rows(node)) is not None:
                         traces[kind].nodes.insert(traces[kind].nodes.index(node), smaller)
             if collectives:
                 stage = self._number_collectives(stage, collectives)
@@ -73,7 +77,7 @@ class _Numbering:
 
     def _number_node(self, node: Node, last_effect: int) -> int:
         """Number a node's outputs, and return the stage of the last effect, which the next one must not come before."""
-        operands = [self._number_of(value) for value in node.inputs]
+        operands = [self._number_of(value) if value.number is None else value.number for value in node.inputs]
         stage = max([value.stage for value in node.inputs], default=0)
         number = None
         if not node.is_pure:
@@ -84,7 +88,7 @@ class _Numbering:
         node.stage = stage
         for position, value in enumerate(node.outputs):
             value.stage = stage
-            value.number = None if number is None else self._number((number, position))
+            value.number = number if number is None or not position else self._number((number, position))
         return last_effect
 
     def _without_rows(self, node: Node) -> Node | None:
