@@ -9,10 +9,10 @@ __version__ = "0.1.0"
 
 if _hints.TYPE_CHECKING:
     from ._public import *
-else:  # `mirrored launch` asks for no public name, so that it starts its workers before JAX could be imported
+else:  # `mirrored launch` uses no public name, so it starts its workers without the time to import JAX
 
     def _load() -> dict[str, object]:
-        """Load all public names, and put them here, where they are found without `__getattr__` from now on."""
+        """Load all public names into this module, where Python finds them without `__getattr__` from now on."""
         names = vars(_importlib.import_module("._public", __name__))
         names = {name: thing for name, thing in names.items() if not name.startswith("_")}
         globals().update(names)
@@ -23,7 +23,7 @@ else:  # `mirrored launch` asks for no public name, so that it starts its worker
             return sorted(_load())
         if not name.startswith("_"):
             _load()
-            if name in globals():  # or a module that a name comes from
+            if name in globals():  # a public name, or the module of one
                 return globals()[name]
         raise _tf_names.missing("mirrored", name)
 

@@ -1,4 +1,4 @@
-"""Every environment variable that the library reads or sets, in one table. No jax here."""
+"""One table of every environment variable that the library reads or sets. No jax here."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from collections.abc import Iterator, Mapping
 
 @dataclasses.dataclass(frozen=True)
 class EnvironmentVariable:
-    """One environment variable: its name, and its use in the library."""
+    """An environment variable: its name, and how the library uses it."""
 
     name: str
     use: str
 
     def get(self, environment: Mapping[str, str] | None = None) -> str | None:
-        """Return the value in `environment`, by default this process's own; None when it is unset."""
+        """Return the value in `environment`, by default in this process's own, or None if it is unset."""
         return current().get(self.name) if environment is None else environment.get(self.name)
 
     def set_default(self, value: str) -> None:
-        """Set it, unless it is set."""
+        """Set it, unless it is already set."""
         os.environ.setdefault(self.name, value)
 
     def set(self, value: str) -> None:
-        """Set it, for the processes that this one starts."""
+        """Set it, also for processes that this one starts."""
         os.environ[self.name] = value
 
     def get_int(self) -> int:
-        """Return the value as an int, 0 when it is unset or no number."""
+        """Return the value as an int, or 0 if it is unset or no number."""
         text = self.get() or ""
         return int(text) if text.isdecimal() else 0
 
@@ -45,8 +45,8 @@ TF_CONFIG = EnvironmentVariable(
     "TF_CONFIG", "JSON that names all workers and this one. MirroredStrategy ignores it, and logs so."
 )
 
-# The cluster of this worker: `_cluster/`, docs/design/clusters.md. All are read; `mirrored launch` sets the address, number and
-# index of JAX_* for its workers.
+# The cluster of this worker: `_cluster/`, docs/design/clusters.md. The library reads all of them; `mirrored launch` sets the
+# address, number and index of JAX_* for its workers.
 JAX_COORDINATOR_ADDRESS = EnvironmentVariable("JAX_COORDINATOR_ADDRESS", "host:port of worker 0: Kubeflow TrainJob, or by hand.")
 JAX_COORDINATOR_PORT = EnvironmentVariable("JAX_COORDINATOR_PORT", "The port, where JAX_COORDINATOR_ADDRESS has none.")
 JAX_NUM_PROCESSES = EnvironmentVariable("JAX_NUM_PROCESSES", "The number of workers; jax itself does not read it.")
@@ -79,7 +79,7 @@ KUBERNETES_SERVICE_HOST = EnvironmentVariable("KUBERNETES_SERVICE_HOST", "Set in
 JOB_COMPLETION_INDEX = EnvironmentVariable("JOB_COMPLETION_INDEX", "The index of this worker in an indexed Job or a JobSet.")
 HOSTNAME = EnvironmentVariable("HOSTNAME", "The name of a pod: in an indexed Job, the job's name and the index.")
 
-# Set by `mirrored launch` for its workers, beside the JAX_* above: launch.py.
+# `mirrored launch` sets these for its workers, beside the JAX_* above: launch.py.
 JAX_PLATFORMS = EnvironmentVariable("JAX_PLATFORMS", "Set to cpu by `mirrored launch --cpu-devices`; JAX reads it.")
 JAX_NUM_CPU_DEVICES = EnvironmentVariable("JAX_NUM_CPU_DEVICES", "Set by `mirrored launch --cpu-devices`; JAX reads it.")
 JAX_LOCAL_DEVICE_IDS = EnvironmentVariable("JAX_LOCAL_DEVICE_IDS", "Set by `mirrored launch`: a worker's GPUs; JAX reads it.")
@@ -89,7 +89,7 @@ MIRRORED_PROGRESS_FILE = EnvironmentVariable("MIRRORED_PROGRESS_FILE", "Set by `
 MIRRORED_WORKER = EnvironmentVariable("MIRRORED_WORKER", "Set by each worker of several: the worker that its children cannot be.")
 NO_COLOR = EnvironmentVariable("NO_COLOR", "When it is set and not empty, `mirrored launch` writes no colours: no-color.org.")
 
-# For the compiler of TPUs where no TPU is: `mr.topology`.
+# For compiling for TPUs where there is no TPU: `mr.topology`.
 TPU_SKIP_MDS_QUERY = EnvironmentVariable("TPU_SKIP_MDS_QUERY", "Set while libtpu is loaded, which else asks the network.")
 TPU_ACCELERATOR_TYPE = EnvironmentVariable("TPU_ACCELERATOR_TYPE", "Set while libtpu is loaded: it need not ask for the kind.")
 TPU_WORKER_HOSTNAMES = EnvironmentVariable("TPU_WORKER_HOSTNAMES", "Set while libtpu is loaded: this machine is the only one.")
@@ -102,7 +102,7 @@ FOR_TPU_COMPILER = {
 }
 
 TABLE = tuple(variable for variable in list(globals().values()) if isinstance(variable, EnvironmentVariable))
-#: Those that describe the cluster: no secrets, so they may be shown.
+#: The variables that describe the cluster. They are no secrets, so messages may show them.
 CLUSTER = TABLE[TABLE.index(TF_CONFIG) : TABLE.index(HOSTNAME) + 1]
 
 
@@ -112,14 +112,14 @@ def current() -> Mapping[str, str]:
 
 
 def forced_host_devices() -> int:
-    """Return the number of CPU devices in `XLA_FLAGS`, 0 without one."""
+    """Return the number of CPU devices that `XLA_FLAGS` asks for, or 0."""
     counts = re.findall(r"--xla_force_host_platform_device_count=(\d+)", XLA_FLAGS.get() or "")
     return int(counts[-1]) if counts else 0
 
 
 @contextlib.contextmanager
 def meanwhile(defaults: Mapping[EnvironmentVariable, str]) -> Iterator[None]:
-    """Set variables that are unset for the duration of a block."""
+    """During a block, set variables that are unset."""
     unset = [variable.name for variable in defaults if variable.get() is None]
     os.environ.update({variable.name: value for variable, value in defaults.items() if variable.name in unset})
     try:
@@ -131,9 +131,9 @@ def meanwhile(defaults: Mapping[EnvironmentVariable, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def at_least(variable: EnvironmentVariable, minimum: int, fallback: EnvironmentVariable, stays: bool = False) -> Iterator[None]:
-    """Raise a number in the environment to `minimum` for the duration of a block; nothing is written where it is so large.
+    """During a block, raise a number in the environment to `minimum`; write nothing if it is large enough.
 
-    With `stays` it is raised for good, unless the block raises.
+    With `stays` it keeps the new value after the block, unless the block raises.
     """
     if variable.get_int() >= minimum:
         yield

@@ -18,7 +18,7 @@ class FactorOfReplicasError(ValueError):
 
 
 class UnevenReplicasError(ValueError):
-    """The replicas hold different shapes where equal ones are needed."""
+    """The replicas hold different shapes where they need equal ones."""
 
 
 class PerReplicaError(TypeError):
@@ -46,11 +46,11 @@ class DeviceError(ValueError):
 
 
 class PlanError(RuntimeError):
-    """A program that is only planned, for devices that exist nowhere, needs a value; or its devices cannot be compiled for."""
+    """A planned program, for devices that are not here, needs a value; or JAX cannot compile for these devices."""
 
 
 class TFRecordError(ValueError):
-    """A TFRecord file is damaged, cut short, or written in another way than was said."""
+    """A TFRecord file is damaged, cut short, or not compressed as the program said."""
 
 
 #: The description of the cluster is wrong: starting again would not help.
@@ -58,7 +58,7 @@ BAD_CONFIGURATION = 76
 
 
 class ClusterConfigError(ValueError):
-    """The description of a cluster is wrong, so that starting again would not help. A script ends with code 76."""
+    """The description of a cluster is wrong, so starting again would not help. The script ends with code 76."""
 
     exit_code = BAD_CONFIGURATION
 
@@ -68,9 +68,9 @@ RESTART = 75
 
 
 class ClusterStartError(RuntimeError):
-    """The workers of a cluster did not come together: one is missing, or a port is taken. A script ends with code 75.
+    """The workers of a cluster did not come together: one is missing, or a port is taken. The script ends with code 75.
 
-    Where starting again would not help, because JAX had started before the strategy was made, with 76.
+    If starting again would not help, because JAX had started before the strategy was made, it ends with code 76.
     """
 
     def __init__(self, *args: object, exit_code: int = RESTART) -> None:
@@ -79,15 +79,15 @@ class ClusterStartError(RuntimeError):
 
 
 class WorkerLostError(RuntimeError):
-    """Another worker is gone, or did not reach a point that all must reach."""
+    """Another worker is gone, or did not reach a point that all workers must reach."""
 
 
 class ProgramMismatchError(RuntimeError):
-    """The workers run different programs, which would wait for each other or give wrong numbers."""
+    """The workers run different programs, which would deadlock or give wrong numbers."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be restored or does not fit, or saving has failed again and again."""
+    """A checkpoint cannot be restored or does not fit, or saving has failed repeatedly."""
 
 
 class FactorOfReplicasWarning(UserWarning):
@@ -99,31 +99,31 @@ class ReplicasDivergeWarning(UserWarning):
 
 
 class UnevenReplicasWarning(UserWarning):
-    """A mean gives one weight to replicas that had different numbers of rows."""
+    """A mean gives equal weight to replicas with different numbers of rows."""
 
 
 class SameNoiseWarning(UserWarning):
-    """Random numbers that are the same on all replicas are combined with each replica's own rows."""
+    """A step combines random numbers that are the same on all replicas with each replica's own rows."""
 
 
 class RecompilationWarning(UserWarning):
-    """A function is compiled again and again. The message names the argument that causes it."""
+    """A function is compiled again and again. The message names the argument that causes this."""
 
 
 #: An error of the user's program.
 FAILED = 1
 #: Ctrl-C.
 INTERRUPTED = 130
-#: The machine was about to be taken away, and the state is saved: 128 + SIGTERM, as if the signal had ended it.
+#: The machine was about to be taken away, and the state is saved: 128 + SIGTERM, as if the signal had ended the process.
 PREEMPTED = 143
 
-#: SIGTERMs within this time after the first are the same notice, for the launcher and for a worker's preemption handler: systemd
-#: and Slurm may signal all processes of a job, and the launcher and `srun` forward their own, so that two come within
-#: milliseconds. A user who wants an end at once is slower.
+#: Seconds after a first SIGTERM during which the launcher and a worker's preemption handler take others for the same notice:
+#: systemd and Slurm may signal all processes of a job, and the launcher and `srun` forward their own, so two come within
+#: milliseconds. A user who wants the program to end at once is slower.
 NOTICE_SECONDS = 1.0
 
 for _thing in list(vars().values()):
     if isinstance(_thing, type):
-        _thing.__module__ = "mirrored"  # tracebacks show the name to write behind `except`
+        _thing.__module__ = "mirrored"  # tracebacks show the name that users write after `except`
         _where = f"the page Troubleshooting of the documentation, under {_thing.__name__}"
         _thing.__doc__ = f"{inspect.cleandoc(_thing.__doc__ or '')}\n\nMessages, causes, cures: {_where}."

@@ -9,13 +9,13 @@ import numpy as np
 
 
 class Html(str):
-    """A text that is HTML already; every other text is escaped."""
+    """A text that is already HTML; every other text gets escaped."""
 
     __slots__ = ()
 
 
 def element(tag: str, content: object = "", **attributes: object) -> Html:
-    """Write one element; `class_` stands for `class`, and `_` in a name for `-`.
+    """Write one element; in attribute names, `class_` stands for `class`, and `_` for `-`.
 
     >>> element("p", "a < b", class_="quiet")
     '<p class="quiet">a &lt; b</p>'
@@ -25,7 +25,7 @@ def element(tag: str, content: object = "", **attributes: object) -> Html:
 
 
 def join(parts: Iterable[object]) -> Html:
-    """Write parts one after the other, each escaped unless it is HTML already.
+    """Join parts, and escape each that is not already HTML.
 
     >>> join(["<b>", Html("<b>")])
     '&lt;b&gt;<b>'
@@ -41,14 +41,14 @@ def table(headings: Sequence[object], rows: Iterable[Sequence[object]]) -> Html:
 
 
 def outline(text: str) -> Html:
-    """Write a text for a notebook: its first line as the title, the others as points."""
+    """Write a text for a notebook: its first line as the title, the others as list items."""
     title, *lines = text.split("\n")
     points = join(element("li", line.strip()) for line in lines)
     return join([element("b", title), element("ul", points) if lines else ""])
 
 
 def copies(title: str, arrays: Sequence[tuple[int, np.ndarray]], is_on_read: bool) -> Html:
-    """Write (replica, copy) pairs of a variable for a notebook; equal copies are shown once."""
+    """Write a variable's (replica, copy) pairs for a notebook; show equal copies once."""
     are_equal = len({array.tobytes() for _, array in arrays}) == 1
     values = [(number, element("code", np.array2string(array, threshold=20))) for number, array in arrays]
     if is_on_read:

@@ -1,10 +1,10 @@
-"""Finds the model library of an object, and the lines that use it with this library."""
+"""Finds an object's model library, and the lines that use that library with this one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-#: First part of a module's name -> the library, and the lines before the step and in it.
+#: First part of a module's name -> the library, the lines before the step, and the lines in it.
 _LINES = {
     "flax.nnx": (
         "Flax NNX",
@@ -35,7 +35,7 @@ _LINES = {
 
 
 def lines_for(value: object) -> str:
-    """Return a sentence, behind a space, with the library of an object or its elements, and the lines to write; else ""."""
+    """Return " " and a sentence with the library of an object or its elements, and the lines to write; "" for others."""
     values = [value, *value] if isinstance(value, list | tuple) else [value]
     if isinstance(value, Mapping):
         values = [value, *value.values()]

@@ -1,4 +1,4 @@
-"""Options that users pass: frozen, validated when they are made."""
+"""The options that users pass: frozen, and validated at creation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 from . import _tf_names
 
-#: The names of the members below; they are accepted in any case.
+#: The names of `ReduceOp`'s members, in lower and upper case.
 ReduceOpName: TypeAlias = Literal["sum", "mean", "SUM", "MEAN"]
 SynchronizationName: TypeAlias = Literal["auto", "on_write", "on_read", "AUTO", "ON_WRITE", "ON_READ"]
 AggregationName: TypeAlias = Literal["none", "sum", "mean", "only_first_replica", "NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA"]
@@ -18,7 +18,7 @@ ShardPolicyName: TypeAlias = Literal["auto", "file", "data", "off", "AUTO", "FIL
 
 
 def check_int(name: str, value: object, at_least: int, unit: str) -> None:
-    """Refuse a value that is no int of some size: `check_int("prefetch", -1, 0, "batches")`."""
+    """Refuse a value that is no int of at least `at_least`: `check_int("prefetch", -1, 0, "batches")`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} is {value!r}; expected an int, the number of {unit}.")
     if value < at_least:
@@ -43,17 +43,17 @@ class NamedChoice(enum.Enum):
 
 
 class AutoShardPolicy(NamedChoice):
-    """A policy by which several workers share the records of one dataset. With one worker all but OFF are the same.
+    """The policy by which several workers divide the records of one dataset. With one worker, all but OFF are the same.
 
-    * `AUTO`: `FILE` when the dataset reads files and there is at least one for each worker, and nothing in the
-      pipeline depends on records of several files; else `DATA`. One line of the log says which and why.
-    * `FILE`: worker i reads the files i, i + W, ...; each record is read by one worker. A step still takes one
-      global batch: every worker contributes its replicas' share, and a worker that has no record left none.
-      Batches of `.batch(n, drop_remainder=True)` are completed on each worker, so each drops its own remainder.
+    * `AUTO`: `FILE` if the dataset reads at least one file for each worker, and nothing in the pipeline depends
+      on records of several files; else `DATA`. One line of the log says which and why.
+    * `FILE`: worker i reads the files i, i + W, ..., so one worker reads each record. A step still takes one
+      global batch: every worker contributes its replicas' share, or nothing when it has no more records.
+      Each worker completes the batches of `.batch(n, drop_remainder=True)`, and drops its own remainder.
     * `DATA`: every worker runs the whole pipeline and takes its replicas' rows of each global batch. The
-      pipeline must yield the same batches on all workers: seed what shuffles.
-    * `OFF`: nothing is shared out. Each worker's pipeline yields that worker's own batches, which are divided
-      among its own replicas; a pipeline that is the same on W workers gives every record W times.
+      pipeline must yield the same batches on all workers: seed every shuffle.
+    * `OFF`: records are not divided. Each worker's pipeline yields that worker's own batches for its own
+      replicas; if the pipeline is the same on W workers, every record comes W times.
 
     >>> mr.AutoShardPolicy.FILE
     <AutoShardPolicy.FILE: 'FILE'>
@@ -73,13 +73,13 @@ class InputOptions:
     """The options of a distributed dataset.
 
     Args:
-        drop_remainder: leave out rows so that all replicas get the same number: the last `n mod R` rows of a
-            global batch of n rows, and what other workers have left when one has no record any more.
+        drop_remainder: drop rows so that all replicas get the same number: the last `n mod R` rows of a global
+            batch of n rows, and the remaining rows of other workers when one has no more records.
             Default False: every row is used, and the replicas really see different numbers of rows.
-        prefetch: how many batches are prepared in the background and moved to the devices ahead of the one in use; each costs
-            one batch of device memory. 0 prepares each when it is asked for, in the thread that asks. Default 2: one to hide
-            the preparation, one more for batches that take longer.
-        auto_shard_policy: how several workers share the records: `mr.AutoShardPolicy` or its name.
+        prefetch: how many batches a thread prepares and moves to the devices ahead of the one in use; each needs the device
+            memory of one batch. 0 prepares each batch when the program takes it, in that thread. Default 2: one to hide the
+            preparation, and one for batches that take longer.
+        auto_shard_policy: how several workers divide the records: `mr.AutoShardPolicy` or its name.
 
     Raises:
         TypeError, ValueError: for a value of the wrong type, or a negative `prefetch`.
@@ -127,11 +127,11 @@ class CommunicationOptions:
 
     Args:
         implementation: `mr.CommunicationImplementation` or its name.
-        bytes_per_pack: in an all-reduce of a tree, such as that of the gradients, arrays travel together until they have
-            so many bytes. 0: chosen here (arrays below 128 KiB travel together, at most 8; larger ones alone).
-        timeout_seconds: how long to wait for the other workers to start, and how long a step may last, before
-            this worker ends with an error that names the one that is late. None: 300 s to start, and for a step the
-            larger of 300 s and 20 times what steps took so far.
+        bytes_per_pack: in an all-reduce of a tree, such as the gradients, arrays travel together until they reach
+            this many bytes. 0: the library chooses (up to 8 arrays below 128 KiB travel together; larger ones alone).
+        timeout_seconds: how long the other workers may take to start, and how long a step may last, before
+            this worker ends with an error that names the late worker. None: 300 s to start; for a step, the larger
+            of 300 s and 20 times the duration of earlier steps.
 
     Raises:
         TypeError, ValueError: for a value of the wrong type, a negative one, or a timeout of less than a second.
@@ -180,15 +180,15 @@ class AllReduce:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class NcclAllReduce(AllReduce):
-    """NCCL adds up over GPUs, as XLA does without this option. On a CPU it is an error.
+    """Let NCCL sum over GPUs, as XLA does without this option. With CPU devices it is an error.
 
     Args:
-        num_packs: TensorFlow's number of packs of gradients. It changes nothing: small arrays travel together, and
-            `mr.CommunicationOptions(bytes_per_pack=...)` says how many bytes.
+        num_packs: TensorFlow's number of packs of gradients. It changes nothing: small arrays travel together, up to
+            the bytes in `mr.CommunicationOptions(bytes_per_pack=...)`.
 
     Raises:
         TypeError: when `num_packs` is no int.
-        ValueError: when it is negative; and, from the strategy, when its devices are CPUs.
+        ValueError: when it is negative; the strategy raises one when its devices are CPUs.
 
     >>> mr.NcclAllReduce(num_packs=2)
     mr.NcclAllReduce(num_packs=2)
@@ -199,7 +199,7 @@ class NcclAllReduce(AllReduce):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class HierarchicalCopyAllReduce(AllReduce):
-    """XLA, and NCCL between GPUs, choose the way over the links, with this option as without it.
+    """Let XLA, and NCCL between GPUs, choose the way over the links, as they do without this option.
 
     Args:
         num_packs: see `mr.NcclAllReduce`.
@@ -217,19 +217,19 @@ class HierarchicalCopyAllReduce(AllReduce):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ReductionToOneDevice:
-    """The replicas' arrays are gathered, and given to a function in place of their sum.
+    """Gather the replicas' arrays, and call a function on them in place of their sum.
 
-    One program runs on all devices, so each of them gathers all arrays and computes the same; no device waits for another. It
-    takes R times the memory of each array. Without a function this option changes nothing.
+    One program runs on all devices, so each device gathers all arrays and computes the same result; none waits for another.
+    This needs R times the memory of each array. Without a function the option changes nothing.
 
     Args:
         reduce_to_device: TensorFlow's argument. It changes nothing, because every device has the result.
-        accumulation_fn: takes a list of R arrays of one shape and dtype, in the order of the replicas, and returns one like
+        accumulation_fn: takes a list of R arrays of one shape and dtype, in replica order, and returns one array like
             them. None: their sum. It replaces the sum in `all_reduce`, `strategy.reduce` and the gradients of
-            `mr.Optimizer`; a MEAN is its result divided by R. The `aggregation` of a variable still adds up.
+            `mr.Optimizer`; a MEAN is its result divided by R. A variable's `aggregation` still adds up.
 
     Raises:
-        TypeError: when `accumulation_fn` is no function, or, from a step, when it returns something else.
+        TypeError: when `accumulation_fn` is no function; a step raises one when it returns anything else.
 
     >>> largest = mr.ReductionToOneDevice(accumulation_fn=lambda values: jnp.stack(values).max(axis=0))
     >>> strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=largest)
@@ -248,7 +248,7 @@ class ReductionToOneDevice:
             raise TypeError(f"accumulation_fn is {self.accumulation_fn!r}; expected a function of a list of arrays, or None.")
 
     def __repr__(self) -> str:
-        """Show the function by its name, which is the same on all workers."""
+        """Show the function's name, which is the same on all workers."""
         named = getattr(self.accumulation_fn, "__qualname__", type(self.accumulation_fn).__name__)
         function = None if self.accumulation_fn is None else named
         return f"mr.ReductionToOneDevice(reduce_to_device={self.reduce_to_device!r}, accumulation_fn={function})"
@@ -258,7 +258,7 @@ CrossDeviceOps = NcclAllReduce | HierarchicalCopyAllReduce | ReductionToOneDevic
 
 
 class ReduceOp(NamedChoice):
-    """The operation that combines values: `SUM` or `MEAN`. The names are accepted everywhere, in any case.
+    """The operation that combines values: `SUM` or `MEAN`. You may pass the names everywhere, in any case.
 
     >>> mr.ReduceOp.SUM
     <ReduceOp.SUM: 'SUM'>
@@ -271,12 +271,12 @@ class ReduceOp(NamedChoice):
 
 
 class VariableSynchronization(NamedChoice):
-    """The time at which the copies of a variable are brought together.
+    """When the copies of a variable are combined.
 
     * `AUTO`: the same as `ON_WRITE`.
     * `ON_WRITE`: mirrored. Every write leaves the same value on all replicas.
     * `ON_READ`: each replica has its own value; reading it outside a replica aggregates them.
-    * `NONE`: exists in TensorFlow's enum and is refused there too.
+    * `NONE`: refused; it exists in TensorFlow's enum, but TensorFlow refuses it too.
 
     >>> mr.VariableSynchronization.ON_READ.name
     'ON_READ'
@@ -291,10 +291,10 @@ class VariableSynchronization(NamedChoice):
 
 
 class VariableAggregation(NamedChoice):
-    """The way in which the replicas' values of one variable become one value.
+    """How the replicas' values of one variable become one value.
 
-    * `NONE`: they are not combined. A mirrored variable then takes only values that are provably the
-      same on every replica; a sync-on-read variable cannot be read outside a replica.
+    * `NONE`: not at all. A mirrored variable then takes only values that are provably the same on every
+      replica; a sync-on-read variable cannot be read outside a replica.
     * `SUM`, `MEAN`: over all replicas.
     * `ONLY_FIRST_REPLICA`: the value of replica 0.
 

@@ -1,7 +1,7 @@
 """The state of the process, which belongs to no strategy. docs/design/state.md says who changes it, and under which lock.
 
-It is changed here, as attributes of this module or of the objects in it, so that a forked child, or a test that needs a process
-as new, finds all of it.
+All of it is in attributes of this module, or of the objects in it, so that a forked child, or a test that needs a fresh process,
+can reset it.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-# -- the place in the program, for each thread and each asynchronous task
+# -- where the program is, for each thread and each asynchronous task
 
 #: The innermost scope, step or trace (`_replicas/frames.Frame`).
 frame: contextvars.ContextVar[Any] = contextvars.ContextVar("mirrored_frame", default=None)
-#: Whether a Keras optimizer is writing variables; it has summed its gradients.
+#: Whether a Keras optimizer is writing variables: then its gradients are already summed.
 is_keras_update: contextvars.ContextVar[bool] = contextvars.ContextVar("mirrored_keras_update", default=False)
 
 # -- the command `mirrored plan`
 
-#: The devices of strategies that name none, and how often a planned program is called; None: those of this machine, for ever.
+#: The devices of strategies that name none, and how often a planned program is called; None: this machine's, without limit.
 topology: tuple[Any, ...] | None = None
-#: The planned meshes of the command (`_replicas/mesh.PlannedMesh`), whose strategies may be gone.
+#: The command's planned meshes (`_replicas/mesh.PlannedMesh`), kept even if their strategies are gone.
 planned_meshes: list[Any] = []
 max_planned_calls: int | None = None
 
 # -- programs in flight (`_replicas/in_flight`)
 
-#: Guards the two queues where elements are removed.
+#: Guards removals from the two queues.
 in_flight_lock = threading.Lock()
-#: Results of programs of this process alone, and of those in which other workers take part, each with its check.
+#: Results of this process's own programs, and of programs that several workers run, each of these with its check.
 in_flight: collections.deque[Any] = collections.deque()
 joint_in_flight: collections.deque[tuple[Any, Callable[[Any], None] | None]] = collections.deque()
-#: Whether this process was forked from one in which JAX ran: the threads that run programs are missing then.
+#: Whether this process was forked from one in which JAX ran: then it lacks the threads that run programs.
 is_forked = False
 
 # -- replacements in other libraries
 
-#: Guards the next three: the replaced methods of Keras and Equinox, in how many blocks they are, and the strategies' models.
+#: Guards the next three: the replaced methods of Keras and Equinox, how many blocks need them, and the strategies' models.
 replaced_lock = threading.RLock()
 replaced: dict[tuple[type, str], tuple[Callable[..., Any], Any]] = {}
 num_replacing = 0
-#: Keras model that was made in a strategy's scope, or runs on a strategy -> its devices.
+#: Keras model, made in a strategy's scope or run on a strategy -> its devices.
 keras_models: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-#: Guards the next two: modules with names and functions of JAX's that are replaced while steps are traced, and how many are.
+#: Guards the next two: the places of JAX's functions that are replaced while steps are traced, and how many traces run.
 lax_lock = threading.Lock()
 lax_replaced: list[tuple[Any, str, Callable[..., Any]]] = []
 num_step_traces = 0
@@ -59,11 +59,11 @@ num_step_traces = 0
 
 @dataclasses.dataclass
 class Waited:
-    """Seconds for which this process's threads have waited.
+    """The seconds that this process's threads have waited.
 
     Attributes:
         input: for the next batch of a distributed dataset.
-        devices: for programs in flight, where their number is bounded.
+        devices: for programs in flight, if their number is bounded.
     """
 
     input: float = 0.0
@@ -71,26 +71,26 @@ class Waited:
 
 
 waited = Waited()
-#: Warning -> how often it was given; the oldest are dropped first.
+#: Warning -> how often it came; the oldest are dropped first.
 warned: collections.OrderedDict[str, int] = collections.OrderedDict()
-#: Mesh -> the devices' time in the last profile with its programs.
+#: Mesh -> its devices' time in the last profile of its programs.
 last_profiles: dict[Any, Any] = {}
 #: The step times of all strategies (`_replicas/spent.Spent`), and the strategies.
 times: weakref.WeakSet[Any] = weakref.WeakSet()
 strategies: weakref.WeakSet[Any] = weakref.WeakSet()
-#: Whether a worker that trains alone was told so.
+#: Whether this worker was warned that it trains alone.
 has_warned_of_workers = False
 
 # -- for JAX and tracebacks
 
-#: Numbers of separate sets of JAX's caches.
+#: Numbers for separate sets of JAX's caches.
 cache_numbers = itertools.count()
-#: Folders of code that is not the user's: ours, JAX's, those of known libraries (`_jax/user_code`).
+#: Folders of code that is not the user's: ours, JAX's, and known libraries' (`_jax/user_code`).
 library_folders: tuple[str, ...] = ()
 
 
 def _renew_locks() -> None:
-    """Make new locks in a forked child, where the thread that may hold one is missing."""
+    """Make new locks in a forked child: a thread that it does not have may hold an old one."""
     global in_flight_lock, replaced_lock, lax_lock
     in_flight_lock, replaced_lock, lax_lock = threading.Lock(), threading.RLock(), threading.Lock()
 

@@ -1,8 +1,8 @@
-"""The public names, which import JAX: `__init__` loads them when one is asked for."""
+"""The public names. Importing them imports JAX, so `__init__` loads them at the first use of one."""
 
 from ._jax import versions as _versions
 
-_versions.warn_if_untried()  # before anything that could fail because of it
+_versions.warn_if_untried()  # first, because an untried version may make the rest fail
 
 from . import data as data
 from . import losses as losses

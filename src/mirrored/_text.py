@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from ._libraries import lines_for
 
-#: Begins each line of another worker's text.
+#: The beginning of each line of another worker's text.
 MARGIN = "  | "
 #: The version of a package that is not installed.
 NO_VERSION = "not installed"
@@ -28,19 +28,19 @@ def escape(text: str, limit: int) -> str:
 
 
 def escape_lines(text: str, limit: int) -> str:
-    """Return the last `limit` characters of a text, each line escaped and behind a margin."""
+    """Return the last `limit` characters of a text, with every line escaped and after a margin."""
     lines = text[-limit:].split("\n")
     return "\n".join(MARGIN + escape(line, limit) for line in lines if line.strip())
 
 
 def escape_titled(title: str, rest: str, limit: int) -> str:
-    """Return an escaped title and, below it, escaped lines behind a margin; at most `limit` characters of each."""
+    """Return an escaped title, then escaped lines after a margin; at most `limit` characters of each."""
     lines = escape_lines(rest, limit)
     return escape(title, limit) + (f"\n{lines}" if lines else "")
 
 
 def version_of(package: str) -> str:
-    """Return the version of an installed package, else NO_VERSION, also when it is only on the path."""
+    """Return the version of an installed package, or NO_VERSION, also for one that is only on the path."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -48,7 +48,7 @@ def version_of(package: str) -> str:
 
 
 def describe(value: object, length: int = 60) -> str:
-    """Show a value of the command line or the environment: escaped, and cut at a length."""
+    """Show a value from the command line or the environment, escaped and cut to a length."""
     if isinstance(value, str):
         return ascii(value[:length]) + ("..." if len(value) > length else "")
     if isinstance(value, Mapping):
@@ -62,19 +62,19 @@ def describe(value: object, length: int = 60) -> str:
     return ascii(value)[:length] if isinstance(value, float) else f"a {type(value).__name__}"
 
 
-#: An object is shown in at most so many characters.
+#: The most characters that show an object.
 _SHOWN = 300
 
 
 def shown(value: object) -> str:
-    """Show a user's value: its `repr` where that is short, else its type in words, without numbers."""
+    """Show a user's value: its `repr` if that is short, else its type in words, without numbers."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if isinstance(shape, tuple) and dtype is not None and getattr(value, "size", 0) > 20:
         return f"an array of shape {shape} and dtype {dtype}"
     kind = type(value)
     try:
         text = repr(value)
-    except Exception:  # of the user's class
+    except Exception:  # the `__repr__` of a user's class
         text = ""
     if 0 < len(text) <= _SHOWN and not lines_for(value):
         return text
@@ -86,18 +86,18 @@ def shown(value: object) -> str:
 
 
 def call_it(value: object) -> str:
-    """Return the hint for a function that was given in place of its result; "" for other values."""
+    """Return a hint for a function that the user passed in place of its result; "" for other values."""
     return " It is a function: call it, as in mr.grad(loss_fn, variables)()." if callable(value) else ""
 
 
 def list_lines(lines: Sequence[str], most: int = 5) -> str:
-    """Write lines below each other, indented; of many only the first, and "and 3 more"."""
+    """Write indented lines; of more than `most`, only the first, and "and 3 more"."""
     more = [f"and {len(lines) - most} more"] if len(lines) > most else []
     return "".join(f"\n  {line}" for line in (*lines[:most], *more))
 
 
 def counted(number: int, noun: str) -> str:
-    """Write "1 worker", "2 workers"."""
+    """Return "1 worker" or "2 workers"."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
@@ -112,7 +112,7 @@ def named(workers: Sequence[int]) -> str:
 
 
 def bytes_in_words(count: float) -> str:
-    """Write a number of bytes: "4 B", "1.0 KiB".
+    """Return a number of bytes in words, such as "4 B" or "1.0 KiB".
 
     >>> bytes_in_words(4), bytes_in_words(1024), bytes_in_words(5 * 2**40)
     ('4 B', '1.0 KiB', '5120.0 GiB')

@@ -1,4 +1,4 @@
-"""Says what to write in place of names of TensorFlow and PyTorch that do not exist here, or have another name."""
+"""Says what to write in place of TensorFlow's and PyTorch's names that do not exist here, or are called otherwise."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _IN_A_LOADER = "Write DataLoader(data, batch_size=global_batch_size, shuffle=Tru
 _NO_GRAPH = "Variables have their value from the start, and there are no graphs and sessions."
 _ON_ITS_DEVICE = "Leave it out: each replica's rows go to its device."
 _GRADIENTS = "Write loss, gradients = mr.value_and_grad(loss_fn, variables)()."
-#: Names that both of our kinds of datasets lack.
+#: Names that both kinds of our datasets lack.
 _OF_DATASETS = {
     "cardinality": "Write len(dataset), a TypeError where it is not known.",
     "shard": "Leave it out: strategy.distribute_dataset(dataset) gives each worker and each replica its own rows.",
@@ -165,7 +165,7 @@ INSTEAD = {
 
 
 def explain_arguments(kind: ClassT) -> ClassT:
-    """Let a class say what to write in place of an argument that it does not have."""
+    """Let a class say what to write in place of an argument that it lacks."""
     owner, init = f"mr.{kind.__name__}", kind.__init__
 
     @functools.wraps(init)
@@ -199,7 +199,7 @@ def _call_renamed(strategy: Any, old: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def missing(owner: str, name: str) -> AttributeError:
-    """Return the error for an attribute that an owner such as `mr.Strategy` lacks, with the line to write if there is one."""
+    """Return the error for an attribute that an owner such as `mr.Strategy` lacks, with the line to write, if any."""
     instead = INSTEAD[owner]
     prefix = "experimental_"
     sentence = instead.get(name) or (instead.get(prefix) if name.startswith(prefix) else None)

@@ -8,16 +8,16 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-#: The name of the only mesh axis. Inside `strategy.run` it works with every `jax.lax` collective.
+#: The name of the only mesh axis. Inside `strategy.run`, every `jax.lax` collective takes it.
 REPLICA_AXIS = "replica"
 
 #: A nest of dicts, lists, tuples and registered classes.
 PyTree: TypeAlias = Any
 
-#: An operand of JAX: an array on devices or on the host, or a Python number.
+#: An operand for JAX: an array on devices or on the host, or a Python number.
 ArrayLike: TypeAlias = jax.Array | np.ndarray | np.generic | bool | int | float | complex
 
-#: The shape of one replica's value; no leading replica axis.
+#: The shape of one replica's value, without the replica axis.
 Shape: TypeAlias = tuple[int, ...]
 
 UserFunction: TypeAlias = Callable[..., Any]

@@ -1,4 +1,4 @@
-"""The command `mirrored`; above all `mirrored launch`, which starts a host's workers, and restarts them after a failure."""
+"""The command `mirrored`, above all `mirrored launch`: it starts a host's workers, and restarts them after a failure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ._errors import ClusterConfigError
 from ._text import counted, describe, escape
 
 USAGE_ERROR = 2
-#: Names of what this process has open; the same names are other files for a worker.
+#: Paths of this process's own open files; for a worker the same paths mean other files.
 _OF_THIS_PROCESS = ("/dev/stdin", "/dev/fd/", "/proc/self/")
 
 _HELP = """usage: mirrored launch -n N [options] script.py args...   start N workers, and start them again after a failure
@@ -46,7 +46,7 @@ _HELP = """usage: mirrored launch -n N [options] script.py args...   start N wor
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, with an example of a right command."""
+    """A parser whose errors are one line, with an example of a correct command."""
 
     right = "mirrored launch -n 2 train.py"
 
@@ -65,11 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments else ""
-    _open_standard_streams()  # closed ones, as by `mirrored env >&-`
+    _open_standard_streams()  # some may be closed, as by `mirrored env >&-`
     sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
     if command == "launch":
         return _launch(arguments[1:])
-    if command in ("check", "env", "plan", "report"):  # they need jax
+    if command in ("check", "env", "plan", "report"):  # these need jax
         _show_all_characters()
         name = {"report": "._report.report", "plan": "._plan.command"}.get(command, f"._command.{command}")
         work = importlib.import_module(name, __package__).main
@@ -83,19 +83,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show_all_characters() -> None:
-    """Escape characters that the encoding of the output lacks, such as those of a path, instead of raising an error."""
+    """Escape characters that the output's encoding lacks, such as those in a path, instead of raising an error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def _until_nobody_reads(work: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
-    """Run a command that prints; end it as SIGPIPE would when its reader is gone, as in `mirrored env | head`."""
+    """Run a command that prints; if its reader is gone, as in `mirrored env | head`, end like a process killed by SIGPIPE."""
     try:
         code = work(argv)
         sys.stdout.flush()
     except BrokenPipeError:
-        with open(os.devnull, "wb") as nowhere:  # Python writes once more at its end
+        with open(os.devnull, "wb") as nowhere:  # Python itself writes once more at its end
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     return code
@@ -118,7 +118,7 @@ def _launch(argv: Sequence[str]) -> int:
 
 
 def _run(options: argparse.Namespace, outlets: tuple[Outlet, Outlet], signals: Signals) -> int:
-    """Start the workers, again after each failure that allows it; return the exit code."""
+    """Start the workers, restart them after each failure that allows it, and return the exit code."""
     inherited = dict(_env.current())
     if inherited.pop(_env.TF_CONFIG.name, ""):  # a worker would prefer it to JAX_*
         _say(outlets[1], f"not passed on to the workers, which get their cluster from here: {_env.TF_CONFIG.name}")
@@ -150,7 +150,7 @@ def _run(options: argparse.Namespace, outlets: tuple[Outlet, Outlet], signals: S
 
 
 def _log_folder(options: argparse.Namespace, attempt: int, errors: Outlet) -> Path | None:
-    """Make the folder of an attempt; None, with a line that says why, where it cannot be made: training goes on without."""
+    """Make the log folder of an attempt; if that fails, print why and return None: training goes on without logs."""
     try:
         return make_log_folder(options.log_dir, attempt, f"-node-{options.node_rank}" if options.nnodes > 1 else "")
     except OSError as error:
@@ -159,11 +159,11 @@ def _log_folder(options: argparse.Namespace, attempt: int, errors: Outlet) -> Pa
 
 
 def _free_address(used: set[int]) -> str:
-    """Return an address for worker 0 with a port that no earlier attempt had."""
+    """Return an address for worker 0, with a port that no earlier attempt used."""
     while True:
         try:
             host, port = LOOPBACK, _free_port(socket.AF_INET, LOOPBACK)
-        except OSError:  # the host has IPv6 only
+        except OSError:  # the host has only IPv6
             host, port = "::1", _free_port(socket.AF_INET6, "::1")
         if port not in used:
             used.add(port)
@@ -177,7 +177,7 @@ def _free_port(family: socket.AddressFamily, host: str) -> int:
 
 
 def _variables(options: argparse.Namespace, address: str, attempt: int, i: int) -> dict[str, str]:
-    """Return the variables that tell a worker its cluster and its devices."""
+    """Return the environment variables that tell a worker its cluster and its devices."""
     variables = {
         _env.JAX_COORDINATOR_ADDRESS: address,
         _env.JAX_NUM_PROCESSES: options.n * options.nnodes,
@@ -193,7 +193,7 @@ def _variables(options: argparse.Namespace, address: str, attempt: int, i: int) 
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the command line, or exit with 2 and one line."""
+    """Parse the command line; if it is wrong, print one line and exit with code 2."""
     parser = _Parser(
         "mirrored launch",
         usage="mirrored launch -n N [options] script.py args...\n       mirrored launch -n N [options] -m module args...",
@@ -239,7 +239,7 @@ def _check(parser: _Parser, options: argparse.Namespace, command: list[str]) -> 
         if not is_readable or os.path.abspath(command[0]).startswith(_OF_THIS_PROCESS):
             why = "each worker reads the program, and the workers' standard input is empty. Write it into a file"
             parser.error(f"{describe(command[0])} is no file that a worker could read: {why}")
-        if command[0].startswith("-"):  # a file, which Python would take for an option
+        if command[0].startswith("-"):  # a file whose name Python would take for an option
             command[0] = os.path.join(".", command[0])
     options.command = command
     if options.cpu_devices and options.gpus_per_worker:
@@ -256,7 +256,7 @@ def _check(parser: _Parser, options: argparse.Namespace, command: list[str]) -> 
 
 
 def _check_gpus(parser: _Parser, options: argparse.Namespace) -> None:
-    """Refuse more GPUs than there are, before JAX waits for minutes for those of all workers."""
+    """Refuse more GPUs than exist, before JAX waits minutes for all workers' GPUs."""
     each, (num_gpus, where) = options.gpus_per_worker or 0, _find_gpus()
     if num_gpus is not None and options.n * each > num_gpus:
         parser.right = f"mirrored launch -n {max(num_gpus // each, 1)} --gpus-per-worker {min(each, num_gpus)} train.py"
@@ -266,9 +266,9 @@ def _check_gpus(parser: _Parser, options: argparse.Namespace) -> None:
 
 
 def _find_gpus() -> tuple[int | None, str]:
-    """Return the number of NVIDIA's GPUs that workers can use, and what says so; None where nothing does."""
+    """Return the number of NVIDIA GPUs that workers can use, and the source of that number; None if nothing tells it."""
     names = _env.CUDA_VISIBLE_DEVICES.get()
-    if names is not None:  # CUDA reads it up to the first that is no GPU, such as -1
+    if names is not None:  # CUDA stops reading at the first entry that is no GPU, such as -1
         listed = [name.strip() for name in names.split(",")]
         count = len(list(itertools.takewhile(lambda name: name and not name.startswith("-"), listed)))
         return count, f"CUDA_VISIBLE_DEVICES, which is {describe(names)}, has {count}"
@@ -306,7 +306,7 @@ def _seconds(text: str) -> float:
 
 
 def _open_standard_streams() -> None:
-    """Open closed standard streams, so that no worker's pipe gets the number of one of them."""
+    """Open closed standard streams, so that no worker's pipe gets one of their numbers."""
     fd = os.open(os.devnull, os.O_RDWR)
     while fd <= 2:
         fd = os.dup(fd)
@@ -318,7 +318,7 @@ def _say(outlet: Outlet, text: str) -> None:
 
 
 def _flush(outlets: Sequence[Outlet], signals: Signals) -> None:
-    """Write the rest of the output; after a further signal, only as much as its reader takes at once."""
+    """Write the rest of the output; after another signal, only as much as its reader takes at once."""
     known = len(signals.received)
     while any(outlet.is_waiting for outlet in outlets):
         is_patient = known < 2 and len(signals.received) == known

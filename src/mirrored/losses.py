@@ -1,7 +1,7 @@
 """Losses that say how they are divided: each is this replica's share, and the shares of all replicas add up to the whole.
 
-So do their gradients, which `mr.Optimizer` sums: the same update as on one device. `mr.value_and_grad` makes such a share of one
-loss for each example by itself.
+Their gradients add up too, and `mr.Optimizer` sums them: so the update equals that on one device. For one loss per example,
+`mr.value_and_grad` itself makes such a share.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def compute_average_loss(
 ) -> jax.Array:
     """Divide this replica's sum of losses by the global number of examples.
 
-    The results of all replicas add up to the mean loss over the global batch, and so do their gradients, which
-    `mr.Optimizer` sums: the same update as on one device. `mr.value_and_grad` does it by itself with a loss for each example.
+    The results of all replicas add up to the mean loss over the global batch. Their gradients add up too, and `mr.Optimizer`
+    sums them, so the update equals that on one device. For a loss per example, `mr.value_and_grad` itself does this.
 
     Args:
         per_example_loss: shape `[n]`, one number for each of this replica's n examples.
-        sample_weight: shape `[n]`; losses are multiplied by it, the number of examples stays.
-        global_batch_size: the number of examples that all replicas have together; default: counted.
+        sample_weight: shape `[n]`; it multiplies the losses, but does not change the number of examples.
+        global_batch_size: the number of examples on all replicas together; by default they are counted.
 
     Raises:
         ContextError: outside a step.
@@ -61,7 +61,7 @@ def compute_average_loss(
     _arrays.check_losses(losses, "compute_average_loss got")
     if sample_weight is not None:
         losses = losses * _weights(sample_weight, losses, "sample_weight", "per_example_loss")
-    total = jnp.sum(losses, dtype=jnp.promote_types(losses.dtype, jnp.float32))  # 65,536 rows are no float16
+    total = jnp.sum(losses, dtype=jnp.promote_types(losses.dtype, jnp.float32))  # float16 cannot hold 65,536 rows
     count = _global_batch_size(global_batch_size, losses, replicas)
     return _share((total / count).astype(jnp.result_type(losses, count)))
 
@@ -69,9 +69,9 @@ def compute_average_loss(
 def scale_regularization_loss(regularization_loss: _ArrayLike) -> jax.Array:
     """Divide a sum of regularization losses by the number of replicas.
 
-    Every replica computes the same regularization loss, and gradients are summed over the replicas. A penalty of the replica's
-    own rows, such as an activity regularizer of Keras, is `mr.losses.mean_over_own_rows(penalty)`, or a part of each example's
-    loss.
+    Every replica computes the same regularization loss, and gradients are summed over the replicas. If a penalty depends on the
+    replica's own rows, like Keras' activity regularizers, write `mr.losses.mean_over_own_rows(penalty)`, or add it to each
+    example's loss.
 
     Args:
         regularization_loss: a number, or an array whose elements are summed.
@@ -92,17 +92,17 @@ def scale_regularization_loss(regularization_loss: _ArrayLike) -> jax.Array:
 
 
 def weighted_mean(losses: _ArrayLike, weights: _ArrayLike, total: _ArrayLike | None = None) -> jax.Array:
-    """Divide this replica's weighted sum of losses by the sum of the weights of all replicas.
+    """Divide this replica's weighted sum of losses by the sum of all replicas' weights.
 
-    It is for losses that are not divided by rows: tokens (padding has the weight 0), masks, sample weights. The results of all
-    replicas add up to the weighted mean over the global batch, and so do their gradients, also where the weights depend on the
-    trained variables. When all weights are 0, both are 0.
+    Use it for losses that are not divided by rows: tokens (padding has weight 0), masks, sample weights. The results of all
+    replicas add up to the weighted mean over the global batch, and so do their gradients, even if the weights depend on the
+    trained variables. If all weights are 0, both are 0.
 
     Args:
         losses: shape `[n, ...]`, for example `[n, length]`, one loss for each token.
-        weights: booleans or numbers, of the same shape. Weights `[n]` of examples are those of their tokens by
+        weights: booleans or numbers, of the same shape. Turn weights `[n]` of examples into weights of their tokens by
             `jnp.broadcast_to(weights[:, None], losses.shape)`.
-        total: the sum of the weights of all parts on all replicas, for a batch that is accumulated in parts:
+        total: the sum of the weights of all parts on all replicas, if you accumulate a batch in parts: compute
             `ctx.all_reduce("sum", weights.sum())` before the loop. Default: the sum of these `weights` on all replicas.
 
     Raises:
@@ -121,7 +121,7 @@ def weighted_mean(losses: _ArrayLike, weights: _ArrayLike, total: _ArrayLike | N
     """
     replicas = _replicas("weighted_mean")
     losses = _as_floats(losses, "losses")
-    wide = losses.astype(jnp.promote_types(losses.dtype, jnp.float32))  # 257 tokens are no bfloat16
+    wide = losses.astype(jnp.promote_types(losses.dtype, jnp.float32))  # bfloat16 cannot hold 257 tokens
     weights = _weights(weights, wide, "weights", "losses")
     whole = replicas.sum([jnp.sum(weights)])[0] if total is None else _as_floats(total, "total")
     if whole.shape:
@@ -130,11 +130,11 @@ def weighted_mean(losses: _ArrayLike, weights: _ArrayLike, total: _ArrayLike | N
 
 
 def mean_over_own_rows(loss: _ArrayLike) -> jax.Array:
-    """Say that a loss is the mean over this replica's own rows, and make this replica's share of it.
+    """Turn a loss that is the mean over this replica's own rows into this replica's share.
 
-    It is for `keras.losses` and other losses that end in `jnp.mean`. Each replica's mean weighs as much as its rows, so that the
+    Use it for `keras.losses` and other losses that end in `jnp.mean`. Each replica's mean is weighted by its rows, so that the
     shares of all replicas add up to the mean over the global batch. A term that every replica adds to the mean, such as a penalty
-    for large weights, counts once. A replica without rows has a share of 0.
+    for large weights, counts once. The share of a replica without rows is 0.
 
     Args:
         loss: a scalar.
@@ -156,15 +156,15 @@ def mean_over_own_rows(loss: _ArrayLike) -> jax.Array:
     own, total = _replicas("mean_over_own_rows").rows()
     if own:
         return _share(_scalar(loss, "mean_over_own_rows") * (own / total))
-    nothing = _as_floats(loss, "the loss given to mean_over_own_rows")  # NaN, or of Keras an array without elements
+    nothing = _as_floats(loss, "the loss given to mean_over_own_rows")  # NaN, or Keras' array without elements
     return _share(jnp.zeros((), nothing.dtype))
 
 
 def already_divided(loss: _ArrayLike) -> jax.Array:
-    """Say that a loss is this replica's share already: it was divided by a number that stands for all replicas.
+    """Declare that a loss is already this replica's share: it was divided by a number that counts for all replicas.
 
     Args:
-        loss: a scalar; those of all replicas add up to the loss of the global batch.
+        loss: a scalar; the scalars of all replicas add up to the loss of the global batch.
 
     Raises:
         ContextError: outside a step.
@@ -184,20 +184,20 @@ def already_divided(loss: _ArrayLike) -> jax.Array:
 
 
 def global_loss(loss: Callable[..., Any]) -> Callable[..., jax.Array]:
-    """Make the loss of the whole batch, whose value and gradients are the same on every replica.
+    """Return a function for the loss of the whole batch, whose value and gradients are the same on every replica.
 
-    It is for transformations that ask for a loss themselves: `value_fn` of `optax.lbfgs` and of line searches, `obj_fn` of
-    `optax.contrib.sophia`, `grad_fn=jax.grad(...)` of `optax.contrib.sam`. Each evaluation sends one message, and each
-    gradient one more. The gradients have been combined, so `apply_gradients` takes them with `aggregate=False`.
+    Use it for transformations that themselves evaluate a loss: `value_fn` of `optax.lbfgs` and line searches, `obj_fn` of
+    `optax.contrib.sophia`, `grad_fn=jax.grad(...)` of `optax.contrib.sam`. Each evaluation takes one all-reduce, and each
+    gradient one more. The gradients are already combined, so pass them to `apply_gradients` with `aggregate=False`.
 
     Args:
-        loss: a function that returns this replica's share, a scalar: the shares of all replicas add up to the whole, as those
-            of `compute_average_loss` do. It is differentiated by its arguments, trees of arrays that are the same on all
-            replicas; what it closes over may be the replica's own.
+        loss: a function that returns this replica's share, a scalar: the shares of all replicas add up to the whole, like
+            those of `compute_average_loss`. Derivatives are with respect to its arguments, trees of arrays that are the same
+            on all replicas; it may close over the replica's own values.
 
     Raises:
-        TypeError: for something that is not a function, or does not return a scalar.
-        ContextError: when the function that it returns is called outside a step.
+        TypeError: when `loss` is no function, or does not return a scalar.
+        ContextError: when the returned function is called outside a step.
 
     >>> with strategy.scope():
     ...     w = mr.Variable([2.0, -1.0])
@@ -227,12 +227,12 @@ def global_loss(loss: Callable[..., Any]) -> Callable[..., jax.Array]:
 
         @jax.custom_jvp
         def same(value: jax.Array) -> jax.Array:
-            """Return a value whose cotangents, one on each replica, are added up."""
+            """Return a value, and sum its cotangents over the replicas in the backward pass."""
             return value
 
         @same.defjvp
         def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-            # The transpose of a sum over the replicas is a sum again: of R equal cotangents here, and of R own ones there.
+            # The transpose of a sum over the replicas is a sum too: here of R equal cotangents, there of R different ones.
             return same(*primals), replicas.sum(tangents)[0] / replicas.size
 
         is_float = lambda x: isinstance(x, jax.Array | np.ndarray | float) and jnp.issubdtype(jnp.result_type(x), jnp.inexact)  # noqa: E731
@@ -250,7 +250,7 @@ def global_loss(loss: Callable[..., Any]) -> Callable[..., jax.Array]:
 
 
 def _share(loss: jax.Array, how: str = "divided") -> jax.Array:
-    """Mark a loss as this replica's share, so that nobody is warned that its gradients are summed."""
+    """Mark a loss as this replica's share, so that summing its gradients causes no warning."""
     return _marks.mark(loss, _marks.Mark(_marks.Purpose.SHARE, how, ""))
 
 

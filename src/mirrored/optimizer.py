@@ -39,24 +39,24 @@ _SAID = {ReduceOp.SUM: Purpose.SUMMED_GRADIENT, ReduceOp.MEAN: Purpose.MEAN_GRAD
 
 @_tf_names.hints("mr.Optimizer")
 class Optimizer:
-    """An optax transformation and the variables that it updates. In a step it combines the replicas' gradients first.
+    """An optax transformation and the variables that it updates. In a step it first combines the replicas' gradients.
 
-    The transformation's state is created once, as mirrored variables, so create the optimizer in
-    `strategy.scope()` like the variables.
+    It creates the transformation's state once, as mirrored variables, so make the optimizer in
+    `strategy.scope()`, like the variables.
 
     Args:
         tx: an `optax.GradientTransformation`, for example `optax.adam(1e-3)`.
         variables: the mirrored floating point variables to train, in any nest.
-        aggregate: how `apply_gradients` combines the replicas' gradients. Default: as the loss says. One loss for each example,
-            and losses of `mr.losses`, are shares, whose gradients are added up. For another scalar, `"mean"` says that it is a
-            mean over the replica's own rows, `jnp.mean(per_example_loss)`: gradients are averaged, each replica with the
-            weight of its rows. `"sum"`: it was divided by all rows. `False`: the gradients have been combined before.
-        shard_state: whether each of the R replicas holds 1/R of the state only, updates 1/R of the variables' elements, and
-            gets the rest from the others; the numbers are the same. Scalars, such as counts, are on every replica.
+        aggregate: how `apply_gradients` combines the replicas' gradients. Default: as the loss says. One loss for each example
+            and the losses of `mr.losses` are shares, whose gradients are summed. For any other scalar, `"mean"` says that the
+            loss is a mean over the replica's own rows, `jnp.mean(per_example_loss)`: gradients are averaged, weighted by the
+            replicas' rows. `"sum"`: the loss was divided by all rows. `False`: the gradients are already combined.
+        shard_state: whether each of the R replicas holds only 1/R of the state, updates 1/R of the variables' elements, and
+            gets the rest from the others; the numbers are the same. Every replica holds scalars, such as counts.
 
     Raises:
-        TypeError: when `tx` is not a transformation or `variables` holds something else, and for complex variables in shards.
-        ValueError: for a sync-on-read variable, one that is listed twice, another `aggregate`, or state in shards where a device
+        TypeError: when `tx` is no transformation or `variables` holds anything else; for complex variables with `shard_state`.
+        ValueError: for a sync-on-read variable, a variable listed twice, any other `aggregate`, and `shard_state` if a device
             has several replicas.
 
     >>> with strategy.scope():
@@ -93,22 +93,22 @@ class Optimizer:
             )
         if self._is_sharded:
             shared_out.check_variables(self._leaves)
-        # The state lives with the variables, also when the optimizer is made outside their scope.
+        # The state is on the variables' devices, even if the optimizer is made outside their scope.
         mesh = spec_of(self._leaves[0]).mesh
         with frames.entered(Frame(None, mesh)):
             state = mesh.evaluate(tx.init, self._as_tree(copied(self._leaves)))
             paths, self._state_treedef = jax.tree_util.tree_flatten_with_path(state)
-            del state  # `paths` has its arrays
+            del state  # `paths` has the arrays
             make = shared_out.state_variable if self._is_sharded else functools.partial(Variable, trainable=False)
             self._state: list[Variable] = []
-            while paths:  # the list forgets each array, so that never all of them exist twice
+            while paths:  # removed one by one, so that all arrays never exist twice
                 path, leaf = paths.pop(0)
                 self._state.append(make(leaf, name=f"optimizer{keystr(path)}"))
             self._iterations = Variable(np.int32(0), name="optimizer.iterations", trainable=False)
 
     @property
     def variables(self) -> PyTree:
-        """The variables that are trained, in the structure in which they were given."""
+        """The trained variables, in the structure that the user passed."""
         return self._as_tree(self._leaves)
 
     @property
@@ -118,22 +118,22 @@ class Optimizer:
 
     @property
     def iterations(self) -> Variable:
-        """How many updates were made, by `apply_gradients` or `minimize`: an int32 variable, saved in checkpoints."""
+        """The number of updates by `apply_gradients` or `minimize`: an int32 variable, saved in checkpoints."""
         return self._iterations
 
     def minimize(self, loss: Callable[[], Any], var_list: PyTree = None, **options: Any) -> jax.Array:
         """Differentiate a loss, update the variables with its gradients, and return its value.
 
-        The same as `mr.value_and_grad(loss, variables)()` and `apply_gradients`, so inside a step the loss is this replica's own.
+        It calls `mr.value_and_grad(loss, variables)()` and `apply_gradients`, so inside a step the loss is this replica's own.
 
         Args:
-            loss: a function of no arguments that returns one loss for each example, or a scalar, as for `mr.value_and_grad`.
-            var_list: those of the variables that are to be updated, in any nest. Default: all.
-            **options: those of `apply_gradients`.
+            loss: a function without arguments that returns one loss for each example, or a scalar, as for `mr.value_and_grad`.
+            var_list: the variables to update, in any nest. Default: all.
+            **options: options of `apply_gradients`.
 
         Raises:
-            TypeError: when `loss` is no function, or does not return a loss.
-            ValueError: for a variable that is not this optimizer's, and as `apply_gradients`.
+            TypeError: when `loss` is no function, or returns no loss.
+            ValueError: for a variable of another optimizer, and as in `apply_gradients`.
 
         >>> with strategy.scope():
         ...     w = mr.Variable(1.0, name="w")
@@ -160,26 +160,26 @@ class Optimizer:
     def apply_gradients(self, grads: PyTree | Iterable[tuple[Any, Variable]], aggregate: Aggregate = None, **extra: Any) -> None:
         """Combine the gradients over the replicas, in one packed all-reduce, and update the variables.
 
-        Outside a step gradients are already one value each (a PerReplica is combined; in a mean all replicas have one
-        weight), and the update is made at once.
+        Outside a step each gradient is already one value, and the update happens at once. (A PerReplica is combined
+        first; a mean gives all replicas equal weight.)
 
         Args:
-            grads: a tree like `variables`, or `zip(grads, variables)`. A variable whose gradient is None, or
-                that is not in the zip, stays as it is, and so does its part of the state.
-            aggregate: `"sum"`, `"mean"`, or False when the gradients have been combined over the replicas before, as in
-                `mr.Optimizer`. Default: what the optimizer was made with, or else what the loss says. True is `"sum"`.
+            grads: a tree like `variables`, or `zip(grads, variables)`. A variable whose gradient is None or not in
+                the zip does not change, nor does its part of the state.
+            aggregate: `"sum"`, `"mean"`, or False if the gradients are already combined over the replicas, as in
+                `mr.Optimizer`. Default: the optimizer's own `aggregate`, or else what the loss says. True is `"sum"`.
             **extra: further arguments of the transformation's `update`, such as `value=loss` for
-                `optax.contrib.reduce_on_plateau`, or `value`, `grad` and `value_fn` for `optax.lbfgs`: the same on every
-                replica, so a loss that was summed over the replicas. Other transformations ignore them.
+                `optax.contrib.reduce_on_plateau`, or `value`, `grad` and `value_fn` for `optax.lbfgs`. They must be the same
+                on every replica, so sum a loss over the replicas. Other transformations ignore them.
 
         Raises:
-            FactorOfReplicasError: (a ValueError) for a sum of gradients that were combined before, and for a mean of gradients
+            FactorOfReplicasError: (a ValueError) for a sum of gradients that are already combined, and for a mean of gradients
                 whose loss is a share of the global batch's.
-            ReplicasDivergeError: (a ValueError) for gradients that were not combined before, when `aggregate` is False.
+            ReplicasDivergeError: (a ValueError) for gradients that are not combined yet, if `aggregate` is False.
             UnevenReplicasError: (a ValueError) for a mean in an uneven step whose arguments divide differently.
-            ValueError: for another `aggregate`, structure or shape, for a variable that is twice in the zip, when there is no
+            ValueError: for any other `aggregate`, structure or shape, for a variable that is twice in the zip, when there is no
                 gradient at all, or when an update changes the structure of the transformation's state.
-            TypeError: for a gradient that is not an array or None.
+            TypeError: for a gradient that is neither an array nor None.
         """
         said = self._aggregate if aggregate is None else _parse_aggregate(aggregate)
         gradients = self._aligned(grads)
@@ -192,7 +192,7 @@ class Optimizer:
         def compute(gradients: list[Any], values: list[Any], state: list[Any]) -> tuple[list[Any], list[Any]]:
             tree, gradient_tree = self._as_tree(values), self._as_tree(gradients)
             if isinstance(gradient_tree, optax.LookaheadParams):
-                gradient_tree = gradient_tree.fast  # `optax.lookahead` takes those of the fast values only
+                gradient_tree = gradient_tree.fast  # `optax.lookahead` takes gradients only of the fast values
             state_tree = jax.tree.unflatten(self._state_treedef, state)
             updates, new_state = optax.with_extra_args_support(self._tx).update(gradient_tree, state_tree, tree, **extra)
             if (changed := jax.tree.structure(new_state)) != self._state_treedef:
@@ -217,10 +217,10 @@ class Optimizer:
         self._iterations.assign_add(1)
 
     def _skipped_state(self, is_skipped: list[bool]) -> list[bool]:
-        """Tell for each state variable whether it belongs to a variable that has no gradient.
+        """Tell for each state variable whether it belongs to a variable without a gradient.
 
-        The state of `optax.masked` has fewer leaves than there are variables, so the end of a path tells what it belongs to:
-        `[0].mu['w']` to `['w']`.
+        The end of its path says which variable it belongs to, `[0].mu['w']` to `['w']`: in `optax.masked` the state has
+        fewer leaves than there are variables.
         """
         if not any(is_skipped):
             return [False] * len(self._state)
@@ -255,7 +255,7 @@ class Optimizer:
         return all_reduce(op, marked, axis_of(frame.replica))  # type: ignore[no-any-return]
 
     def _aligned(self, grads: PyTree | Iterable[tuple[Any, Variable]]) -> list[Any]:
-        """Return the gradients in the order of the variables, None for a variable without one."""
+        """Return the gradients in the variables' order, with None for a variable without one."""
         pairs = _as_pairs(grads)
         given = self._from_pairs(pairs) if pairs is not None else self._from_tree(grads)
         if all(gradient is None for gradient in given):
@@ -280,7 +280,7 @@ class Optimizer:
 
     def _from_tree(self, grads: PyTree) -> list[Any]:
         try:
-            return self._treedef.flatten_up_to(grads)  # a None in the place of a variable is no gradient
+            return self._treedef.flatten_up_to(grads)  # None in a variable's place means no gradient
         except ValueError as error:
             treedef = jax.tree.structure(grads, is_leaf=lambda x: is_per_replica(x) or is_variable(x))
             raise ValueError(
@@ -292,7 +292,7 @@ class Optimizer:
         return jax.tree.unflatten(self._treedef, leaves)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _tf_names.INSTEAD["mr.Optimizer"]:  # else a learning rate would be set that nobody reads
+        if name in _tf_names.INSTEAD["mr.Optimizer"]:  # else a user would set a learning rate that nobody reads
             raise _tf_names.missing("mr.Optimizer", name)
         super().__setattr__(name, value)
 
@@ -302,7 +302,7 @@ class Optimizer:
 
 
 def _as_pairs(grads: PyTree | Iterable[tuple[Any, Variable]]) -> list[tuple[Any, Variable]] | None:
-    """Return the pairs of `zip(grads, variables)`, given as an iterator or a list; None for a tree."""
+    """Return the pairs of `zip(grads, variables)`, an iterator or a list; None for a tree."""
     pairs = list(grads) if isinstance(grads, Iterator) else grads
     if isinstance(pairs, list) and pairs and all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         pairs = [(gradient, own_variable(variable)) for gradient, variable in pairs]
@@ -349,7 +349,7 @@ def _one_value(
         )
     spec, stack = spec_of(variable), stack_of(gradient)
     check_per_replica(spec, "apply_gradients", gradient)
-    if axis is not None:  # in merge_call, where rows are known, and what a loss has said
+    if axis is not None:  # in merge_call, where the rows are known, and what the loss says
         return all_reduce(op, mark(own_parts(gradient, axis), note), axis)
     if isinstance(stack, jax.core.Tracer):
         return cross_replica.reduce_stack(stack, op, (), None)

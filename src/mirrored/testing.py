@@ -1,4 +1,4 @@
-"""Test your training: count programs, look at copies, share out the input, train on any number of replicas."""
+"""Tools to test your training: count programs, compare copies, simulate input, train on any number of replicas."""
 
 from ._testing.copies import assert_equal_copies as assert_equal_copies
 from ._testing.copies import copies as copies

@@ -1,1 +1,1 @@
-"""What JAX does not promise: the only wing that names `jax.extend` or a private part of JAX."""
+"""The parts of JAX that JAX does not promise: only this wing names `jax.extend` or private parts of JAX."""

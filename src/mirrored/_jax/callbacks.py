@@ -1,4 +1,4 @@
-"""What JAX remembers of host callbacks that have raised."""
+"""Clears the errors that JAX keeps from failed host callbacks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from jax._src import dispatch
 
 
 def forget_failed() -> None:
-    """Let JAX forget an error, which it keeps for the next program with an ordered callback, whosever that is.
+    """Let JAX forget an error, which would else reach the next program with an ordered callback, anybody's.
 
-    `jax.effects_barrier` alone does so since jax 0.11 only.
+    Since jax 0.11, `jax.effects_barrier` alone does so.
     """
     with contextlib.suppress(jax.errors.JaxRuntimeError, ExceptionGroup):
         jax.effects_barrier()

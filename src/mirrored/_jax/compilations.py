@@ -1,4 +1,4 @@
-"""When XLA compiles a program: JAX says so by an event, whose name it does not promise."""
+"""Listens to XLA's compilations: JAX reports each by an event, whose name it does not promise."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 
-#: Also when the program is found in JAX's cache on disk.
+#: JAX reports it even if it finds the program in its cache on disk.
 _EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 @contextlib.contextmanager
 def heard(tell: Callable[[str], None]) -> Iterator[None]:
-    """Call `tell` with JAX's name of each program that XLA compiles, in the thread and inside the call that needs it."""
+    """Call `tell` with JAX's name of each program that XLA compiles, in the thread of the call that needs the program."""
 
     def listen(event: str, duration_secs: float, **about: Any) -> None:
         if event == _EVENT:
@@ -24,5 +24,5 @@ def heard(tell: Callable[[str], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(AssertionError, ValueError):  # somebody has cleared all listeners
+        with contextlib.suppress(AssertionError, ValueError):  # somebody has removed all listeners
             jax.monitoring.unregister_event_duration_listener(listen)

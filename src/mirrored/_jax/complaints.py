@@ -1,4 +1,4 @@
-"""What JAX complains about, where the class of its error does not say it: told from the text, which it does not promise."""
+"""Recognizes what JAX complains about from the text of an error, which JAX does not promise, if the class does not say it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 import jax
 
-#: Raised when Python wants the value of a traced array: in `if`, as an index, as a numpy array, as a mask.
+#: The errors when Python needs the value of a traced array: in `if`, as an index, as a numpy array, as a mask.
 NEEDS_A_VALUE = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerIntegerConversionError,
@@ -17,7 +17,7 @@ NEEDS_A_VALUE = (
 _ARGUMENTS = re.compile(r"\barguments\[(\d+)\]")
 _SLICE_NEEDS_A_VALUE = re.compile(r"Slice entries must be static|must have static start/stop/step")
 _TRACER_NEEDED = re.compile(r"(unhashable type:|single integer, got) '\w*Tracer")
-#: What JAX or Python complains about -> the class of the error, and its text with the name that it is about.
+#: Kind of complaint -> the class of the error, and its text, in which a group is the name that it is about.
 _COMPLAINTS: dict[str, tuple[type[Exception], str]] = {
     "no static number": (jax.errors.ConcretizationTypeError, r"is expected: .*\n(.*(?:size argument|static).*)"),
     "no axis": (NameError, r"unbound axis name:? ['\"]?(\w+)"),
@@ -31,7 +31,7 @@ _COMPLAINTS: dict[str, tuple[type[Exception], str]] = {
 
 
 def needed_arguments(error: BaseException, numbers: list[int]) -> list[int]:
-    """Return which `arguments` of the function Python needed the values of; all `numbers` where it names none of them."""
+    """Return the numbers of the arguments whose values Python needed: those that the error names, or else all `numbers`."""
     text = str(error)
     is_said = isinstance(error, IndexError) and _SLICE_NEEDS_A_VALUE.search(text)
     if is_said or isinstance(error, NEEDS_A_VALUE) or (isinstance(error, TypeError) and "concrete values" in text):
@@ -40,7 +40,7 @@ def needed_arguments(error: BaseException, numbers: list[int]) -> list[int]:
 
 
 def complaint_of(error: BaseException) -> tuple[str, str]:
-    """Return what an error complains about, and the name that it is about; two empty texts when it is none of these."""
+    """Return the kind of an error's complaint, and the name that it is about; two empty texts for any other error."""
     if isinstance(error, AttributeError) and isinstance(error.obj, jax.Array):
         return "no attribute", error.name or ""
     for complaint, (kind, text) in _COMPLAINTS.items():

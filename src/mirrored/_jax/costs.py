@@ -1,4 +1,4 @@
-"""What XLA counts in a compiled program: operations, bytes read and written. JAX promises no function that counts for GPUs."""
+"""Counts a compiled program's operations, and the bytes it reads and writes; JAX promises no function for GPUs' programs."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from .primitives import CONVOLUTIONS, DOT_PRODUCTS
 
 
 def costs_of(compiled: Any) -> dict[str, float]:
-    """Return the `flops` and the `bytes accessed` of a compiled program, on each device."""
+    """Return a compiled program's `flops` and `bytes accessed` on each device."""
     counted = compiled.cost_analysis()
-    if not counted:  # a GPU's compiler without a GPU counts nothing: the CPU's client counts its program
+    if not counted:  # without a GPU, the GPU's compiler counts nothing: let the CPU's client count its program
         [module] = compiled.runtime_executable().hlo_modules()
         counted = _xla.hlo_module_cost_analysis(jax.devices("cpu")[0].client, module)
     return {"flops": float(counted.get("flops", 0.0)), "bytes accessed": float(counted.get("bytes accessed", 0.0))}
 
 
 class Products(NamedTuple):
-    """Operations of a function's matrix products and of its convolutions; XLA does not count those of a GPU's libraries."""
+    """The operations of a function's matrix products and convolutions; XLA does not count those in a GPU's libraries."""
 
     dots: float
     convolutions: float
 
 
 def products_in(jaxpr: Jaxpr) -> Products:
-    """Count the operations of products: a `scan`'s as often as it runs, a `while`'s once, of branches the most."""
+    """Count the operations of products: in a `scan` for each round, in a `while` once, and in the costliest branch."""
     dots = convolutions = 0.0
     for equation in jaxpr.eqns:
         name = equation.primitive.name

@@ -1,4 +1,4 @@
-"""The smallest loop, condition or call that computes some of its results: JAX's own dead-code elimination."""
+"""Cuts a loop, condition or call down to what some of its results need, by JAX's own dead-code elimination."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .primitives import CUSTOM_DERIVATIVE
 
 
 class Smaller(NamedTuple):
-    """An equation that computes some results of another one."""
+    """An equation that computes some of another equation's results."""
 
     equation: Equation
-    operands: list[int]  # the positions of its operands among those of the other
+    operands: list[int]  # the positions of its operands among the other's
     results: list[int]
 
 
 def computing(equation: Equation, results: Collection[int]) -> Smaller | None:
-    """Return the smallest equation that computes these results of another; None where JAX does not know one."""
+    """Return the smallest equation that computes these results of another; None if JAX does not know one."""
     inner = jaxprs.inner_jaxprs(equation)
     if equation.primitive.name == "while" and equation.primitive not in partial_eval.dce_rules:
         return _smaller_while(equation, results)
@@ -47,7 +47,7 @@ def computing(equation: Equation, results: Collection[int]) -> Smaller | None:
 
 
 def _smaller_while(equation: Equation, results: Collection[int]) -> Smaller:
-    """Take a `while` apart, which JAX does since 0.12: a result, the condition and what they need stay carried."""
+    """Cut down a `while`, as JAX does since 0.12: its carry keeps the results, the condition, and what they need."""
     again, body = equation.params["cond_jaxpr"], equation.params["body_jaxpr"]
     num_tests, num_fixed = equation.params["cond_nconsts"], equation.params["body_nconsts"]
     _, decides = partial_eval.dce_jaxpr(again.jaxpr, [True])
@@ -71,10 +71,10 @@ def _smaller_while(equation: Equation, results: Collection[int]) -> Smaller:
 
 
 def opened(equation: Equation) -> Equation:
-    """Return an equation in which calls with derivatives of their own are plain calls, at any depth.
+    """Return an equation in which calls with custom derivatives are plain calls, at any depth.
 
-    JAX keeps all operands of such a call, because its derivative may need them. To take the derivative of what is returned
-    here, from outside of a step, is an error.
+    JAX keeps all operands of such a call, because its derivative may need them. Taking the derivative of the returned
+    equation, from outside the step, is an error.
     """
     if all(inner.primitive.name not in CUSTOM_DERIVATIVE for inner in (equation, *jaxprs.inside(equation))):
         return equation

@@ -1,4 +1,4 @@
-"""What `jax.distributed` does not offer: its client, where gloo listens, whether a backend runs, who waits for devices."""
+"""Adds what `jax.distributed` lacks: its client, gloo's address, whether a backend runs, which devices are missing."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from jax._src import xla_bridge as _xla_bridge
 from jax._src.lib import _jax
 from jax.extend.backend import clear_backends as clear_backends
 
-#: Tell whether JAX has a backend, or several, of this name, such as "tpu" or "gpu".
+#: Tell whether JAX has a backend, or several, with this name, such as "tpu" or "gpu".
 is_known_platform: Callable[[str], bool] = _xla_bridge.is_known_platform
-#: What JAX says when one of these names has not come.
+#: JAX's error when a worker's devices are missing.
 _LATE_DEVICES = re.compile(r"timed out with key: [a-z]+:local_topology/[a-z]+/(\d+) and duration: (\w+)")
 
 
 def client() -> Any:
-    """Return the client of the coordination service."""
+    """Return the client of JAX's coordination service."""
     return _distributed.global_state.client
 
 
 def place() -> tuple[int, int]:
-    """Return the index of this process and the number of processes, as `jax.distributed` was told."""
+    """Return this process's index and the number of processes, as passed to `jax.distributed`."""
     state = _distributed.global_state
     return int(state.process_id or 0), int(state.num_processes or 1)
 
 
 def swallows_sigterm() -> bool:
-    """Tell whether JAX's preemption service runs, which keeps SIGTERM for itself."""
+    """Tell whether JAX's preemption service runs: it keeps SIGTERM for itself."""
     return _distributed.global_state.preemption_sync_manager is not None
 
 
 def has_backend() -> bool:
-    """Tell whether JAX has started a backend, after which a process can join no cluster."""
+    """Tell whether JAX has started a backend: then this process cannot join a cluster any more."""
     return _xla_bridge.backends_are_initialized()
 
 
@@ -44,8 +44,8 @@ def has_backend() -> bool:
 
 
 def known_devices() -> Iterator[tuple[str, frozenset[int]]]:
-    """Yield each platform that has started somewhere, and the workers whose devices all others know."""
-    for platform in sorted(_xla_bridge.known_platforms()):  # the names under which JAX's backends tell each other
+    """Yield each platform that some worker has started, and the workers whose devices are known to all."""
+    for platform in sorted(_xla_bridge.known_platforms()):  # JAX's backends exchange devices under these names
         keys = client().key_value_dir_get_bytes(f"{platform}:local_topology/{platform}/")
         known = frozenset(int(index) for key, _ in keys if (index := key.rpartition("/")[2]).isdecimal())
         if known:
@@ -53,14 +53,14 @@ def known_devices() -> Iterator[tuple[str, frozenset[int]]]:
 
 
 class LateDevices(NamedTuple):
-    """The worker whose devices have not come, and JAX's limit for it, such as `2m`."""
+    """A worker whose devices are missing, and how long JAX waited for them, such as `2m`."""
 
     worker: str
     limit: str
 
 
 def late_devices(error: BaseException) -> LateDevices | None:
-    """Return of whom an error of JAX's start says that its devices have not come, if it says that."""
+    """Parse JAX's timeout: which worker's devices are missing, or None."""
     found = _LATE_DEVICES.search(str(error))
     return None if found is None else LateDevices(found[1], found[2])
 
@@ -69,14 +69,14 @@ def late_devices(error: BaseException) -> LateDevices | None:
 
 
 def choose_cpu_collectives(name: str) -> None:
-    """Tell JAX which collectives the CPU devices of several processes use, gloo or mpi; it asks when the backend starts."""
+    """Choose gloo or mpi for the collectives of several processes' CPU devices; JAX reads this when the backend starts."""
     jax.config.update("jax_cpu_collectives_implementation", name)
     if name == "mpi":
-        jax.config.update("jax_cpu_enable_async_dispatch", False)  # MPI wants one thread
+        jax.config.update("jax_cpu_enable_async_dispatch", False)  # MPI needs one thread
 
 
 def listen_at(host: str | None) -> None:
-    """Let gloo listen where the other workers reach this one: its default, what the host's name resolves to, is often not."""
+    """Let gloo listen where other workers reach this one; its default, the address of the host's name, is often another."""
     if host is None or _cpu_collectives() != "gloo":
         return
 

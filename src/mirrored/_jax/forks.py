@@ -1,4 +1,4 @@
-"""What JAX does at the end of a process, and a forked child leaves to its parent."""
+"""Lets a forked child end without JAX's work at the end of a process, which belongs to its parent."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from jax._src.interpreters import mlir as _mlir
 
 
 def leave_to_parent() -> None:
-    """Let a child that was forked from a process in which JAX runs end without ending what JAX has there.
+    """Let a child, forked from a process in which JAX runs, end without closing JAX's objects.
 
-    JAX's function of `atexit`, and the destructors of these objects, would close the parent's connections to the other workers,
-    and wait for threads that the child does not have.
+    JAX's atexit functions, and the destructors of these objects, would close the parent's connections to the other workers, and
+    wait for threads that the child does not have.
     """
     state = _distributed.global_state
     if state.client is None and not _xla_bridge.backends_are_initialized():
         return  # the child may start JAX for itself
     atexit.unregister(_api.clean_up)
     atexit.unregister(_dispatch.wait_for_tokens)
-    backends = vars(_xla_bridge)["_backends"].values()  # the function that returns them takes a lock, which may be held for ever
+    backends = vars(_xla_bridge)["_backends"].values()  # JAX's function for them takes a lock that may be held for ever
     for one in (state.client, state.service, state.preemption_sync_manager, _mlir.global_thread_pool, *backends):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))  # never destroyed
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))  # so that it is never destroyed

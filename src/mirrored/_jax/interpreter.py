@@ -1,6 +1,6 @@
-"""One walk through a traced program, with a rule for each kind of equation that subclasses override.
+"""Walks through a traced program, with a rule for each kind of equation that subclasses override.
 
-`Interpreter` walks and finds the kind of each equation. `Evaluation` computes arrays. `Analysis` finds a property of each value.
+`Interpreter` walks, and finds each equation's kind. `Evaluation` computes arrays. `Analysis` finds a property of each value.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from .jaxprs import ClosedJaxpr, Equation, Jaxpr, Literal, Var
 from .primitives import CALLS, INLINE_CALLS, SIMPLE
 
 Value = TypeVar("Value")
-#: The rules for primitives that run jaxprs other than by calling them once.
+#: Primitive -> rule, for primitives that run jaxprs in other ways than a single call.
 _RULES = {"scan": "loop", "while": "loop", "cond": "cond", "custom_linear_solve": "solve"}
 
 
 class Interpreter(abc.ABC, Generic[Value]):
     """A walk through a program, with a value for each of its variables.
 
-    A rule takes an equation and the values of its operands, and returns the values of its results. By default a call is
-    entered, and every other kind is `plain`.
+    A rule takes an equation and the values of its operands, and returns the values of its results. By default the walk enters
+    calls, and handles every other kind as `plain`.
     """
 
     def run(self, jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Value]) -> list[Value]:
-        """Return the values of a program's results, given the constants themselves and the values of the arguments."""
+        """Return the values of a program's results, given its constants and the values of its arguments."""
         known: dict[Var, Value] = dict(zip(jaxpr.invars, arguments, strict=True))
         known.update((v, self.constant(value, v.aval)) for v, value in zip(jaxpr.constvars, constants, strict=True))
         for equation in jaxpr.eqns:
@@ -38,7 +38,7 @@ class Interpreter(abc.ABC, Generic[Value]):
         return [self.constant(a.val, a.aval) if isinstance(a, Literal) else known[a] for a in jaxpr.outvars]
 
     def run_closed(self, closed: ClosedJaxpr, arguments: Sequence[Value]) -> list[Value]:
-        """Return the values of the results of a program with its constants."""
+        """Return the values of a closed program's results."""
         return self.run(closed.jaxpr, closed.consts, arguments)
 
     def equation(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
@@ -61,23 +61,23 @@ class Interpreter(abc.ABC, Generic[Value]):
 
     @abc.abstractmethod
     def plain(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
-        """Handle an operation, and whatever has no other rule."""
+        """Handle an operation, and every equation without another rule."""
 
     def call(self, equation: Equation, inner: ClosedJaxpr, values: list[Value]) -> Sequence[Value]:
-        """Handle an equation that runs one program, once."""
+        """Handle an equation that runs one program once."""
         return self.run_closed(inner, values)
 
     def over_replicas(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
-        """Handle an equation that names the axis of the replicas: the replica's number, or a collective."""
+        """Handle an equation that names the replicas' axis: the replica's number, or a collective."""
         return self.plain(equation, values)
 
     loop = cond = solve = over_replicas
 
 
 class Flattening(Interpreter[Value]):
-    """A walk that enters calls, unless they mean more than their equations and no replicas meet inside.
+    """A walk that enters calls, except those that mean more than their equations and have no collective inside.
 
-    A sum over the replicas and over axes of its operands becomes two.
+    It cuts a sum over the replicas and over axes of its operands into two sums.
     """
 
     def call(self, equation: Equation, inner: ClosedJaxpr, values: list[Value]) -> Sequence[Value]:
@@ -87,7 +87,7 @@ class Flattening(Interpreter[Value]):
     def solve(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
         if not jaxprs.has_collective(equation):
             return self.plain(equation, values)
-        jaxpr, operands = jaxprs.solver_of(equation)  # it has no constants
+        jaxpr, operands = jaxprs.solver_of(equation)  # the solver has no constants
         return self.run(jaxpr, (), [values[i] for i in operands])
 
     def over_replicas(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
@@ -98,14 +98,14 @@ class Flattening(Interpreter[Value]):
 
 
 class Evaluation(Interpreter[Any]):
-    """The arrays of a program, computed in whatever trace is current; an equation that is not entered runs unchanged."""
+    """A walk that computes a program's arrays, in the current trace; an equation that it does not enter runs unchanged."""
 
     def enters(self, equation: Equation, values: list[Any]) -> bool:
-        """Tell whether the inside of an equation is walked through too."""
+        """Tell whether to walk through the inside of an equation too."""
         return False
 
     def equation(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
-        """Apply the rule of an equation that is entered; run any other."""
+        """Apply the rule of an equation that this walk enters; run any other."""
         return super().equation(equation, values) if self.enters(equation, values) else tracing.bind(equation, values)
 
     def plain(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
@@ -119,14 +119,14 @@ class Evaluation(Interpreter[Any]):
 
 
 def evaluate(closed: ClosedJaxpr, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
-    """Run a traced function on arrays, in whatever trace is current."""
+    """Run a traced function on arrays, in the current trace."""
     if tracing.have_mesh(jaxprs.all_equations(closed.jaxpr)):
         return Evaluation().run(closed.jaxpr, constants, arguments)
     return jax.core.eval_jaxpr(closed.jaxpr, constants, *arguments)
 
 
 def run_parts(equation: Equation, operands: Sequence[Any], bodies: Sequence[Callable[..., Sequence[Any]]]) -> list[Any]:
-    """Run a loop or condition with other functions, of the same signatures, in place of its jaxprs (`loop_of`)."""
+    """Run a loop or condition with other functions in place of its jaxprs, with the same signatures (see `loop_of`)."""
     loop = jaxprs.loop_of(equation)
     if loop.index:
         branches = [lambda *arguments, body=body: list(body(*arguments)) for body in bodies]
@@ -147,28 +147,28 @@ def run_parts(equation: Equation, operands: Sequence[Any], bodies: Sequence[Call
 
 
 class Analysis(Interpreter[Value]):
-    """A property of each value: the less is known, the higher. A result has the highest property of its operands.
+    """A walk that finds a property of each value: the less is known, the higher. A result gets its operands' highest property.
 
-    A loop is walked through until the properties of its carry rise no more.
+    It walks through a loop until the properties of the carry no longer rise.
     """
 
     @abc.abstractmethod
     def join(self, values: Sequence[Value]) -> Value:
-        """Return the highest of some properties, or the lowest of all for none."""
+        """Return the highest of some properties; without any, the lowest that there is."""
 
     def merged(self, values: Sequence[Value]) -> Value:
-        """Return the property of a value that is one of several: of the branches, or of the rounds of a loop."""
+        """Return the property of a value that comes from one of several branches, or rounds of a loop."""
         return self.join(values)
 
     def chosen(self, decision: Value, value: Value) -> Value:
-        """Return the property of a value that a condition has chosen, given the property of the condition."""
+        """Return the property of a value that a condition chose, given the condition's property."""
         return self.join((decision, value))
 
     def inside(self, equation: Equation, decision: Value | None = None, is_final: bool = True) -> Analysis[Value]:
         """Return the analysis for the inside of a loop, condition or call.
 
-        `decision` is the property of the value that decides whether the inside runs, or how often. A loop is walked through
-        several times before the properties of the arguments are final.
+        `decision` is the property of the value that decides whether, or how often, the inside runs. The walk passes through a
+        loop several times before the arguments' properties are final.
         """
         return self
 
@@ -177,7 +177,7 @@ class Analysis(Interpreter[Value]):
         return self.join(())
 
     def plain(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
-        """Return the highest property of the operands for each result."""
+        """Return the operands' highest property for each result."""
         return [self.join(values)] * len(equation.outvars)
 
     def call(self, equation: Equation, inner: ClosedJaxpr, values: list[Value]) -> Sequence[Value]:
@@ -194,7 +194,7 @@ class Analysis(Interpreter[Value]):
         return [self.chosen(decision, self.merged(results)) for results in zip(*branches, strict=True)]
 
     def loop(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
-        """Walk through the body, and the condition of a `while`, until the carry is settled."""
+        """Walk through the body, and a `while`'s condition, until the carry is settled."""
         loop = jaxprs.loop_of(equation)
         *conditions, body = loop.parts
         rows = [values[k] for k in loop.rows]
@@ -216,7 +216,7 @@ class Analysis(Interpreter[Value]):
         return [*carry, *results[len(carry) :]]
 
     def settled(self, carry: Sequence[Value], one_round: Callable[[Sequence[Value]], Sequence[Value]]) -> list[Value]:
-        """Return the properties of a loop's carry, after as many rounds as it takes until another changes nothing."""
+        """Return the properties of a loop's carry after enough rounds that one more changes nothing."""
         while True:
             wider = [self.merged(pair) for pair in zip(carry, one_round(carry), strict=True)]
             if wider == list(carry):

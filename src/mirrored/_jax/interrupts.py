@@ -1,8 +1,7 @@
-"""A Ctrl-C that Python ignores is sent again.
+"""Sends a Ctrl-C again that Python has ignored.
 
-JAX has a callback in Python for the garbage collector. A Ctrl-C that comes while garbage is collected is raised in the first
-Python code that runs afterwards, which is this callback. Python ignores exceptions in callbacks of the collector, as in
-finalizers.
+JAX registers a Python callback with the garbage collector. A Ctrl-C during a collection is raised in the first Python code that
+runs afterwards, which is this callback. Python ignores exceptions in the collector's callbacks, as it does in finalizers.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 
 
 def send_ignored_again() -> None:
-    """Let a Ctrl-C that Python ignores in the main thread come again, from now on; all else goes to the hook that was there."""
+    """From now on, send a Ctrl-C again that Python ignored in the main thread; pass all else to the former hook."""
     is_there = getattr(sys.unraisablehook, "func", None) is _hook
     if not is_there and hasattr(signal, "pthread_kill"):  # Windows has no signals for threads
         sys.unraisablehook = functools.partial(_hook, sys.unraisablehook)
@@ -31,16 +30,16 @@ def _hook(other: Callable[[sys.UnraisableHookArgs], Any], unraisable: sys.Unrais
         return
     callback = next((callback for callback in gc.callbacks if callback is unraisable.object), None)
     if callback is not None:
-        gc.callbacks.remove(callback)  # else it may be there again when the signal comes
+        gc.callbacks.remove(callback)  # else it may run again when the signal comes
     threading.Thread(target=_send, args=(callback,), name="mirrored: Ctrl-C again", daemon=True).start()
 
 
 def _send(callback: Callable[..., None] | None) -> None:
-    """Interrupt the main thread when it has left the hook, in which an interrupt would be ignored as well."""
+    """Wait until the main thread has left the hook, where Python would ignore the interrupt as well; then interrupt it."""
     main = threading.main_thread().ident or 0
     while _is_in_hook(main):
         time.sleep(0.001)
-    if callable(signal.getsignal(signal.SIGINT)):  # else it would end the process, or nobody wants it
+    if callable(signal.getsignal(signal.SIGINT)):  # else the signal would end the process, or is ignored
         signal.pthread_kill(main, signal.SIGINT)
     if callback is not None:
         time.sleep(0.01)

@@ -1,7 +1,7 @@
-"""Reading traced programs: equations, the jaxprs inside them, and which are collectives.
+"""Reads traced programs: their equations, the jaxprs inside them, and which equations are collectives.
 
-Jaxprs are read by what both ends of JAX's tried versions offer. The parts of a loop are counted by shapes, since the
-names of its parameters move: `scan` has lost `num_consts` and `num_carry` with jax 0.11.
+It uses only what the oldest and the newest tried version of JAX both offer. It counts the parts of a loop by shapes,
+because the names of parameters change: jax 0.11 removed `num_consts` and `num_carry` from `scan`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .marks import mark_p
 from .primitives import CALLS, CONTROL_FLOW, HOST_CALLBACKS, LOCAL, POWERS, PURE, SIMPLE, SUMS
 
 Jaxpr = jex_core.Jaxpr
-#: The same class as Jaxpr since jax 0.11; before, a pair of a Jaxpr and its constants.
+#: Since jax 0.11 the same class as Jaxpr; before, a pair of a Jaxpr and its constants.
 ClosedJaxpr = jex_core.ClosedJaxpr
 Equation = jex_core.JaxprEqn
 Literal = jex_core.Literal
@@ -57,7 +57,7 @@ def inside(equation: Equation) -> list[Equation]:
 
 
 def callee(equation: Equation) -> ClosedJaxpr | None:
-    """Return the jaxpr that an equation calls with its operands; None if it is no such call."""
+    """Return the jaxpr that an equation calls with its operands, or None if the equation is no call."""
     inner = inner_jaxprs(equation) if equation.primitive.name in CALLS else []
     if len(inner) != 1:
         return None
@@ -89,9 +89,9 @@ def transforms_of(equation: Equation) -> tuple[str, ...]:
 
 
 def is_backward(equation: Equation, around: tuple[str, ...]) -> bool:
-    """Tell whether an equation is part of a backward pass: that of the batch, and not one for each example (`vmap`).
+    """Tell whether an equation is part of a backward pass over the batch, not of one for each example (`vmap`).
 
-    `around` are the transformations of the equations that it is inside of.
+    `around` names the transformations of the equations around it.
     """
     transforms = around + transforms_of(equation)
     return "transpose" in transforms and "vmap" not in transforms[: transforms.index("transpose")]
@@ -101,18 +101,18 @@ def is_backward(equation: Equation, around: tuple[str, ...]) -> bool:
 
 
 class Part(NamedTuple):
-    """A jaxpr of a loop or condition. Its arguments are operands of the equation, the carry, and a row of each array of rows."""
+    """A jaxpr of a loop or condition. Its arguments are fixed operands, the carry, and a row of each array of rows."""
 
     closed: ClosedJaxpr
-    fixed: range  # the operands that are its first arguments, unchanged
-    decides: bool = False  # whether it tells if there is another round
+    fixed: range  # the operands that it takes unchanged, as its first arguments
+    decides: bool = False  # whether its result decides if there is another round
 
 
 class Loop(NamedTuple):
     """A `scan`, `while` or `cond` taken apart: its jaxprs, and the operands that none of them takes unchanged."""
 
     parts: list[Part]
-    index: range  # which chooses the jaxpr
+    index: range  # the operand that chooses the jaxpr
     carry: range
     rows: range
 
@@ -123,10 +123,10 @@ class Loop(NamedTuple):
 
 
 def loop_of(equation: Equation) -> Loop:
-    """Take a `scan`, `while` or `cond` apart; any other equation has no parts, and all operands are rows.
+    """Take a `scan`, `while` or `cond` apart; for any other equation, return no parts, and all operands as rows.
 
-    A `scan` slices an operand into rows if it has one axis more than the body's argument, and stacks a result from rows if it
-    has one axis more than the body's result.
+    A `scan` slices an operand into rows if it has one more axis than the body's argument, and stacks rows into a result if
+    that has one more axis than the body's result.
     """
     name, num_operands = equation.primitive.name, len(equation.invars)
     parts, start, end = list[Part](), 0, 0
@@ -154,7 +154,7 @@ def _rank(atom: Atom) -> int:
 
 
 def solver_of(equation: Equation) -> tuple[Jaxpr, list[int]]:
-    """Return the solver of a `custom_linear_solve`, and its operands. The other functions are for derivatives only."""
+    """Return the solver of a `custom_linear_solve`, and its operands. Its other functions serve only derivatives."""
     counts = equation.params["const_lengths"]
     first, after_all = counts.matvec + counts.vecmat, sum(counts)
     operands = [*range(first, first + counts.solve), *range(after_all, len(equation.invars))]
@@ -165,23 +165,23 @@ def solver_of(equation: Equation) -> tuple[Jaxpr, list[int]]:
 
 
 def axis_names(equation: Equation) -> tuple[Any, ...]:
-    """Return the mesh axes that an equation names; those of a `vmap` are numbers."""
+    """Return the mesh axes that an equation names; a `vmap`'s axes are numbers."""
     names = equation.params.get("axes", equation.params.get("axis_name", ()))
     return names if isinstance(names, tuple) else (names,)
 
 
 def is_collective(equation: Equation) -> bool:
-    """Tell whether an equation itself reaches other replicas."""
+    """Tell whether an equation itself communicates with other replicas."""
     return REPLICA_AXIS in axis_names(equation) and equation.primitive.name not in LOCAL
 
 
 def has_collective(equation: Equation) -> bool:
-    """Tell whether an equation is, or has inside, a collective over the replicas."""
+    """Tell whether an equation is a collective over the replicas, or has one inside."""
     return any(map(is_collective, (equation, *inside(equation))))
 
 
 def is_sum(equation: Equation) -> bool:
-    """Tell whether an equation adds up over all replicas, and over nothing else."""
+    """Tell whether an equation is a sum over all replicas, and over nothing else."""
     is_psum = equation.primitive.name == "psum" and axis_names(equation) == (REPLICA_AXIS,)
     return is_psum and not is_over_groups(equation)
 
@@ -192,19 +192,19 @@ def is_replica_number(equation: Equation) -> bool:
 
 
 def has_replica_number(equation: Equation) -> bool:
-    """Tell whether an equation asks for the replica's number, or one inside it does."""
+    """Tell whether an equation, or one inside it, asks for the replica's number."""
     return any(map(is_replica_number, [equation, *inside(equation)]))
 
 
 def adds_own_axes(equation: Equation) -> bool:
-    """Tell whether an equation sums over the replicas and over axes of its operands, as a `psum` of two names under `vmap`."""
+    """Tell whether an equation sums over the replicas and over axes of its operands, like a `psum` of two names under `vmap`."""
     if equation.primitive.name != "psum" or not is_collective(equation):
         return False
     return any(isinstance(axis, int | np.integer) for axis in axis_names(equation))
 
 
 def is_over_groups(equation: Equation) -> bool:
-    """Tell whether a collective joins groups of replicas only, and not all of them."""
+    """Tell whether a collective is over groups of replicas, not over all of them."""
     return equation.params.get("axis_index_groups") is not None
 
 
@@ -215,21 +215,21 @@ def num_bytes(equation: Equation) -> int:
 
 
 class Levels(NamedTuple):
-    """A program cut at its sums over the replicas; the sums of one level need none of each other's results, and could be one."""
+    """A program cut at its sums over the replicas; the sums of one level do not depend on each other, so they could be one."""
 
-    equations: list[tuple[list[Equation], list[Equation]]]  # of each level: the equations before its sums, and the sums
-    of: dict[Any, int]  # at which level's sums, or later ones, an array can be added up
+    equations: list[tuple[list[Equation], list[Equation]]]  # for each level: the equations before its sums, and its sums
+    of: dict[Any, int]  # array -> the first level whose sums can add it up
     parts: dict[Any, int]  # a concatenation -> its number of arrays
 
 
 def levels_of(jaxpr: Jaxpr) -> Levels:
-    """Cut a program at its sums; equations with effects stay in their order."""
+    """Cut a program at its sums; keep equations with effects in order."""
     of: dict[Any, int] = dict.fromkeys((*jaxpr.constvars, *jaxpr.invars), 0)
     levels = Levels([([], [])], of, {})
     last_effect = 0
     for equation in jaxpr.eqns:
         level = max((of[atom] for atom in equation.invars if isinstance(atom, Var)), default=0)
-        has_effects = any(not isinstance(effect, core.NamedAxisEffect) for effect in equation.effects)  # to name an axis is none
+        has_effects = any(not isinstance(effect, core.NamedAxisEffect) for effect in equation.effects)  # an axis is none
         if has_effects:
             level = last_effect = max(level, last_effect)
         adds = equation.primitive.name in SUMS and not has_effects and is_sum(equation)
@@ -246,12 +246,12 @@ def levels_of(jaxpr: Jaxpr) -> Levels:
 
 
 def is_plain(equation: Equation) -> bool:
-    """Tell whether an equation is known to be pure if its inner equations are."""
+    """Tell whether an equation is known to be pure, provided that its inner equations are."""
     return equation.primitive.name in PURE | CALLS | CONTROL_FLOW
 
 
 def is_function_of_operands(equation: Equation) -> bool:
-    """Tell whether an equation is known to compute its results from its operands and the replica's number alone."""
+    """Tell whether an equation is known to compute its results only from its operands and the replica's number."""
     return all(map(_is_local_and_plain, (equation, *inside(equation))))
 
 
@@ -261,7 +261,7 @@ def _is_local_and_plain(equation: Equation) -> bool:
 
 
 def has_host_callback(jaxpr: Jaxpr) -> bool:
-    """Tell whether a program calls a user's function on the host, which may raise; `jax.debug.print` calls none."""
+    """Tell whether a program calls a user's function on the host, which may raise; `jax.debug.print` does not count."""
     return not HOST_CALLBACKS.isdisjoint([equation.primitive.name for equation in all_equations(jaxpr)])
 
 
@@ -279,7 +279,7 @@ def meshes_in(jaxpr: Jaxpr) -> Iterator[jax.sharding.Mesh]:
 
 
 def inner_constants(jaxpr: Jaxpr) -> Iterator[Any]:
-    """Yield the arrays that functions inside a traced function close over, of which its text shows no more than shapes."""
+    """Yield the arrays that functions inside a traced function close over; the function's text shows only their shapes."""
     for equation in all_equations(jaxpr):
         for inner in jax.tree.leaves(tuple(equation.params.values())):
             if isinstance(inner, ClosedJaxpr):

@@ -1,7 +1,7 @@
-"""Marks: identity operations that tell the mirror proof what a value is for.
+"""Marks: identity operations that tell the mirror proof what a value is used for.
 
-A mark stays at its place in the traced program, also inside loops, so the proof sees exactly the value that
-was assigned. It costs nothing when the program runs.
+A mark keeps its place in the traced program, even inside loops, so the proof sees exactly the value that was
+assigned. It costs nothing when the program runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .._errors import UnevenReplicasError
 
 
 class Purpose(enum.Enum):
-    """What a marked value is used for."""
+    """The use of a marked value."""
 
     ASSIGN = "assigned to a mirrored variable"
     SUM = "added up over the replicas by the code of a step"
@@ -48,15 +48,15 @@ class Purpose(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """What a value is for, for which variable, and where the user wrote it."""
+    """The use of a value, the variable that it is for, and the user's line."""
 
     purpose: Purpose
     name: str
     where: str
-    number: int = 0  # of a gradient: which optimizer's; of a sum: which of its arrays; of a state: which variable's
+    number: int = 0  # which optimizer, for a gradient; which array, in a sum; which variable, for a state
 
     def __str__(self) -> str:
-        """Leave out the line, which may differ between workers that run the same program: files have other paths there."""
+        """Show the mark without its line, whose path may differ between workers that run the same program."""
         return self.purpose.name
 
 
@@ -64,7 +64,7 @@ mark_p = jex_core.Primitive("mirrored_mark")
 
 
 def mark(value: jax.Array, note: Mark) -> jax.Array:
-    """Return `value`, marked."""
+    """Return `value` with a mark."""
     return mark_p.bind(value, note=note)
 
 
@@ -95,7 +95,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], note: Mark) -> tuple[j
 def _transpose(cotangent: jax.Array | ad.Zero, _: object, note: Mark) -> list[Any]:
     if note.purpose is Purpose.NO_ROWS:
         return [ad.Zero(jax.typeof(cotangent))]
-    if type(cotangent) is ad.Zero or note.purpose not in _TRANSPOSED:  # no code has given a gradient to a collective
+    if type(cotangent) is ad.Zero or note.purpose not in _TRANSPOSED:  # the step's code gave no gradient to a collective
         return [cotangent]
     return [mark_p.bind(cotangent, note=dataclasses.replace(note, purpose=_TRANSPOSED[note.purpose]))]
 

@@ -1,6 +1,6 @@
-"""The names of JAX's primitives that the mirror proof knows, over all tried versions of JAX.
+"""The names of the JAX primitives that the mirror proof knows, in all tried versions of JAX.
 
-`tests/_jax/test_primitives.py` says which of them only some versions have, and fails when a name has come or gone.
+`tests/_jax/test_primitives.py` lists those that only some versions have, and fails when JAX adds or removes a name.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul ne neg ne
 population_count pow real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign
 sin sinh sqrt square sub tan tanh xor zeta
 """
-#: Compute each element of the one result from the elements of the operands at the same place, and from scalars; their
-#: parameters do not depend on the shape.
+#: Primitives that compute each element of their one result from scalars and from the operands' elements at the same place;
+#: their parameters do not depend on the shape.
 ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
 _OTHER_PURE_NAMES = """
 after_all approx_top_k argmax argmin bitcast_convert_type broadcast_in_dim cholesky cholesky_update concatenate
@@ -28,80 +28,80 @@ select_and_scatter select_and_scatter_add sharding_constraint slice sort split s
 symmetric_product threefry2x32 threefry4x32 tie tile to_edtype top_k transpose triangular_solve tridiagonal tridiagonal_solve
 unstack with_memory_space_constraint
 """
-#: Pure functions of their operands, whatever their parameters; a jaxpr among the parameters is checked too.
+#: Pure functions of their operands, with any parameters; the proof also checks a jaxpr among the parameters.
 PURE = ELEMENTWISE | frozenset(_OTHER_PURE_NAMES.split())
-#: Run the only jaxpr among their parameters once, with all operands in order.
+#: Primitives that run the only jaxpr among their parameters once, with all operands in order.
 CALLS = frozenset({
     "closed_call", "composite", "custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "eval_jaxpr", "jit", "linear_call",
     "remat2", "remat_opt",
 })  # fmt: skip
-#: Calls that mean nothing beyond that, and may be inlined.
+#: Calls that do nothing else, and may be inlined.
 INLINE_CALLS = frozenset({"closed_call", "eval_jaxpr", "jit"})
-#: Calls whose parameters, but for the jaxpr, matter to derivatives only.
+#: Calls whose parameters, except the jaxpr, matter only to derivatives.
 CUSTOM_DERIVATIVE = frozenset({"custom_jvp_call", "custom_vjp_call"})
-#: Parameters that are functions, which the primitive also has as jaxprs.
+#: Parameters that are functions; the primitive has the same functions as jaxprs.
 SAID_TWICE = frozenset({("reduce", "computation")})
-#: Run jaxprs in other ways, which `jaxprs` knows.
+#: Primitives that run jaxprs in other ways, which `jaxprs` knows.
 CONTROL_FLOW = frozenset({"cond", "custom_linear_solve", "scan", "while"})
-#: Run a jaxpr several times.
+#: Primitives that run a jaxpr several times.
 LOOPS = frozenset({"scan", "while"})
-#: Add their operands up, put them side by side, or choose among them: a property of one holds for a part of the result only.
+#: Sums, concatenations and choices of their operands: one operand's property holds only for a part of the result.
 ADDITIONS = frozenset({
     "add", "complex", "concatenate", "dynamic_update_slice", "pad", "scatter", "scatter-add", "select_n", "stack", "sub",
 })  # fmt: skip
-#: Add up the derivatives of several uses of a value.
+#: The sums that add up the derivatives of a value's several uses.
 DERIVATIVE_SUMS = frozenset({"add_any"})
-#: Have the numbers of their operand, maybe in another shape or type.
+#: Primitives whose result has the operand's numbers, perhaps in another shape or type.
 SPREADS = frozenset({"convert_element_type", "copy", "reshape", "squeeze"})
-#: Add to their first operand, or subtract from it.
+#: Primitives that add to their first operand, or subtract from it.
 ADD_TO_FIRST = frozenset({"add", "scatter-add", "scatter_add", "sub"})
-#: Add two operands, in any order.
+#: Additions of two operands, in any order.
 COMMUTATIVE = frozenset({"add"})
-#: Choose among their operands, but for the first.
+#: Primitives that choose among all operands but the first.
 SELECTS = frozenset({"select_n"})
-#: Raise to the integer power `y`.
+#: Powers with an integer exponent `y`.
 POWERS = frozenset({"integer_pow"})
-#: Return their operands.
+#: Primitives that return their operands.
 ONE_TO_ONE = frozenset({"optimization_barrier"})
-#: Collectives with the same result on every replica, when they run over the whole axis.
+#: Collectives that give every replica the same result if they run over the whole axis.
 MAKE_SAME = frozenset({"psum", "pmax", "pmin", "all_gather", "pbroadcast", "psum_invariant", "all_gather_invariant"})
 #: Collectives that add up.
 SUMS = frozenset({"psum", "psum_invariant"})
-#: Name the replica axis, but reach no other replica. Whatever else names it is a collective.
+#: Primitives that name the replica axis, but do not communicate. All others that name it are collectives.
 LOCAL = frozenset({"axis_index", "pvary"})
-#: Call a user's function on the host. `debug_print`, a primitive of its own since jax 0.11, calls none.
+#: Primitives that call a user's function on the host. `debug_print`, a primitive of its own since jax 0.11, does not.
 HOST_CALLBACKS = frozenset({"buffer_callback", "debug_callback", "io_callback", "pure_callback"})
-#: Seen on the host as often as they run.
+#: Primitives whose every run the host sees.
 HOST_EFFECTS = HOST_CALLBACKS | {"debug_print"}
-#: Make random numbers of a key, in a way that the key's type says.
+#: Primitives that make random numbers from a key, as the key's type says.
 RANDOM = frozenset({"random_bits", "random_fold_in", "random_gamma", "random_split"})
-#: The same in a way of the device's.
+#: Primitives that make random numbers as the device does.
 DEVICE_RANDOM = frozenset({"rng_bit_generator"})
-#: Draw random numbers.
+#: Primitives that draw random numbers.
 DRAWS = frozenset({"random_bits", "random_gamma", "rng_bit_generator"})
-#: Have the axes of their operands, each where it was.
+#: Primitives whose results have their operands' axes, in the same places.
 KEEP_AXES = ELEMENTWISE | {
     "bitcast_convert_type", "concatenate", "cumsum", "dynamic_slice", "optimization_barrier", "pad", "rev", "slice", "sort",
 }  # fmt: skip
 TRANSPOSES = frozenset({"transpose"})
 RESHAPES = frozenset({"reshape", "squeeze"})
-#: Linear in their operand, or in all operands together.
+#: Functions that are linear in their operand, or in all operands together.
 LINEAR = frozenset({
     "add", "add_any", "broadcast_in_dim", "concatenate", "copy", "mirrored_mark", "neg", "reshape", "rev", "slice", "squeeze",
     "sub", "transpose",
 })  # fmt: skip
-#: Linear in each of two operands.
+#: Functions that are linear in each of two operands.
 BILINEAR = frozenset({"dot_general", "mul"})
-#: Add up along axes of their operands, as a sum over the replicas adds up along another one.
+#: Sums along axes of their operands; a sum over the replicas is one along another axis.
 DOT_PRODUCTS = frozenset({"dot_general"})
 CONVOLUTIONS = frozenset({"conv_general_dilated"})
 SCATTER_SUMS = frozenset({"scatter-add", "scatter_add"})
 AXIS_SUMS = frozenset({"reduce_sum"})
-#: Linear in the first operand.
+#: Functions that are linear in the first operand.
 DIVISIONS = frozenset({"div"})
-#: Show an array in another type.
+#: Conversions to another type.
 CONVERSIONS = frozenset({"convert_element_type"})
-#: Fill an array with the numbers of another one; `iota` counts.
+#: Primitives that fill an array with another array's numbers.
 BROADCASTS = frozenset({"broadcast_in_dim"})
 FILLS = BROADCASTS | {"iota"}
 #: Pure, without a jaxpr or the name of a mesh's axis among their parameters: most equations of a step, and our marks.

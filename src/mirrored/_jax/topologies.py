@@ -6,5 +6,5 @@ import jax
 
 
 def runs_nothing(device: jax.Device) -> bool:
-    """Tell whether a device is one of a topology's, for which JAX can compile, and which runs nothing."""
+    """Tell whether a device belongs to a topology: JAX can compile for it, but it runs nothing."""
     return device.client.runtime_type == "compile_only_runtime"

@@ -1,4 +1,4 @@
-"""How JAX traces: in which trace the program is, which caches it uses, and how a function becomes a jaxpr and runs again."""
+"""Traces with JAX: tells the current trace, separates caches, turns a function into a jaxpr, and runs its equations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .jaxprs import ClosedJaxpr, Equation, Jaxpr, Var, all_equations
 
 
 class Axis(Protocol):
-    """The axis of the replicas, as far as a trace knows it."""
+    """The replicas' axis, as a trace sees it."""
 
     @property
     def size(self) -> int: ...
@@ -32,22 +32,22 @@ _WIDE = frozenset({"int64", "uint64", "float64", "complex128"})
 
 #: An opaque value that changes when a trace begins or ends.
 trace_state = functools.partial(jex_core.get_opaque_trace_state, convention="nnx")
-#: The trace that the program is in; when JAX traces nothing, it is `NO_TRACE`. A warm step asks, so it is no function of Python.
+#: Return the current trace, or `NO_TRACE` if JAX traces nothing. A warm step calls it, so it is no Python function.
 current_trace = functools.partial(getattr, core.trace_ctx, "trace")
 NO_TRACE = core.eval_trace
-#: Makes a block in which operations are executed, whatever is traced around it.
+#: Make a block in which operations are executed, even inside a trace.
 untraced = core.eval_context
 
-#: Whether numbers have 64 bits, by default 32.
+#: Tell whether numbers have 64 bits; by default they have 32.
 is_wide = functools.partial(getattr, config.enable_x64, "value")
-#: What `jax.jit` has in its keys beside functions and arguments: JAX's settings and contexts. A warm step asks, too.
+#: Return what `jax.jit` puts into its keys beside functions and arguments: JAX's settings and contexts. Warm steps call it.
 context = config.trace_context
-#: The implementation of random keys, which is not among them, though it changes what a trace gives.
+#: Return the implementation of random keys, which `context` lacks, although it changes the result of a trace.
 key_kind = functools.partial(getattr, config.default_prng_impl, "value")
 
 
 def settings() -> tuple[Any, ...]:
-    """Return all of JAX's settings that change what a trace gives, without the caches of `separate_caches`."""
+    """Return all of JAX's settings that change the result of a trace, without the caches of `separate_caches`."""
     if _cache_token.value is None:
         return (context(), key_kind())
     with _cache_token(None):
@@ -55,7 +55,7 @@ def settings() -> tuple[Any, ...]:
 
 
 def _traces() -> list[core.Trace]:
-    """Return the trace that the program is in, and those around it."""
+    """Return the current trace, and the traces around it."""
     traces = [current_trace()]
     while (outer := getattr(traces[-1], "parent_trace", None)) is not None:
         traces.append(outer)
@@ -63,24 +63,24 @@ def _traces() -> list[core.Trace]:
 
 
 def is_mapped_over(name: str) -> bool:
-    """Tell whether code is under a `jax.vmap` whose axis has this name, and hides one of the same name around it."""
+    """Tell whether code is under a `jax.vmap` whose axis has this name, and so hides an outer axis with the same name."""
     return any(getattr(getattr(trace, "axis_data", None), "name", None) == name for trace in _traces())
 
 
 def is_staging() -> bool:
-    """Tell whether operations are being recorded (jit, scan, cond, ...) instead of executed.
+    """Tell whether JAX records operations (jit, scan, cond, ...) instead of executing them.
 
-    Under an eager `grad`, `vmap` or `shard_map` they are executed, so the answer is False there.
+    Under an eager `grad`, `vmap` or `shard_map` it executes them, so the answer is False.
     """
     return current_trace() is not NO_TRACE and jex_core.unsafe_am_i_under_a_jit_DO_NOT_USE()
 
 
-#: JAX's names of the purposes for which a function is traced and run at once.
+#: JAX's names of the purposes for which it traces a function and runs it at once.
 _RUN_AT_ONCE = frozenset({"scan", "cond", "switch", "while_cond", "while_body", "fori_loop", "checkpoint / remat"})
 
 
 def is_for_this_call() -> bool:
-    """Tell whether all that is being recorded is run by this call, as under an eager scan or cond, and not kept, as under jit."""
+    """Tell whether all that JAX records now runs at once, as under an eager scan or cond, and is not kept, as under jit."""
     recording = [trace for trace in _traces() if isinstance(trace, DynamicJaxprTrace)]
     return all(getattr(trace.frame.debug_info, "traced_for", "") in _RUN_AT_ONCE for trace in recording)
 
@@ -89,9 +89,9 @@ def is_for_this_call() -> bool:
 def separate_caches() -> Iterator[Callable[[], None]]:
     """Give the tracing inside a block its own JAX caches; the yielded function starts another set.
 
-    JAX caches the trace of an inner `jit` or `scan` body by the function's identity. A body that reads a
-    variable has the variable's tracer in that cached trace, so it may be used again neither in another
-    trace nor after the variable was written. See docs/design/lifting.md, "inner caches".
+    JAX caches the trace of an inner `jit` or `scan` body by the function's identity. If a body reads a
+    variable, the cached trace holds the variable's tracer, so it is wrong in another trace, and wrong
+    after the variable was written. See docs/design/lifting.md, "inner caches".
     """
     with contextlib.ExitStack() as tokens:
 
@@ -105,10 +105,10 @@ def separate_caches() -> Iterator[Callable[[], None]]:
 def trace(
     function: Callable[..., Any], arguments: Sequence[Any], axis: Axis | None, user_function: Callable[..., Any]
 ) -> ClosedJaxpr:
-    """Trace `function` to a jaxpr; with a `ReplicaAxis`, the axis is bound while it is traced.
+    """Trace `function` to a jaxpr; with a `ReplicaAxis`, bind the axis meanwhile.
 
-    No mesh is involved yet, so closed-over arrays of any placement become constants of the jaxpr.
-    JAX's messages speak of `user_function`, on whose behalf `function` is traced.
+    There is no mesh yet, so closed-over arrays of any placement become constants of the jaxpr.
+    JAX's messages name `user_function`, on whose behalf we trace `function`.
     """
     function.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     function.__wrapped__ = user_function  # type: ignore[attr-defined]
@@ -122,9 +122,9 @@ def _axis_env(axis: Axis | None) -> list[tuple[str, int]] | None:
 def lowered(closed: ClosedJaxpr, axis: Axis | None) -> ClosedJaxpr:
     """Return a traced function with JAX's high-level primitives (`hijax`) expanded into calls.
 
-    A high-level primitive, which anybody may define, is an object with a method that computes it: its operations, even
-    collectives, are not in the jaxpr. Since jax 0.12, `searchsorted` and `nonzero` are high-level. The result is for looking
-    at: derivatives that a user has defined around such a primitive are lost.
+    A high-level primitive, which anybody may define, is an object with a method that computes it: the jaxpr does not show
+    its operations, not even collectives. Since jax 0.12, `searchsorted` and `nonzero` are high-level. Do not run the result:
+    it loses derivatives that a user has defined around such a primitive.
     """
     if not closed.jaxpr.is_high:
         return closed
@@ -135,7 +135,7 @@ def lowered(closed: ClosedJaxpr, axis: Axis | None) -> ClosedJaxpr:
 def _lowered_equation(equation: Equation, axis: Axis | None) -> Equation:
     avals: list[Any] = [atom.aval for atom in equation.invars]
     if not equation.primitive.is_high(*avals, **equation.params) or any(type(a) is not jax.core.ShapedArray for a in avals):
-        return equation  # an unknown primitive to the proof
+        return equation  # to the proof, an unknown primitive
     with _room_for(avals), core.extend_axis_env_nd(_axis_env(axis) or ()):
         arguments = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
         [around] = jax.make_jaxpr(jax.jit(lambda *operands: bind(equation, operands)))(*arguments).eqns
@@ -150,7 +150,7 @@ def _lowered_equation(equation: Equation, axis: Axis | None) -> Equation:
 
 
 def room_for(traced: Iterable[ClosedJaxpr]) -> contextlib.AbstractContextManager[Any]:
-    """Return a block in which JAX keeps numbers of 64 bits, if traced functions have any: a step may ask for them itself."""
+    """Return a block in which JAX keeps 64-bit numbers, if traced functions have any: a step itself may ask for them."""
     return _room_for(v.aval for closed in traced for equation in all_equations(closed.jaxpr) for v in equation.outvars)
 
 
@@ -160,7 +160,7 @@ def _room_for(avals: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
 
 
 def bind(equation: Equation, operands: Sequence[Any]) -> list[Any]:
-    """Apply one equation of a jaxpr to values, also in place of its literals, in whatever trace is current."""
+    """Apply one equation of a jaxpr to values, in the current trace; values replace literals too."""
     variables: list[Any] = [Var(atom.aval) for atom in equation.invars]
     alone = equation.replace(invars=variables)
     equation = alone if equation.ctx.cur_abstract_mesh.empty else _for_meshes_of(operands, alone)
@@ -171,12 +171,12 @@ def bind(equation: Equation, operands: Sequence[Any]) -> list[Any]:
 
 
 def have_mesh(equations: Iterable[Equation]) -> bool:
-    """Tell whether some equations were traced with arrays of ours: inside a function, they run in no other mesh."""
+    """Tell whether equations were traced with arrays that have a mesh: as they are, they run in no other mesh."""
     return any(map(_has_mesh, {atom.aval for equation in equations for atom in (*equation.invars, *equation.outvars)}))
 
 
 def own_axes_first(equation: Equation) -> tuple[ClosedJaxpr, Equation]:
-    """Cut a `psum` over the replicas and axes of its operands in two: a function for the latter, and an equation for the rest."""
+    """Cut a `psum` over the replicas and axes of its operands: return a function for those axes, and an equation for the rest."""
     axes = equation.params["axes"]
     own = tuple(int(axis) for axis in axes if not isinstance(axis, str))
     operands: list[Any] = [atom.aval for atom in equation.invars]
@@ -191,10 +191,10 @@ _NO_MESH = AbstractMesh((), ())
 
 
 def _for_meshes_of(operands: Sequence[Any], equation: Equation) -> Equation:
-    """Return an equation with the mesh of the operands that it is to run with.
+    """Return an equation with the mesh of the operands on which it will run.
 
-    Its settings and parameters keep the mesh of the arrays that it was traced with, such as arrays of ours that a function
-    closes over, and JAX lets no other mesh meet that one.
+    Its settings and parameters keep the mesh of the arrays with which it was traced, such as closed-over arrays of ours, and
+    JAX refuses operands with another mesh.
     """
     meshes = [aval.sharding.mesh for aval in map(jax.typeof, operands) if _has_mesh(aval)]
     if not meshes:
@@ -204,15 +204,15 @@ def _for_meshes_of(operands: Sequence[Any], equation: Equation) -> Equation:
     is_in_type = lambda value: isinstance(value, NamedSharding) and isinstance(value.mesh, AbstractMesh)  # noqa: E731
     params = {name: NamedSharding(mesh, v.spec) if is_in_type(v) else v for name, v in equation.params.items()}
     enter = jax.sharding.use_abstract_mesh
-    with equation.ctx.manager, enter(_NO_MESH), enter(mesh):  # inside a mesh of another size JAX lets none be entered
+    with equation.ctx.manager, enter(_NO_MESH), enter(mesh):  # none first: JAX enters no mesh inside one of another size
         return equation.replace(params=params, ctx=core.JaxprEqnContext())
 
 
 def _in_this_mesh(value: Any) -> Any:
-    """Give a value the mesh of the `shard_map` that it is computed in.
+    """Give a value the mesh of the `shard_map` that computes it.
 
-    A value computed from closed-over arrays of our strategies was traced with their mesh in its type, which JAX does not let
-    meet the types of a `shard_map`. JAX converts operands only where it has traced in `shard_map`.
+    A value computed from closed-over arrays of our strategies has their mesh in its type, which JAX refuses beside the types
+    of a `shard_map`. JAX itself converts only operands that it traced inside `shard_map`.
     """
     here = jax.sharding.get_abstract_mesh()
     if not isinstance(value, jax.Array) or not _has_mesh(aval := jax.typeof(value)) or aval.sharding.mesh == here:
@@ -225,12 +225,12 @@ def _has_mesh(aval: object) -> bool:
     return placement is not None and not placement.mesh.empty
 
 
-#: An operand that a function has asked for while it was traced, see `new_operand`; it stands for no operation.
+#: An operand that a function asked for during its trace (see `new_operand`); it computes nothing.
 operand_p = jex_core.Primitive("mirrored_operand")
 operand_p.def_abstract_eval(lambda *, aval, number: aval)
 
 
 def new_operand(outermost: core.Trace, number: int, aval: jax.core.AbstractValue) -> jax.Array:
-    """Ask for a further operand of the function that `outermost` traces, also from inside a loop or a derivative in it."""
+    """Add an operand to the function that `outermost` traces, even from inside a loop or a derivative in it."""
     with core.set_current_trace(outermost):
         return operand_p.bind(aval=aval, number=number)  # type: ignore[no-any-return]

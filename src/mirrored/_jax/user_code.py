@@ -1,4 +1,4 @@
-"""Which line of a program is the user's: neither ours nor JAX's."""
+"""Finds the user's line of a program: neither ours nor JAX's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _process.library_folders = (_PACKAGE_FOLDER, _JAX_FOLDER, _OPTAX_FOLDER, _CONTEX
 
 
 def leave_out(library: types.ModuleType) -> None:
-    """Take a library's files for code that is not the user's, from now on."""
+    """From now on, treat a library's files as code that is not the user's."""
     folder = os.path.dirname(os.path.abspath(library.__file__ or "")) + os.sep
     _process.library_folders = tuple(dict.fromkeys((*_process.library_folders, folder)))
 
@@ -46,13 +46,13 @@ def user_line() -> str:
 
 
 def line_of(function: Callable[..., Any]) -> str:
-    """Return `file:line` of a function's definition, or its name when it has no Python code."""
+    """Return `file:line` of a function's definition, or its name if it has no Python code."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else repr(function)
 
 
 def user_stacklevel() -> int:
-    """Return the `stacklevel` with which the caller's `warnings.warn` points at the user's line."""
+    """Return the `stacklevel` that makes the caller's `warnings.warn` point at the user's line."""
     frame, level = sys._getframe(1), 1
     while frame is not None and frame.f_code.co_filename.startswith(_process.library_folders):
         frame, level = frame.f_back, level + 1
@@ -63,7 +63,7 @@ _MAX_WARNED = 100
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn of something at the user's line, and remember it."""
+    """Warn at the user's line, and count the warning for reports."""
     _process.warned[message] = _process.warned.pop(message, 0) + 1
     while len(_process.warned) > _MAX_WARNED:
         _process.warned.popitem(last=False)
@@ -71,13 +71,13 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def raising_line(error: BaseException) -> str:
-    """Return `file:line` of the innermost user code that an exception came through, else of what runs."""
+    """Return `file:line` of the innermost user code that an exception passed through, else of the running user code."""
     lines = [f"{entry.tb_frame.f_code.co_filename}:{entry.tb_lineno}" for entry in _entries(error) if _is_users(entry)]
     return lines[-1] if lines else user_line()
 
 
 def shorten_errors(verb: Callable[P, T]) -> Callable[P, T]:
-    """Return a public function whose exceptions show the user's lines only."""
+    """Wrap a public function so that its exceptions show only the user's lines."""
 
     @functools.wraps(verb)
     def shortened(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -91,7 +91,7 @@ def shorten_errors(verb: Callable[P, T]) -> Callable[P, T]:
 
 
 def hide_lines() -> None:
-    """Let IPython and pytest leave out the frames that are running, down to the user's: an error passes through JAX alone."""
+    """Hide the running frames, up to the user's, from IPython and pytest: the error will pass through JAX without us."""
     frame = sys._getframe(1) if jax.config.jax_traceback_filtering != "off" else None
     while frame is not None and frame.f_code.co_filename.startswith(_process.library_folders):
         frame.f_locals["__tracebackhide__"] = True
@@ -101,8 +101,8 @@ def hide_lines() -> None:
 def show_users_lines(error: BaseException) -> None:
     """Leave only the user's lines in the tracebacks of an exception, its causes and contexts; `raise` it afterwards.
 
-    JAX's note that it has left out lines goes as well. A bug of ours keeps all lines, and so does every exception under
-    JAX_TRACEBACK_FILTERING=off, with which JAX shows its own.
+    This also removes JAX's note about hidden lines. A bug of ours keeps all lines, and under JAX_TRACEBACK_FILTERING=off,
+    with which JAX shows its own lines, every exception does.
     """
     if jax.config.jax_traceback_filtering == "off":
         return
@@ -124,7 +124,7 @@ def show_users_lines(error: BaseException) -> None:
 
 
 def _entries(error: BaseException) -> list[types.TracebackType]:
-    """Return the lines that an exception came through, from the outermost to the innermost."""
+    """Return the traceback entries of an exception, from the outermost to the innermost."""
     entries, entry = [], error.__traceback__
     while entry is not None:
         entries.append(entry)
@@ -137,13 +137,13 @@ def _is_users(entry: types.TracebackType) -> bool:
 
 
 def _is_bug(error: BaseException, innermost: types.TracebackType) -> bool:
-    """Tell whether an exception was raised in our code, and is of a class that we never raise to users."""
+    """Tell whether our code raised an exception of a class that we never raise to users."""
     is_ours = innermost.tb_frame.f_code.co_filename.startswith(_PACKAGE_FOLDER)
     return is_ours and isinstance(error, AssertionError | LookupError)
 
 
 def equation_line(*equations: Equation) -> str:
-    """Return `file:line` of the user's code that made the first of some equations whose line JAX has not lost."""
+    """Return the user's `file:line` for the first of some equations for which JAX still knows it."""
     for traceback in filter(None, (equation.source_info.traceback for equation in equations)):
         for frame in traceback.frames:
             if not frame.file_name.startswith(_process.library_folders):

@@ -1,4 +1,4 @@
-"""The versions of JAX that the library was tried with; the parts of JAX that JAX does not promise move between versions."""
+"""The versions of JAX with which the library was tried; parts that JAX does not promise change between versions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import warnings
 
 import jax
 
-#: The oldest that the package's metadata allows, and the newest; CI runs both.
+#: The oldest version, which the package's metadata allows, and the newest; CI runs both.
 OLDEST, NEWEST = (0, 10, 2), (0, 12, 0, 1)
 
 
@@ -19,5 +19,5 @@ def warn_if_untried() -> None:
         f"this is jax {jax.__version__}; this version of mirrored was tried with jax {oldest} to {newest}. It should work, or "
         f"fail with an error, but its guarantees were not tested here. Install a tried one with `pip install jax=={newest}` "
         f"(Python 3.12 or later; for 3.11: jax=={oldest}), or look for a newer mirrored",
-        stacklevel=6,  # who asks for a public name: this file, _public, importlib, _load, __getattr__
+        stacklevel=6,  # the line that uses a public name: above it are this file, _public, importlib, _load, __getattr__
     )

@@ -1,1 +1,1 @@
-"""Devices, values of many replicas, collectives between them, and the context that a step runs in."""
+"""Devices, values of many replicas, collectives between replicas, and the context in which a step runs."""

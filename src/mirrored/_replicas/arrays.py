@@ -1,4 +1,4 @@
-"""Users' values become arrays; what would lose information is refused."""
+"""Turns users' values into arrays, and refuses conversions that would lose information."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_range(array: np.ndarray, what: Callable[[], str]) -> None:
 
 
 def refuse_mask(value: object, what: Callable[[], str]) -> None:
-    """Refuse a masked array: converting it would also take the values under its mask. `what` begins the message."""
+    """Refuse a masked array: a conversion would unmask the values under its mask. `what` begins the message."""
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(f"{what()} a masked array, and no device holds masks. Write array.filled(value).")
 
@@ -86,19 +86,19 @@ def converted_number(array: np.ndarray, what: str, dtype: DTypeLike) -> np.ndarr
 
 
 def _kind(dtype: DTypeLike, is_weak: bool = False) -> int | None:
-    """Return the position of a dtype's kind in `_KINDS`; a Python number in a trace (weak type) fits integers of both signs."""
+    """Return the position of a dtype's kind in `_KINDS`; a traced Python int (weak type) fits signed and unsigned integers."""
     kind = next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), None)
     return 1 if is_weak and kind == 2 else kind
 
 
 def strong(array: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Convert an array, also to JAX's strong type: a variable's type must not depend on the value that it is given."""
+    """Convert an array to a dtype, as a strong type: a variable's type must not depend on the value that it is given."""
     is_converted = array.dtype != dtype or getattr(array, "weak_type", False)
     return jax.lax.convert_element_type(array, dtype) if is_converted else array
 
 
 def as_array(leaf: Any, verb: str) -> jax.Array:
-    """Turn a leaf into an array, or refuse it if it cannot be combined over replicas."""
+    """Turn a leaf into an array; refuse a leaf that cannot be combined over replicas."""
     check_leaf(leaf, verb)
     # `array` copies a host array, whose memory JAX would keep and the user may change.
     return jnp.array(leaf) if isinstance(leaf, np.ndarray) else jnp.asarray(leaf)
@@ -126,7 +126,7 @@ _OURS = f"{__name__.partition('.')[0]}."
 
 
 def is_wrapped(leaf: object) -> bool:
-    """Tell whether a value is a leaf though it is a pytree: our variables and PerReplica values, and sparse arrays.
+    """Tell whether we treat a pytree as one leaf: our variables and PerReplica values, and sparse arrays.
 
     Another library's wrapper of an array, such as `nnx.Param`, stays a node of its tree.
     """
@@ -134,7 +134,7 @@ def is_wrapped(leaf: object) -> bool:
 
 
 def is_sparse(leaf: object) -> bool:
-    """Tell whether a value is a sparse array of JAX, a pytree of its indices and values."""
+    """Tell whether a value is one of JAX's sparse arrays, which are pytrees of indices and values."""
     return type(leaf).__module__.startswith("jax.experimental.sparse")  # not imported here: it is large
 
 

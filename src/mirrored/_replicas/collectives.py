@@ -1,4 +1,4 @@
-"""Collectives as one replica's program calls them: all-reduce, all-gather, the first replica's value."""
+"""Collectives that one replica's program calls: all-reduce, all-gather, the first replica's value."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from .._options import ReduceOp, ReductionToOneDevice, VariableAggregation
 from .._typing import REPLICA_AXIS, ArrayLike, PyTree, Shape
 from .arrays import as_array, is_wrapped
 
-_psum = jax.lax.psum  # JAX's own: while a step is traced, the public name has the sums that users write (`named`)
+_psum = jax.lax.psum  # JAX's own psum: while a step is traced, the public name is `named`'s, for the sums that users write
 
 Axes = tuple[int, ...]
 #: Axes as users give them.
 AxesLike = int | Sequence[int] | None
 
-#: Arrays smaller than this many bytes travel together in flat buffers; copying larger ones in and out of them
-#: costs more than a collective of their own saves (benchmarks/all_reduce.py).
+#: Arrays smaller than this many bytes travel together in flat buffers. To copy larger ones into and out of buffers
+#: costs more than fewer collectives save (benchmarks/all_reduce.py).
 PACK_BELOW_BYTES = 128 * 1024
-#: Arrays in one buffer. XLA's time to compile a concatenation grows steeply with their number: with all small
-#: gradients of a 40-layer MLP in one buffer the first step took twice as long (benchmarks/compile_time.py).
+#: The most arrays in one buffer. XLA's time to compile a concatenation grows steeply with their number: with all
+#: small gradients of a 40-layer MLP in one buffer the first step took twice as long (benchmarks/compile_time.py).
 MAX_ARRAYS_PER_PACK = 8
-#: So many integers have an exact MEAN: the sum of their remainders fits into 32 bits. More are added up as floating point.
+#: The MEAN of up to so many integers is exact: the sum of their remainders fits 32 bits. More are added as floating point.
 _MAX_EXACT_COUNT = 46_340
 
 
 class Sizes(Protocol):
-    """The sizes of arrays on all replicas, while an uneven step is traced for one of its shapes."""
+    """The sizes of arrays on all replicas, while an uneven step is being traced for one replica's shapes."""
 
     def each(self, size: int) -> tuple[int, ...]: ...
 
@@ -46,22 +46,22 @@ class Sizes(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaAxis:
-    """How one replica reaches the others: by the mesh axis; a single replica outside any `run` has none."""
+    """One replica's way to the others: the mesh axis. A single replica outside any `run` has no axis."""
 
     size: int  # the number of replicas
     bound: bool = True  # False in the default replica context outside any `run`, where no mesh axis exists
     sizes: Sizes | None = None  # of the other replicas' arrays, in an uneven step
     bytes_per_pack: int = 0  # see `CommunicationOptions`
-    packs: bool = True  # whether small arrays travel together also when the user has not said so
+    packs: bool = True  # whether small arrays travel together by default
     lanes: int = 0  # the length of the rows of a reduce-scatter; 0: all numbers of a part in one row
-    ops: ReductionToOneDevice | None = None  # where the user has given a function that takes the place of sums
+    ops: ReductionToOneDevice | None = None  # the user's function that replaces sums, if any
 
     def each(self, size: int) -> tuple[int, ...]:
-        """Return each replica's value of a size, such as the length of an axis, that is `size` on this one."""
+        """Return a size, such as the length of an axis, on each replica; on this one it is `size`."""
         return (size,) * self.size if self.sizes is None else self.sizes.each(size)
 
     def rows(self) -> tuple[int, int]:
-        """Return the numbers of rows of this replica and of all together; 1 and R when all have equally many."""
+        """Return this replica's number of rows and the number of all rows; 1 and R when all replicas have equally many."""
         return (1, self.size) if self.sizes is None else self.sizes.rows()
 
     def index(self) -> jax.Array | int:
@@ -93,8 +93,8 @@ def all_reduce(
 ) -> PyTree:
     """Combine a tree over the replicas, and over axes of each leaf, in one collective for each dtype that is added.
 
-    In an uneven step a MEAN over the replicas alone weighs each by its rows, and one without rows has no part in it; with
-    `by_rows` False all weigh the same.
+    In an uneven step, a MEAN over the replicas alone weighs each replica by its rows and ignores one without rows; with
+    `by_rows=False` all replicas weigh the same.
     """
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_wrapped)
     arrays = [as_array(leaf, verb) for leaf in leaves]
@@ -114,7 +114,7 @@ def all_reduce(
             sum(axis.each(math.prod(array.shape[a] for a in own))) if own else axis.size
             for array, own in zip(arrays, axes, strict=True)
         ]
-        # With a count of 0 `local_sums` leaves integers whole, for the user's function.
+        # A count of 0 lets `local_sums` leave integers whole, for the user's function.
         exact = [0] * len(arrays) if axis.ops is not None else counts
         parts = [local_sums(op, array, own, count) for array, own, count in zip(arrays, axes, exact, strict=True)]
     flat = [part for own in parts for part in own]
@@ -127,8 +127,8 @@ def all_reduce(
 
 
 def noted(purpose: Purpose, arrays: Sequence[jax.Array], verb: str) -> list[jax.Array]:
-    """Mark the arrays that a step gives to a sum or mean over the replicas, or its results in the same order."""
-    # A result has no line of its own: replicas with other numbers of rows may reach the sum in another one.
+    """Mark the operands of a step's sum or mean over the replicas, or its results, in the same order."""
+    # A result's mark names no line: replicas with other numbers of rows may make the same sum in another line.
     where = "" if purpose is Purpose.TOTAL else user_code.user_line()
     return [mark(array, Mark(purpose, verb, where, number)) for number, array in enumerate(arrays)]
 
@@ -148,7 +148,7 @@ def accumulate(ops: ReductionToOneDevice, stack: jax.Array) -> jax.Array:
 
 
 def weigh_by_rows(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
-    """Weigh arrays for a mean by rows: their sum over the replicas is to be divided by the number of all rows."""
+    """Multiply arrays by this replica's rows, for a mean by rows: the caller divides their sum by the number of all rows."""
     wide = [array.astype(accumulator_dtype(ReduceOp.MEAN, array.dtype)) for array in arrays]
     if axis.sizes is None:
         return wide
@@ -157,8 +157,8 @@ def weigh_by_rows(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Ar
     marked = [mark(array, note) for array in wide]
     if own:
         return [array * own for array in marked]
-    # The mean of no rows is NaN, and NaN * 0 is NaN: so zeros, without a gradient. They still depend on the array, so that
-    # replicas without rows reach the collectives of the gradient, too.
+    # A replica without rows gives zeros without a gradient: its mean is NaN, and NaN * 0 is NaN. The zeros still depend on
+    # the array, so that this replica also reaches the gradient's collectives.
     return [jnp.where(False, mark(array, Mark(Purpose.NO_ROWS, "", "")), jnp.zeros_like(array)) for array in marked]
 
 
@@ -183,7 +183,7 @@ def stack_uneven(array: jax.Array, axis: ReplicaAxis) -> tuple[jax.Array, tuple[
 
 
 def pad_to(array: jax.Array, shape: Shape) -> jax.Array:
-    """Return an array of exactly this shape, with zeros behind the real rows."""
+    """Pad an array with zeros at its end, to exactly this shape."""
     if array.shape == shape:
         return array
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
@@ -194,7 +194,7 @@ def pad_to(array: jax.Array, shape: Shape) -> jax.Array:
 
 
 def join_rows(stack: jax.Array, axis: int, sizes: Sequence[int]) -> jax.Array:
-    """Concatenate the replicas' arrays, of a stack `[R, ...]`, along one of their own axes; each has its size of real rows."""
+    """Concatenate a stack's arrays `[R, ...]` along one of their own axes; `sizes` counts each array's real rows."""
     if len(set(sizes)) > 1:
         rows = [jax.lax.slice_in_dim(stack[i], 0, size, axis=axis) for i, size in enumerate(sizes)]
         return jnp.concatenate(rows, axis=axis)
@@ -203,7 +203,7 @@ def join_rows(stack: jax.Array, axis: int, sizes: Sequence[int]) -> jax.Array:
 
 
 def aggregate(mode: VariableAggregation, array: jax.Array, axis: ReplicaAxis) -> jax.Array:
-    """Combine the replicas' values by a variable's aggregation; the dtype stays."""
+    """Combine the replicas' values by a variable's aggregation, and keep their dtype."""
     if mode is VariableAggregation.ONLY_FIRST_REPLICA:
         return _first_replica(array, axis)
     return all_reduce(ReduceOp[mode.name], array, dataclasses.replace(axis, ops=None)).astype(array.dtype)
@@ -225,7 +225,7 @@ def _first_sum(array: jax.Array, axis: ReplicaAxis) -> jax.Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _first_bits(array: jax.Array, axis: ReplicaAxis) -> jax.Array:
-    """Send floating point numbers as bits: -0.0 + 0.0 is 0.0, and XLA may take a subnormal for zero."""
+    """Send floating point numbers as bits: by addition, -0.0 would become 0.0, and XLA may turn a subnormal into zero."""
     return jax.lax.bitcast_convert_type(_first_sum(bits_of(array), axis), array.dtype)
 
 
@@ -239,10 +239,10 @@ def bits_of(array: jax.Array) -> jax.Array:
 
 
 def local_sums(op: ReduceOp, array: jax.Array, axes: Axes, count: int) -> list[jax.Array]:
-    """Return the arrays to add up over the replicas, from whose sums `finish` makes the result.
+    """Return the arrays to add up over the replicas; `finish` makes the result from their sums.
 
-    A MEAN of integers adds up their quotients and remainders by the count: floating point numbers would be rounded before the
-    addition, 16777217 to 16777216.
+    A MEAN of integers adds up their quotients and remainders by the count: converted to floating point, 16777217 would be
+    rounded to 16777216 before the addition.
     """
     dtype = accumulator_dtype(op, array.dtype)
     if op is ReduceOp.MEAN and jnp.issubdtype(array.dtype, jnp.integer) and 0 < count <= _MAX_EXACT_COUNT:
@@ -254,7 +254,7 @@ def local_sums(op: ReduceOp, array: jax.Array, axes: Axes, count: int) -> list[j
 
 
 def finish(op: ReduceOp, totals: Sequence[jax.Array], count: int, dtype: DTypeLike) -> jax.Array:
-    """Make the result of a reduction from the sums over the replicas of what `local_sums` has returned."""
+    """Make the result of a reduction from `totals`: the sums over the replicas of the arrays from `local_sums`."""
     if op is ReduceOp.SUM:
         return totals[0]
     if len(totals) == 1:
@@ -269,11 +269,11 @@ def finish(op: ReduceOp, totals: Sequence[jax.Array], count: int, dtype: DTypeLi
 def _packed_sum(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
     """Sum arrays over the replicas: small ones of one dtype in flat buffers, large ones as they are.
 
-    XLA makes one collective of all operands of one dtype; it has none for several dtypes. Complex numbers travel as pairs
-    of real ones, because XLA on CPU ends the process when it adds up a complex constant.
+    XLA joins all operands of one dtype into one collective, but not several dtypes. Complex numbers travel as pairs of real
+    ones, because XLA on CPU ends the process when it adds up a complex constant.
     """
     real = [jnp.stack([array.real, array.imag]) if jnp.iscomplexobj(array) else array for array in arrays]
-    # A single replica sends nothing, and buffers would take XLA longer to compile than all the rest.
+    # A single replica sends nothing; XLA would compile its buffers longer than all the rest.
     groups = axis.groups(real) if axis.size > 1 else [[position] for position in range(len(real))]
     sums = move_packed(real, groups, axis.sum)
     return [jax.lax.complex(total[0], total[1]) if jnp.iscomplexobj(a) else total for total, a in zip(sums, arrays, strict=True)]
@@ -290,10 +290,10 @@ def move_packed(
     move: Callable[[list[jax.Array]], Sequence[jax.Array]],
     num_kept: int = 0,
 ) -> list[jax.Array]:
-    """Run collectives on buffers, each of which holds a group of arrays of one dtype, and take their results apart again.
+    """Pack each group of arrays of one dtype into a buffer, run collectives on the buffers, and unpack the results.
 
-    `groups` has the positions of the arrays, each in one group. `move` runs the collectives on the buffers; their results keep
-    the last axis. A buffer keeps the first `num_kept` axes of its arrays and flattens the others.
+    `groups` holds the positions of the arrays, each in one group. `move` runs the collectives on the buffers and keeps their
+    last axis. A buffer keeps the first `num_kept` axes of its arrays and flattens the others.
     """
     results: list[Any] = [None] * len(arrays)
     buffers = [_pack([arrays[i] for i in members], num_kept) for members in groups]
@@ -318,9 +318,9 @@ def _unpack(buffer: jax.Array, shapes: Sequence[Shape]) -> list[jax.Array]:
 
 
 def groups_of(arrays: Sequence[Any], bytes_per_pack: int, max_arrays: int = MAX_ARRAYS_PER_PACK) -> list[list[int]]:
-    """Group arrays of one dtype, by their positions and in order, for `move_packed`.
+    """Group arrays of one dtype, by position and in order, for `move_packed`.
 
-    A group is full with `bytes_per_pack` bytes. If that is 0, it is full with `max_arrays`, and each large array is a group.
+    A group is full with `bytes_per_pack` bytes. If that is 0, it is full with `max_arrays`, and a large array is alone.
     """
     groups: list[list[int]] = []
     filling: dict[Any, tuple[list[int], int]] = {}
@@ -356,13 +356,13 @@ def accumulator_dtype(op: ReduceOp, dtype: DTypeLike) -> Any:
 
 
 def divide(total: jax.Array, count: int, dtype: DTypeLike) -> jax.Array:
-    """Finish a MEAN: integers become floating point, other dtypes come back as they were."""
+    """Finish a MEAN: the mean of integers is floating point, every other one has the dtype of its values."""
     mean = total / float(count)  # an int of 2**31 or more does not fit JAX's default int
     return mean.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else mean
 
 
 def check_axis(axis: object, ndim: int, verb: str) -> int:
-    """Return `axis` as a non-negative int, or say which axes the array has."""
+    """Return `axis` as a non-negative int, or raise an error that says which axes the array has."""
     if isinstance(axis, bool) or not isinstance(axis, int | np.integer):
         raise TypeError(f"{verb}: axis is {axis!r} of type {type(axis).__name__}; expected an int, for example axis=0.")
     if not -ndim <= axis < ndim:

@@ -1,4 +1,4 @@
-"""The replica context: a step's replica, and its collectives with the other replicas."""
+"""The replica context: the replica that runs a step, and its collectives with the others."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from .per_replica import PerReplica, stack_of, uneven_shapes
 class ReplicaContext:
     """The replica that a step runs on: its number, its strategy, and its collectives with the other replicas.
 
-    `mr.get_replica_context()` returns it inside the function given to `strategy.run`. Its collectives may be
-    used under `jax.lax.scan`, `cond`, `while_loop` and nested `jax.jit`, as long as all replicas reach them.
+    `mr.get_replica_context()` returns it inside the function passed to `strategy.run`. You may call its collectives
+    under `jax.lax.scan`, `cond`, `while_loop` and nested `jax.jit`, as long as all replicas reach them.
 
     >>> def step():
     ...     ctx = mr.get_replica_context()
@@ -43,7 +43,7 @@ class ReplicaContext:
     __slots__ = ("_axis", "_knows_id", "_strategy")
 
     def __init__(self, strategy: object, axis: ReplicaAxis) -> None:
-        """Belong to a strategy; users get theirs from `mr.get_replica_context()`."""
+        """Make a strategy's context; users get theirs from `mr.get_replica_context()`."""
         self._strategy = strategy
         self._axis = axis
         self._knows_id = False
@@ -55,7 +55,7 @@ class ReplicaContext:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas run this step together."""
+        """The number of replicas that run this step together."""
         return self._axis.size
 
     @property
@@ -70,25 +70,25 @@ class ReplicaContext:
     @overload
     def all_reduce(self, reduce_op: ReduceOp | ReduceOpName, value: PyTree, by_rows: bool | None = None) -> PyTree: ...
     def all_reduce(self, reduce_op: ReduceOp | ReduceOpName, value: PyTree, by_rows: bool | None = None) -> PyTree:
-        """Combine each leaf of `value` element by element over the replicas; all get the result.
+        """Combine each leaf of `value` element by element over the replicas; all replicas get the result.
 
-        The whole tree travels in one collective for each dtype that is added up (a MEAN adds up floating point numbers in
-        float32, and integers as integers, so that only its result is rounded). The gradient of `all_reduce(op)` is
-        `all_reduce(op)` of the incoming gradient, as in TensorFlow.
+        Each dtype that is added takes one collective for the whole tree. A MEAN adds floating point numbers in float32, and
+        integers as integers, so that only its result is rounded. The gradient of `all_reduce(op)` is `all_reduce(op)` of the
+        incoming gradient, as in TensorFlow.
 
         Args:
             reduce_op: `"sum"` or `"mean"`, in any case. A MEAN of integers is floating point; one of float16
-                or bfloat16 is added up in float32. In a step with an uneven batch a MEAN weighs each replica by its rows, and one
-                without rows has no part in it: the mean of means over own rows is that over all rows. A replica's rows are
+                or bfloat16 is added in float32. In a step with an uneven batch, a MEAN weighs each replica by its rows and
+                ignores one without rows: so the mean of the replicas' means is the mean over all rows. A replica's rows are
                 the sizes in which its PerReplica arguments differ from those of other replicas.
             value: arrays of any dtypes and Python numbers, in any nest. None stays None.
-            by_rows: False gives all replicas the same weight in a mean. Without an uneven batch both are the same.
+            by_rows: False gives all replicas the same weight in a mean. With an even batch it changes nothing.
 
         Raises:
             ValueError: for another operation, and for a sum by rows.
             TypeError: for a leaf that is not a number or an array.
-            UnevenReplicasError: (a ValueError) for a MEAN by rows, in a step with an uneven batch, of gradients that have come
-                back through a collective, or when the arguments divide differently among the replicas.
+            UnevenReplicasError: (a ValueError) for a MEAN by rows in a step with an uneven batch, if it is of gradients that
+                came back through a collective, or if the arguments divide differently among the replicas.
 
         >>> def step(x):
         ...     return mr.get_replica_context().all_reduce("mean", {"a": x, "b": 2.0})
@@ -107,11 +107,11 @@ class ReplicaContext:
     @overload
     def all_gather(self, value: PyTree, axis: int) -> PyTree: ...
     def all_gather(self, value: PyTree, axis: int) -> PyTree:
-        """Concatenate each leaf over the replicas along `axis`, in replica order; all get the result.
+        """Concatenate each leaf over the replicas along `axis`, in replica order; all replicas get the result.
 
         Args:
             value: arrays with at least one axis, in any nest.
-            axis: the axis of the leaves to join along; negative counts from the end.
+            axis: the axis along which to join the leaves; negative counts from the end.
 
         Raises:
             ValueError: when a leaf has no such axis.
@@ -130,8 +130,8 @@ class ReplicaContext:
     ) -> PyTree:
         """Call `merge_fn(strategy, *args, **kwargs)` once, in cross-replica context.
 
-        JAX arrays among the arguments arrive as PerReplica values that hold all replicas' arrays; everything else,
-        variables too, arrives as it is. PerReplica values in the result come back as this replica's part.
+        JAX arrays among the arguments arrive as PerReplica values that hold all replicas' arrays; everything else, also
+        variables, arrives unchanged. PerReplica values in the result come back as this replica's part.
 
         Args:
             merge_fn: a function of the strategy and the arguments.
@@ -158,8 +158,8 @@ class ReplicaContext:
         """Make a random key that is different on each replica and the same in every run.
 
         Args:
-            key: a key from `jax.random.key` (or an int, from which one is made), the same on all replicas; or an array of
-                keys, of which each one is made different.
+            key: a key from `jax.random.key`, or an int to make one from, the same on all replicas; or an array of such keys,
+                each of which becomes different.
 
         Raises:
             TypeError: for anything else.
@@ -194,14 +194,14 @@ class ReplicaContext:
             )
 
 
-#: How a context reaches the other replicas.
+#: A context's way to the other replicas.
 axis_of: Callable[[ReplicaContext], ReplicaAxis] = operator.attrgetter("_axis")
 #: Whether a step has asked for the replica's number.
 knows_id: Callable[[ReplicaContext], bool] = operator.attrgetter("_knows_id")
 
 
 def current_replica() -> ReplicaContext | None:
-    """Return the context of the replica whose program is being traced, or run; None in cross-replica context."""
+    """Return the context of the replica whose program is being traced or run; None in cross-replica context."""
     frame = current()
     return None if frame is None else frame.replica
 
@@ -218,7 +218,7 @@ def _as_key(key: Any) -> jax.Array:
 
 
 def check_call(verb: str, example: str, function: object, args: object, kwargs: object) -> None:
-    """Refuse wrong arguments of a verb that calls a user's function: they are a function, a tuple and a dict."""
+    """Refuse wrong arguments of a verb that calls a user's function: it takes a function, a tuple and a dict."""
     if not callable(function):
         raise TypeError(f"{verb} got {shown(function)}; expected a function, not called: {example}.")
     if not isinstance(args, tuple | list):
@@ -231,7 +231,7 @@ def check_call(verb: str, example: str, function: object, args: object, kwargs: 
 
 
 def own_parts(tree: PyTree, axis: ReplicaAxis) -> PyTree:
-    """Replace the PerReplica values in a tree, which hold all replicas' values, by this replica's (`merge_call`)."""
+    """Replace the PerReplica values in a tree by this replica's values, after a `merge_call`."""
 
     def own(value: Any) -> Any:
         if not isinstance(value, PerReplica):

@@ -1,8 +1,8 @@
-"""What cross-replica code does with a value that has a replica axis: reduce, gather, split.
+"""The operations of cross-replica code on values with a replica axis: reduce, gather, split.
 
-These are functions of the stacked array `[R, ...]`. Called from outside they run as one compiled program whose collectives XLA's
-partitioner writes; in `mr.function` and `merge_call` they are traced in place. Small values of a tree travel together, with the
-same bits as alone: the additions of an element stay in their order.
+These are functions of the stacked array `[R, ...]`. Outside a trace they run as one compiled program, in which XLA's partitioner
+inserts the collectives; in `mr.function` and `merge_call` they are traced in place. Small values of a tree travel together, with
+the same bits as alone: each element's additions keep their order.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from .per_replica import PerReplica, uneven_shapes
 from .planned import is_for_plan, shapes_of
 from .platforms import PLATFORMS, XLAS_WAY
 
-#: Arrays in one buffer. More of them compile longer and run no faster (benchmarks/all_reduce.py).
+#: The most arrays in one buffer. More of them compile longer and run no faster (benchmarks/all_reduce.py).
 MAX_ARRAYS_TOGETHER = 25
 
 
 def reduce_stack(
     stack: jax.Array, op: ReduceOp, axes: Axes, shapes: tuple[Shape, ...] | None, ops: ReductionToOneDevice | None = None
 ) -> jax.Array:
-    """Reduce over `axes` of each replica's value, real rows only, and over the replicas, there by the user's function if any."""
+    """Reduce the real rows over `axes` of each replica's value, then over the replicas, by the user's function if any."""
     stack, count = zero_padding(stack, axes, shapes)
     own_axes = tuple(axis + 1 for axis in axes)
     if ops is None:
@@ -43,7 +43,7 @@ def reduce_stack(
 
 
 def zero_padding(stack: jax.Array, axes: Axes, shapes: tuple[Shape, ...] | None) -> tuple[jax.Array, int]:
-    """Return the stack with its padding set to zeros, and the number of elements that are combined into one of the result."""
+    """Return the stack with zeros as padding, and the number of elements that each element of the result combines."""
     for axis, sizes in enumerate(zip(*(shapes or ()), strict=True), 1):
         rows = jnp.array(sizes).reshape(-1, *(1,) * (stack.ndim - 1))
         is_real = jax.lax.broadcasted_iota(jnp.int32, stack.shape, axis) < rows
@@ -53,7 +53,7 @@ def zero_padding(stack: jax.Array, axes: Axes, shapes: tuple[Shape, ...] | None)
 
 
 def reduce_mirrored(value: jax.Array, op: ReduceOp, axes: Axes, num_replicas: int, ops: ReductionToOneDevice | None) -> jax.Array:
-    """Reduce a value that is the same on each replica: the SUM is R times it, the MEAN is the value, to the bit."""
+    """Reduce a value that is the same on each replica: the SUM is R times the value, the MEAN is the value, bit for bit."""
     if ops is not None:
         return reduce_stack(broadcast_stack(value, num_replicas), op, axes, None, ops)
     count = math.prod(value.shape[a] for a in axes)
@@ -64,8 +64,8 @@ def reduce_mirrored(value: jax.Array, op: ReduceOp, axes: Axes, num_replicas: in
 def gather_stack(stack: jax.Array, axis: int, shapes: tuple[Shape, ...] | None, whole: NamedSharding | None) -> jax.Array:
     """Concatenate the replicas' values along `axis`, in replica order.
 
-    With `whole`, the stack is brought to all devices first: XLA takes one row out of a split array by adding zeros, which
-    makes 0.0 of -0.0.
+    With `whole`, bring the stack to all devices first: XLA takes a row out of a split array by adding zeros, which turns -0.0
+    into 0.0.
     """
     if whole is not None:
         stack = jax.lax.with_sharding_constraint(stack, whole)
@@ -79,7 +79,7 @@ def gather_mirrored(value: jax.Array, axis: int, num_replicas: int) -> jax.Array
 
 
 def aggregate_stack(stack: jax.Array, mode: VariableAggregation) -> jax.Array:
-    """Combine the copies of a variable by its aggregation; the dtype stays."""
+    """Combine a variable's copies by its aggregation, and keep their dtype."""
     if mode is not VariableAggregation.MEAN and jnp.iscomplexobj(stack):
         return jax.lax.complex(aggregate_stack(stack.real, mode), aggregate_stack(stack.imag, mode))
     is_floating = jnp.issubdtype(stack.dtype, jnp.floating)
@@ -92,7 +92,7 @@ def aggregate_stack(stack: jax.Array, mode: VariableAggregation) -> jax.Array:
 
 @jax.custom_jvp
 def _first_bits(stack: jax.Array) -> jax.Array:
-    """Take the first copy by its bits: XLA takes a row out of a split array by adding zeros, 0.0 for -0.0 and subnormals."""
+    """Take the first copy as bits: XLA takes a row out of a split array by adding zeros, which makes -0.0 and subnormals 0.0."""
     return jax.lax.bitcast_convert_type(bits_of(stack)[0], stack.dtype)
 
 
@@ -101,7 +101,7 @@ _first_bits.defjvps(lambda tangent, *_: tangent[0])
 
 @jax.custom_jvp
 def _sum_by_bits(stack: jax.Array) -> jax.Array:
-    """Add up copies. If only one is not zero, take its bits: XLA on CPU takes a subnormal for zero when it adds."""
+    """Add up copies. If only one is not zero, take its bits: XLA's addition on CPU turns subnormals into zero."""
     bits = bits_of(stack)
     is_zero = (bits << 1) == 0
     alone = jax.lax.bitcast_convert_type(jnp.sum(jnp.where(is_zero, 0, bits), axis=0, dtype=bits.dtype), stack.dtype)
@@ -117,11 +117,11 @@ def broadcast_stack(value: jax.Array, num_replicas: int) -> jax.Array:
 
 
 def split_stack(value: jax.Array, num_replicas: int) -> jax.Array:
-    """Give every replica a part of `value`, such that the parts add up to exactly `value` in any order.
+    """Give every replica a part of `value`, so that the parts add up to exactly `value` in any order.
 
-    All parts are multiples of the spacing of floating point numbers at `value` (of 1 for integers) and no partial sum is
-    larger than `value`, so no addition rounds. 7 over 2 replicas is 4 and 3. The first replica gets a whole subnormal, because
-    XLA on CPU computes with zero in its place.
+    All parts are multiples of the spacing of floating point numbers at `value` (of 1 for integers), and no partial sum is
+    larger than `value`, so no addition rounds. 7 over 2 replicas is 4 and 3. A subnormal goes whole to the first replica,
+    because XLA on CPU would compute with zero instead.
     """
     if value.dtype == jnp.bool_ or not jnp.issubdtype(value.dtype, jnp.number):
         raise TypeError(f"a value of dtype {value.dtype} cannot be split into a sum over replicas.")
@@ -139,7 +139,7 @@ def split_stack(value: jax.Array, num_replicas: int) -> jax.Array:
 
 
 def require_equal_except(axes: Axes, value: PerReplica, verb: str) -> None:
-    """Refuse a PerReplica whose replicas' shapes differ along another axis than `axes`."""
+    """Refuse a PerReplica whose shapes differ along an axis that is not in `axes`."""
     shapes = uneven_shapes(value)
     if shapes is None or len({tuple(size for a, size in enumerate(shape) if a not in axes) for shape in shapes}) == 1:
         return
@@ -159,7 +159,7 @@ def require_equal_except(axes: Axes, value: PerReplica, verb: str) -> None:
 
 
 def compiled(function: Callable[..., Any], placement: NamedSharding, *static: Any) -> Callable[..., Any]:
-    """Return a compiled program for `function(array, *static)`, or of a list of arrays, with the placement of its results."""
+    """Return a compiled program for `function(array, *static)`, or for a list of arrays; its results get the placement."""
     return functools.partial(in_flight.dispatch, placement, _compile(function, placement, static))
 
 
@@ -185,7 +185,7 @@ class Task(NamedTuple):
 
 
 def run_tasks(arrays: list[jax.Array], tasks: Sequence[Task], placement: NamedSharding) -> list[jax.Array]:
-    """Run each array's task, all in one compiled program; the results have the placement."""
+    """Run each array's task, all in one compiled program; the results get the placement."""
     if not arrays:
         return []
     if len(arrays) == 1:
@@ -195,7 +195,7 @@ def run_tasks(arrays: list[jax.Array], tasks: Sequence[Task], placement: NamedSh
 
 
 def compute_all(arrays: Sequence[jax.Array], tasks: Sequence[Task], whole: NamedSharding) -> list[jax.Array]:
-    """Run each array's task, with few collectives; `whole` is the placement of a value that is the same on all devices."""
+    """Run each array's task, with few collectives; `whole` is the placement of a mirrored value."""
     results: dict[int, jax.Array] = {}
     packed: dict[Callable[..., jax.Array], list[int]] = {reduce_stack: [], gather_stack: []}
     for i, (array, task) in enumerate(zip(arrays, tasks, strict=True)):
@@ -220,11 +220,11 @@ def _may_travel(array: jax.Array, task: Task, whole: NamedSharding) -> bool:
     if task.function is gather_stack:
         return not jnp.issubdtype(array.dtype, jax.dtypes.extended)
     _, axes, _, ops = task.static
-    return ops is None and (array.shape[0] == whole.num_devices or not axes)  # else other additions would come first
+    return ops is None and (array.shape[0] == whole.num_devices or not axes)  # else the additions would change their order
 
 
 def _reduce_packed(stacks: Sequence[jax.Array], static: Sequence[tuple[Any, ...]]) -> list[jax.Array]:
-    """As `reduce_stack` of each, with the sums over the replicas in few buffers."""
+    """Reduce each stack as `reduce_stack` does, with the sums over the replicas in few buffers."""
     counts, parts = [], []
     for stack, (op, axes, shapes, _) in zip(stacks, static, strict=True):
         real, count = zero_padding(stack, axes, shapes)
@@ -238,7 +238,7 @@ def _reduce_packed(stacks: Sequence[jax.Array], static: Sequence[tuple[Any, ...]
 
 
 def _move_small(stacks: Sequence[jax.Array], move: Callable[[jax.Array], jax.Array]) -> list[jax.Array]:
-    """Apply a function of a stack `[R, n]`, which keeps the last axis, to each stack, small ones side by side in one."""
+    """Apply a function of `[R, n]` that keeps the last axis to each stack; put small stacks side by side in one."""
     rows = [jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype) for stack in stacks]
     groups = groups_of(rows, 0, MAX_ARRAYS_TOGETHER)
     return move_packed(stacks, groups, lambda packs: list(map(move, packs)), num_kept=1)

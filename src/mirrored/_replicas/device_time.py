@@ -1,4 +1,4 @@
-"""How the devices spent their time in the last profile: computing, or in collectives."""
+"""Says how the devices spent their time in the last profile: computing, or in collectives."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from .._process import last_profiles
 from .._text import counted
 from .mesh import ReplicaMesh
 
-#: The key of the time that was in no collective.
+#: The key of the time outside collectives.
 COMPUTATION = "computation"
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceTime:
-    """The time that this process's devices worked while a profile was recorded."""
+    """The working time of this process's devices while a profile was recorded."""
 
     folder: str  # of the profile
     ended: float  # when the profile ended, as of time.time()
-    num_steps: int  # runs of programs in it
+    num_steps: int  # how many program runs it has
     num_devices: int
-    seconds: dict[str, float]  # of all devices together, by `COMPUTATION` or the kind of a collective
+    seconds: dict[str, float]  # summed over the devices, by `COMPUTATION` or a collective's kind
     reason: str = ""  # why `seconds` is empty
 
     def shares(self) -> dict[str, float]:
-        """Return the shares of computation and communication; {} where they are unknown."""
+        """Return the shares of computation and communication; {} if they are unknown."""
         if (total := sum(self.seconds.values())) <= 0:
             return {}
         computation = self.seconds.get(COMPUTATION, 0.0) / total
         return {COMPUTATION: computation, "communication": 1 - computation}
 
     def kinds(self) -> dict[str, float]:
-        """Return the share of each kind of collective, the longest first."""
+        """Return each collective kind's share of the time, the longest first."""
         kinds = {kind: seconds for kind, seconds in self.seconds.items() if kind != COMPUTATION}
         return {kind: kinds[kind] / sum(self.seconds.values()) for kind in sorted(kinds, key=lambda kind: -kinds[kind])}
 
@@ -46,6 +46,6 @@ class DeviceTime:
 
 
 def last_profile(mesh: ReplicaMesh, since: float) -> DeviceTime | None:
-    """Return the last profile of a mesh, unless it ended before `since`, as of time.time()."""
+    """Return the last profile of a mesh, or None if it ended before `since`, as of time.time()."""
     found = last_profiles.get(mesh)
     return None if found is None or found.ended < since else found

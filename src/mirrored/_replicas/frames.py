@@ -1,4 +1,4 @@
-"""Frames: inside which scope, step and trace the program is."""
+"""Frames: they say which scope, step and trace the program is in."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .mesh import ReplicaMesh
 
 
 class VariableValues(Protocol):
-    """The values of variables while a function is traced, as a frame reads and writes them."""
+    """The variables' values while a function is traced, which a frame reads and writes."""
 
     @property
     def caches(self) -> Callable[[], Any]: ...
@@ -36,17 +36,17 @@ class Frame:
     strategy: Any  # whose scope or replica this is; None in an `mr.function` outside every scope
     mesh: ReplicaMesh | None  # the strategy's devices
     replica: Any = None  # the ReplicaContext; None in cross-replica context
-    axis: ReplicaAxis | None = None  # how to reach the other replicas; set inside a step, also in its `merge_call`
-    bindings: VariableValues | None = None  # where variables are read and written while tracing; None means in their arrays
+    axis: ReplicaAxis | None = None  # the way to the other replicas; set inside a step, also in its `merge_call`
+    bindings: VariableValues | None = None  # the variables' values while tracing; None: they are in their arrays
 
 
-#: Returns the innermost frame, or None outside every scope.
+#: Return the innermost frame, or None outside every scope.
 current: Callable[[], Frame | None] = _process.frame.get
 
 
 @contextlib.contextmanager
 def entered(frame: Frame) -> Iterator[Frame]:
-    """Make a frame the current one for the duration of a block."""
+    """Make a frame the current one during a block."""
     token = _process.frame.set(frame)
     try:
         yield frame
@@ -55,13 +55,13 @@ def entered(frame: Frame) -> Iterator[Frame]:
 
 
 def is_traced() -> bool:
-    """Tell whether code is part of a program that is being traced, by this library or by JAX."""
+    """Tell whether the running code is being traced, by this library or by JAX."""
     frame = _process.frame.get()
     return (frame is not None and (frame.bindings is not None or frame.axis is not None)) or tracing.is_staging()
 
 
 def check_enterable(strategy: object) -> None:
-    """Refuse a scope of one strategy inside a scope, or a step, of another."""
+    """Refuse a strategy's scope inside a scope or step of another strategy."""
     frame = current()
     if frame is None or frame.strategy is None:
         return
@@ -79,7 +79,7 @@ def check_enterable(strategy: object) -> None:
 
 
 def require_cross_replica(verb: str, instead: str) -> None:
-    """Refuse a verb that concerns all replicas when it is called inside one of them."""
+    """Refuse a verb that concerns all replicas when one replica's step calls it."""
     frame = _process.frame.get()
     if frame is not None and frame.replica is not None:
         raise ContextError(
@@ -104,7 +104,7 @@ def in_cross_replica_context() -> bool:
 
 
 def foreign_trace_message(action: str, name: str, frame: Frame | None) -> str:
-    """Explain why a variable cannot be used under a transformation that does not know about it."""
+    """Explain why a variable cannot be used under a transformation that does not know the variable."""
     if frame is not None and frame.bindings is not None:
         return (
             f"variable {name!r} was {action} at {user_code.user_line()} under a JAX transformation inside the step "

@@ -1,8 +1,8 @@
-"""Aligned host memory, which XLA's CPU devices use in place of a copy.
+"""Makes aligned host memory, which XLA's CPU devices use without a copy.
 
-They keep the memory of a numpy array whose address is a multiple of 64, and copy any other array. They never write into it: a
-program to which such an array is donated gets new memory. So an array made here must go to nobody else: changing the numpy array
-would change the device's.
+They keep the memory of a numpy array whose address is a multiple of 64, and copy any other array. They never write into it: if
+such an array is donated to a program, the program gets new memory. Give an array made here to nobody else: changing the numpy
+array would change the device's array.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .platforms import PLATFORMS, XLAS_WAY
 
 #: XLA's smallest alignment of a buffer on CPU.
 _ALIGNMENT = 64
-#: From this size on a copy costs more than finding an aligned address.
+#: From this size on, a copy costs more than finding an aligned address.
 _ALIGN_FROM_BYTES = 64 * 1024
-#: From this size on a gather goes through host memory; for less, a program is better, for which this thread need not wait.
+#: From this size on, a gather goes through host memory; below it a program is better, because this thread need not wait.
 _GATHER_FROM_BYTES = 1024 * 1024
 
 
 def empty_rows(num_rows: int, shape: Shape, dtype: DTypeLike) -> np.ndarray:
-    """Return new memory for `[num_rows, *shape]` in which each row begins at an aligned address."""
+    """Return new memory for `[num_rows, *shape]`, in which each row begins at an aligned address."""
     dtype = np.dtype(dtype)
     size = math.prod(shape) * dtype.itemsize
     if num_rows * size < _ALIGN_FROM_BYTES:
@@ -41,7 +41,7 @@ def empty_rows(num_rows: int, shape: Shape, dtype: DTypeLike) -> np.ndarray:
 
 
 def gathers(mesh: ReplicaMesh, stack: jax.Array) -> bool:
-    """Tell whether to use `gather` for a stack: it lies in this host's memory, and is large."""
+    """Tell whether to use `gather` for a stack: whether it is in this host's memory, and large."""
     return (
         mesh.is_alone
         and PLATFORMS.get(mesh.devices[0].platform, XLAS_WAY).is_host_memory

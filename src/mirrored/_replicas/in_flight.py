@@ -1,10 +1,10 @@
-"""How many programs may be in flight at once on virtual CPU devices, and on several workers.
+"""Bounds the number of programs in flight, on virtual CPU devices and on several workers.
 
-Replicas that share this machine's CPU wait for each other on threads of one pool, and XLA's own limit of
-programs in flight makes further programs wait on threads of the same pool, until the replica that all wait
-for gets none: docs/design/cpu-rendezvous.md. Several workers wait for each other in every program, and a worker that
-runs ahead would take thousands of steps after another was lost: docs/design/failures.md. Real accelerators of one
-process have queues of their own and are left alone.
+Replicas that share this machine's CPU wait for each other on threads of one pool. XLA has its own limit of programs in flight:
+further programs wait on threads of the same pool, until no thread is left for the replica that all others wait for
+(docs/design/cpu-rendezvous.md). Several workers wait for each other in every program; without a bound, a worker would run
+ahead for thousands of steps after another worker was lost (docs/design/failures.md). Accelerators of one process have queues
+of their own and need no bound.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from .._workers.progress import progress
 from .planned import is_for_plan
 from .platforms import PLATFORMS, XLAS_WAY
 
-#: Programs in flight per process, over all strategies: XLA blocks a thread of the pool from the 33rd on, and programs
-#: that other code dispatches count too.
+#: The most programs in flight in a process, over all strategies: from the 33rd on, XLA blocks a thread of the pool for each,
+#: and programs that other code dispatches count too.
 MAX_IN_FLIGHT = 16
-#: How many are waited for at once. Waiting in every step would wake this thread in every step, and the replicas
-#: want the cores (benchmarks/step_time.py, W1).
+#: How many programs a wait covers. Waiting in every step would wake this thread in every step, and the replicas
+#: need the cores (benchmarks/step_time.py, W1).
 WAIT_FOR = 8
-#: Programs of several workers in flight: an error of one surfaces at most so many steps late.
+#: The most programs of several workers in flight: a program's error surfaces at most so many steps late.
 MAX_JOINT_IN_FLIGHT = 2
 
 
@@ -47,7 +47,7 @@ os.register_at_fork(after_in_child=_begin_child)
 
 
 def require_threads() -> None:
-    """Refuse to run a program in a forked child: it would wait for ever for threads that only the parent has."""
+    """Refuse to run a program in a forked child, which would wait for ever for threads that only its parent has."""
     if _process.is_forked:
         raise ContextError(
             "this process was forked from one in which JAX was running, whose threads it does not have, so a program would never "
@@ -73,7 +73,7 @@ def is_paced(placement: NamedSharding) -> bool:
 
 
 def new_witness(placement: NamedSharding) -> list[jax.Array]:
-    """Return a further result of a program on these devices, to be waited for; none where nobody waits."""
+    """Return one more result for a program on these devices, to wait for; no result where nobody waits."""
     return [jnp.zeros((), jnp.int32)] if is_paced(placement) else []
 
 
@@ -83,23 +83,23 @@ def is_joint(placement: NamedSharding) -> bool:
 
 
 def started(witness: jax.Array) -> None:
-    """Note a dispatched program by a result of it that nobody donates; when too many are in flight, wait for older ones."""
+    """Note a dispatched program by a result that nobody donates; if too many programs are in flight, wait for older ones."""
     _process.in_flight.append(witness)
     if len(_process.in_flight) < MAX_IN_FLIGHT:
         return
     with _process.in_flight_lock:
         waited_for = [_process.in_flight.popleft() for _ in range(WAIT_FOR)] if len(_process.in_flight) >= MAX_IN_FLIGHT else []
     for old in reversed(waited_for):
-        if not old.is_deleted():  # XLA runs them one after the other, so the last that can be waited for is enough
+        if not old.is_deleted():  # XLA runs programs in order, so it is enough to wait for the last possible one
             start = time.perf_counter()
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # its results say so to whom they concern
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # whoever reads the results gets the error
                 old.block_until_ready()
             waited.devices += time.perf_counter() - start
             return
 
 
 def joined(witness: jax.Array, check: Callable[[Any], None] | None = None) -> None:
-    """As `started`, for a program of all workers; `check`, called at most two programs later, may raise for its witness."""
+    """Do the same as `started` for a program of all workers; at most two programs later, `check(witness)` may raise."""
     if not isinstance(witness.dtype, np.dtype):  # a random key has no `is_ready`, which the guard asks
         witness = jax.random.key_data(witness)
     _process.joint_in_flight.append((witness, check))
@@ -123,4 +123,4 @@ def finish(left: int = 0) -> None:
             check(witness)
 
 
-progress.finish = finish  # at the end of a program nothing comes later that would wait
+progress.finish = finish  # the end of the program must wait: no later program does

@@ -1,4 +1,4 @@
-"""Which devices the replicas live on: parse, choose, start the backend, and make the one-axis mesh."""
+"""Chooses the replicas' devices: parses their names, starts the backend, and makes the mesh with one axis."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from . import planned
 _DEVICE_NAME = re.compile(r"/?(?:device:)?(\w+):(\d+)", re.IGNORECASE | re.ASCII)
 
 _logger = logging.getLogger("mirrored")
-#: Exists where NVIDIA's driver is, also in a container that was given a GPU.
+#: A file that exists where NVIDIA's driver is, also in a container with a GPU.
 _NVIDIA_DRIVER = "/proc/driver/nvidia/version"
-#: A strategy makes at most so many virtual CPU devices: each takes threads, and a slip such as "cpu:88888" would take all.
+#: The most virtual CPU devices that a strategy makes: each takes threads, and a slip such as "cpu:88888" would take all.
 MAX_CPU_DEVICES = 1024
 
 
@@ -43,8 +43,8 @@ _ONE_BY_ONE = "_one_by_one"
 class ReplicaMesh:
     """The devices of all replicas, in replica order, and the two placements that exist.
 
-    Axis types are Auto: `jax.make_mesh` would make them Explicit, and then every array's type would carry the mesh. The axis is
-    called "replica", or, when each device has several replicas, by a name that says how many: so an array's sharding tells its
+    The axis type is Auto: with `jax.make_mesh` it would be Explicit, and every array's type would carry the mesh. The axis is
+    called "replica" or, when each device has several replicas, has a name that says how many. So an array's sharding tells its
     strategy, and meshes of different strategies differ.
     """
 
@@ -57,12 +57,12 @@ class ReplicaMesh:
 
     @functools.cached_property
     def per_device(self) -> int:
-        """How many replicas each device has; they are neighbours in replica order."""
+        """The number of replicas on each device, which are neighbours in replica order."""
         return int(match[1]) if (match := _SEVERAL.match(self.axis)) else 1
 
     @functools.cached_property
     def one_by_one(self) -> bool:
-        """Whether a device runs its replicas one after the other, and not together; see `_program/virtual`."""
+        """Whether a device runs its replicas one after the other instead of together; see `_program/virtual`."""
         return self.axis.endswith(_ONE_BY_ONE)
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ class ReplicaMesh:
 
     @functools.cached_property
     def devices(self) -> tuple[jax.Device, ...]:
-        """The devices, in the order of their replicas; as many as replicas, unless each has several."""
+        """The devices, in the order of their replicas; one for each replica, unless each device has several."""
         return tuple(self.mesh.devices.flat)
 
     @functools.cached_property
@@ -95,49 +95,49 @@ class ReplicaMesh:
 
     @functools.cached_property
     def local_replicas(self) -> tuple[int, ...]:
-        """The numbers of the replicas whose devices are this process's."""
+        """The numbers of the replicas on this process's devices."""
         return tuple(i for i in range(self.num_replicas) if self.devices[i // self.per_device] in self.local_devices)
 
     @functools.cached_property
     def local_devices(self) -> tuple[jax.Device, ...]:
-        """The devices that are this process's."""
+        """This process's devices."""
         return tuple(self.mesh.local_devices)
 
     @functools.cached_property
     def is_alone(self) -> bool:
-        """Whether all replicas are this process's, so that no other worker takes part."""
+        """Whether this process has all replicas, so that no other worker takes part."""
         return len(self.local_replicas) == self.num_replicas
 
-    # -- what puts arrays and programs on the devices
+    # -- arrays and programs on the devices
 
     def put(self, arrays: PyTree, placements: PyTree) -> Any:
         """Bring arrays to the devices; one placement for all of them, or one for each."""
         return jax.device_put(arrays, placements)
 
     def fresh(self, array: ArrayLike) -> Any:
-        """Return an array that nobody else holds."""
+        """Return a copy of an array that nobody else holds."""
         return jnp.copy(jnp.asarray(array))
 
     def evaluate(self, function: Callable[..., Any], *arguments: PyTree) -> Any:
-        """Call a function of arrays that are tied to no device."""
+        """Call a function on arrays that are tied to no device."""
         return function(*arguments)
 
     def memory_limit(self) -> int | None:
-        """Return the bytes that JAX may use of a device's memory; None where it does not tell, as of a CPU."""
+        """Return how many bytes of a device's memory JAX may use; None if the device does not say, like a CPU."""
         return (self.local_devices[0].memory_stats() or {}).get("bytes_limit")
 
     def executable(self, program: Callable[..., Any], name: str, is_trained: Callable[[], list[bool]]) -> Callable[..., Any]:
-        """Return what runs a jitted program of a step or a function; `is_trained` tells which of its variables are."""
+        """Return a function that runs a jitted program; `is_trained` tells which of the program's variables are trained."""
         return program
 
 
 @dataclasses.dataclass(frozen=True)
 class PlannedMesh(ReplicaMesh):
-    """The devices of a topology, which nobody has: arrays on them are shapes, and programs are compiled only."""
+    """A topology's devices, which are not here: arrays on them are shapes, and programs are compiled but never run."""
 
     @functools.cached_property
     def programs(self) -> list[planned.CompiledOnly]:
-        """What was made for these devices; kept, also when its function is gone."""
+        """The programs made for these devices, kept even after their functions are gone."""
         return []
 
     @functools.cached_property
@@ -159,11 +159,11 @@ class PlannedMesh(ReplicaMesh):
         return array
 
     def memory_limit(self) -> int | None:
-        return None  # the plan says it
+        return None  # the plan knows the limit
 
     def evaluate(self, function: Callable[..., Any], *arguments: PyTree) -> Any:
         shapes = [array for array in jax.tree.leaves(arguments) if isinstance(array, jax.ShapeDtypeStruct)]
-        if not shapes:  # inside a trace they are its arrays
+        if not shapes:  # inside a trace the arguments are tracers
             return function(*arguments)
         return self.put(jax.eval_shape(function, *arguments), shapes[0].sharding)
 
@@ -173,7 +173,7 @@ class PlannedMesh(ReplicaMesh):
 
 
 def make_mesh(devices: Sequence[jax.Device], axis: str = REPLICA_AXIS) -> ReplicaMesh:
-    """Make the mesh of some devices, in the order given."""
+    """Make the mesh of some devices, in the given order."""
     mesh = replicas_of(Mesh(np.array(devices, dtype=object), (axis,)))
     if _process.topology and isinstance(mesh, PlannedMesh):
         _process.planned_meshes.append(mesh)
@@ -181,12 +181,12 @@ def make_mesh(devices: Sequence[jax.Device], axis: str = REPLICA_AXIS) -> Replic
 
 
 def replicas_of(mesh: Mesh) -> ReplicaMesh:
-    """Return the replicas of one of our meshes, as an array's sharding has it."""
+    """Return the ReplicaMesh of one of our meshes, as found in an array's sharding."""
     return (PlannedMesh if topologies.runs_nothing(mesh.devices.flat[0]) else ReplicaMesh)(mesh)
 
 
 def with_replicas(mesh: ReplicaMesh, num_replicas: int | None, schedule: str) -> ReplicaMesh:
-    """Return the mesh of the same devices with `num_replicas` in all, equally many on each; None: the mesh itself."""
+    """Return a mesh of the same devices with `num_replicas` replicas, equally many on each; for None, the mesh itself."""
     if schedule not in ("together", "one_by_one"):
         raise ValueError(
             f"schedule is {schedule!r}; expected 'together' (all replicas of a device at once) or 'one_by_one' (one after the "
@@ -211,7 +211,7 @@ def with_replicas(mesh: ReplicaMesh, num_replicas: int | None, schedule: str) ->
 
 
 def cluster_mesh() -> ReplicaMesh:
-    """Make the mesh of all workers' best devices, worker by worker; every worker must have equally many of one kind."""
+    """Make the mesh of all workers' best devices, worker by worker; refuse workers with different kinds or numbers of them."""
     start_backend(0)
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     owned = collections.Counter((device.process_index, device.platform) for device in devices)
@@ -231,7 +231,7 @@ def default_mesh() -> ReplicaMesh:
 
 
 def resolve_devices(devices: Sequence[Any] | None) -> tuple[jax.Device, ...]:
-    """Turn a user's `devices` into distinct, existing devices of one kind; None: all of the best kind."""
+    """Turn a user's `devices` into distinct, existing devices of one kind; None means all devices of the best kind."""
     if devices is None and _process.topology:
         return _process.topology
     if devices is None:
@@ -265,8 +265,8 @@ def resolve_devices(devices: Sequence[Any] | None) -> tuple[jax.Device, ...]:
 def start_backend(num_cpu_devices: int) -> None:
     """Start JAX's backends, unless they run, with enough CPU devices and a thread pool that cannot starve.
 
-    An accelerator that does not start is an error, unless the user has named CPU devices. The size of XLA's CPU thread pool is
-    read once, when the backend starts: docs/design/cpu-rendezvous.md.
+    If an accelerator does not start, raise an error, unless the user has named CPU devices. XLA reads the size of its CPU
+    thread pool once, when the backend starts: docs/design/cpu-rendezvous.md.
     """
     interrupts.send_ignored_again()
     configured = jax.config.jax_num_cpu_devices  # pyrefly: ignore[missing-attribute]
@@ -276,7 +276,7 @@ def start_backend(num_cpu_devices: int) -> None:
         try:
             jax.config.update("jax_num_cpu_devices", num_cpu_devices)
         except RuntimeError:
-            return  # the backends have started; `_find_device` says so for the first device that is missing
+            return  # the backends have started; `_find_device` raises for the first missing device
     with _env.at_least(_env.CPU_THREADS, cpu_pool_size(max(num_cpu_devices, configured)), _env.CPU_THREADS_FALLBACK):
         try:
             jax.local_devices()
@@ -286,7 +286,7 @@ def start_backend(num_cpu_devices: int) -> None:
             if num_cpu_devices:
                 _logger.warning("training on CPU devices, as devices= says. JAX cannot start the others: %s", error)
                 return
-            distributed.clear_backends()  # JAX would give the CPU, which it has started, to whoever asks again
+            distributed.clear_backends()  # else the next request would get the CPU, which JAX has started
             raise DeviceError(
                 f"JAX cannot start the devices of this process: {error}. Nothing is trained on the CPU instead. Free or repair "
                 "them; to train on the CPU, set JAX_PLATFORMS=cpu in the environment."
@@ -294,16 +294,16 @@ def start_backend(num_cpu_devices: int) -> None:
 
 
 def raising_cpu_threads() -> contextlib.AbstractContextManager[None]:
-    """Set what XLA's CPU client reads at its start, for good unless the block raises, before a thread reads the environment.
+    """Set the environment variables that XLA's CPU client reads at its start; unless the block raises, they stay.
 
-    To set it beside threads of C code, as those of `jax.distributed`, may crash: `setenv` moves what `getenv` has found.
+    Call this before C code starts threads, as `jax.distributed` does: `setenv` moves texts that their `getenv` has found.
     """
     configured = max(1, jax.config.jax_num_cpu_devices, _env.forced_host_devices())  # pyrefly: ignore[missing-attribute]
     return _env.at_least(_env.CPU_THREADS, cpu_pool_size(configured), _env.CPU_THREADS_FALLBACK, stays=True)
 
 
 def cpu_pool_size(num_devices: int) -> int:
-    """Return how many threads XLA's CPU client needs so that one Python thread can never make it starve."""
+    """Return how many threads XLA's CPU client needs so that one Python thread can never starve it."""
     return max(2 * num_devices, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
@@ -324,7 +324,7 @@ def _listed(devices: object) -> list[Any]:
 
 
 def _place_of(entry: object) -> tuple[str, int] | None:
-    """Return the platform and the number that an entry names; None for a device itself."""
+    """Return the platform and number that an entry names; None for a `jax.Device`."""
     if isinstance(entry, jax.Device):
         return None
     if not isinstance(entry, str):
@@ -364,12 +364,12 @@ def _find_device(entry: str, platform: str, index: int, num_cpu_devices: int) ->
 def _local_devices(platform: str) -> Sequence[jax.Device]:
     try:
         return jax.local_devices(backend=platform)
-    except RuntimeError:  # JAX has no such backend here: `start_backend` has started those that there are
+    except RuntimeError:  # JAX has no such backend: `start_backend` has started all that exist
         return ()
 
 
 def _why_no_gpu() -> str:
-    """Explain why JAX has no GPU on a machine with NVIDIA's driver; "" on another machine."""
+    """Explain why JAX has no GPU on a machine with NVIDIA's driver; return "" on another machine."""
     if not os.path.exists(_NVIDIA_DRIVER):
         return ""
     chosen = jax.config.jax_platforms  # pyrefly: ignore[missing-attribute]

@@ -1,7 +1,7 @@
-"""JAX's own collectives in a step: `jax.lax.pmean(x, "replica")` weighs replicas by their rows, and the proof sees it.
+"""Lets users call JAX's own collectives in a step: `jax.lax.pmean(x, "replica")` weighs replicas by rows, and the proof sees it.
 
-While a step is traced, the public names in `jax.lax` are functions of this module, which pass on calls from outside a step, such
-as those of other threads; afterwards they are JAX's own again.
+While a step is traced, functions of this module replace the public names in `jax.lax`; afterwards these are JAX's own again.
+Calls from outside a step, such as those of other threads, are passed on to JAX.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PURPOSES = {"pmean": Purpose.MEAN, "psum": Purpose.SUM, "psum_scatter": Purpose
 
 @contextlib.contextmanager
 def seen() -> Iterator[None]:
-    """Replace JAX's collectives while a step is traced inside this block."""
+    """Replace JAX's collectives during this block, in which a step is traced."""
     with _process.lax_lock:
         if not _process.num_step_traces:
             _process.lax_replaced = _places()
@@ -50,7 +50,7 @@ def seen() -> Iterator[None]:
 
 
 def _places() -> list[tuple[ModuleType, str, Callable[..., Any]]]:
-    """List `jax.lax` and the modules that have imported a collective by its name, each with the name and the collective."""
+    """List the places of JAX's collectives: `jax.lax`, and modules that have imported one by name, with name and function."""
     modules = [module for key, module in list(sys.modules.items()) if key == "jax.lax" or not key.startswith("jax")]
     having = [module for module in modules if not getattr(module, "__dict__", {}).keys().isdisjoint(NAMES)]
     originals = {name: getattr(jax.lax, name) for name in NAMES}
@@ -65,7 +65,7 @@ def _call(name: str, original: Callable[..., Any], x: PyTree, axis_name: object,
     if name == "pmean" and axis.sizes is not None:
         others = tuple(other for other in names if other != REPLICA_AXIS)
         return _mean(original(x, others) if others else x, axis, **options)
-    if name == "psum" and type(x) is int and names == (REPLICA_AXIS,):  # JAX takes a number, such as x.shape[0], for one of all
+    if name == "psum" and type(x) is int and names == (REPLICA_AXIS,):  # JAX would take x.shape[0] for every replica's
         return sum(axis.each(x))
     if axis.sizes is not None:
         x = jax.tree.map(functools.partial(_marked, name), x)
@@ -78,7 +78,7 @@ def _call(name: str, original: Callable[..., Any], x: PyTree, axis_name: object,
 
 def _noted(purpose: Purpose, tree: PyTree, name: str) -> PyTree:
     leaves, treedef = jax.tree.flatten(tree)
-    if not all(isinstance(leaf, jax.Array) for leaf in leaves):  # numbers, which JAX multiplies by R
+    if not all(isinstance(leaf, jax.Array) for leaf in leaves):  # numbers: JAX multiplies them by R
         return tree
     return jax.tree.unflatten(treedef, noted(purpose, leaves, f"jax.lax.{name}"))
 
@@ -94,7 +94,7 @@ def _mean(x: PyTree, axis: ReplicaAxis, axis_index_groups: object = None) -> PyT
 
 
 def _marked(name: str, leaf: ArrayLike) -> ArrayLike:
-    """Mark an array that the step gives to a collective: a collective without this mark is JAX's own, in a gradient."""
+    """Mark a collective's operand as the step's own: JAX itself makes the unmarked collectives, in gradients."""
     if not isinstance(leaf, jax.Array):
         return leaf
     wide = leaf.astype(jnp.int32) if name == "psum" and leaf.dtype == jnp.bool_ else leaf  # as psum itself would

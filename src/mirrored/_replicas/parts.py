@@ -1,4 +1,4 @@
-"""A value in parts: each replica has equally many of its elements, in order; the last parts are padded with zeros."""
+"""Divides a value into parts: each replica gets equally many elements, in order; zeros pad the last parts."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def split_parts(whole: jax.Array, num_replicas: int) -> jax.Array:
 
 
 def join_parts(stack: Any, shape: Shape, everywhere: NamedSharding | None = None) -> Any:
-    """Return the whole value of the parts of all replicas, `[R, part]`, on the devices or on the host.
+    """Join the parts of all replicas, `[R, part]`, into the whole value, on the devices or on the host.
 
-    With `everywhere`, the parts are brought to all devices first: XLA may join them by adding zeros, which makes 0.0 of -0.0.
+    With `everywhere`, bring the parts to all devices first: XLA may join them by adding zeros, which turns -0.0 into 0.0.
     """
     if everywhere is not None:
         stack = jax.lax.with_sharding_constraint(stack, everywhere)
@@ -47,7 +47,7 @@ def own_part(whole: jax.Array, axis: ReplicaAxis) -> jax.Array:
 
 
 def num_real(shape: Shape, axis: ReplicaAxis) -> Any:
-    """Return the number of elements in this replica's part without its padding."""
+    """Return the number of elements in this replica's part, without padding."""
     size, total = part_size(shape, axis.size), math.prod(shape)
     return jnp.asarray([min(max(total - i * size, 0), size) for i in range(axis.size)], jnp.int32)[axis.index()]
 
@@ -65,7 +65,7 @@ def reduce_scatter(op: ReduceOp, arrays: Sequence[jax.Array], axis: ReplicaAxis)
 
 
 def _scatter(lanes: int, pack: jax.Array) -> jax.Array:
-    """Add up the replicas' packs, `[R, n]`, and return this replica's row; with lanes, by way of rows of so many numbers."""
+    """Add up the replicas' packs, `[R, n]`, and return this replica's row; with `lanes`, scatter rows of so many numbers."""
     if not lanes:
         return jax.lax.psum_scatter(pack, REPLICA_AXIS)
     size = pack.shape[1]
@@ -74,6 +74,6 @@ def _scatter(lanes: int, pack: jax.Array) -> jax.Array:
 
 
 def all_gather_parts(parts: Sequence[jax.Array], shapes: Sequence[Shape], axis: ReplicaAxis) -> list[jax.Array]:
-    """Return the whole values, of which each replica gives its part."""
+    """Gather the replicas' parts into whole values."""
     stacks = move_packed(parts, axis.groups(parts), lambda packs: list(map(axis.stack, packs)))
     return [join_parts(stack, shape) for stack, shape in zip(stacks, shapes, strict=True)]

@@ -23,22 +23,22 @@ _WAYS_OUT = """it has one value for each replica. Write one of
 
 
 class Origin(NamedTuple):
-    """The dataset of a batch."""
+    """Where a batch comes from: its dataset."""
 
-    dataset: object  # equal to that of batches of the same dataset only
-    is_auto_by_file: bool  # whether AUTO chose to share it out by file
-    last_sizes: tuple[int, ...] = ()  # each replica's rows of its last batch, when these are known to differ
+    dataset: object  # equal only for batches of one dataset
+    is_auto_by_file: bool  # whether AUTO chose to divide the data by file
+    last_sizes: tuple[int, ...] = ()  # each replica's rows in the dataset's last batch, if known to differ
 
 
 class PerReplica:
     """One value for each replica, as returned by `run` and by distributed datasets.
 
-    Physically it is one `jax.Array` with a new leading axis of length R that is sharded over the replicas.
-    Replicas may hold different shapes (of the same rank): then each is padded to the largest, `shapes` says
-    what is real, and no operation of this library shows the padding.
+    Physically it is one `jax.Array` with a new leading axis of length R, sharded over the replicas.
+    Replicas may hold different shapes of the same rank: then each is padded to the largest, `shapes` says
+    which elements are real, and no operation of this library shows the padding.
 
-    A PerReplica is a pytree whose only leaf is that stacked array. Inside `strategy.run` it is this
-    replica's slice, an ordinary array.
+    A PerReplica is a pytree whose only leaf is that stacked array. Inside `strategy.run` a replica sees its own
+    slice, an ordinary array.
 
     >>> x = strategy.distribute_values_from_function(lambda ctx: np.full(2, ctx.replica_id_in_sync_group))
     >>> x.shape, x.dtype
@@ -65,12 +65,12 @@ class PerReplica:
         origin: Origin | None = None,
         proven: object = None,
     ) -> None:
-        """Wrap a stacked array; users get PerReplica values from a strategy instead."""
+        """Wrap a stacked array; users do not call this, but get PerReplica values from a strategy."""
         self._array = array  # `[R, ...]`, sharded over the replicas along its first axis
         self._shapes = shapes  # each replica's true shape when they differ, else None
-        self._carried = carried  # SUM and MEAN over the replicas, and their mesh, where the program that made the values has them
-        self._origin = origin  # of a dataset's batch
-        self._proven = proven  # the state in which the mirror proof has found the result of a step
+        self._carried = carried  # SUM and MEAN over the replicas, and the mesh, if the program that made it computed them
+        self._origin = origin  # the dataset, for a batch
+        self._proven = proven  # what the mirror proof found of it, for a step's result
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
@@ -96,7 +96,7 @@ class PerReplica:
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas there are."""
+        """The number of replicas."""
         return self._array.shape[0]
 
     @property
@@ -110,7 +110,7 @@ class PerReplica:
         if isinstance(self._array, jax.Array) and not isinstance(self._array, jax.core.Tracer):
             for shard in self._array.addressable_shards:
                 first = shard.index[0].start or 0
-                for i in range(shard.data.shape[0]):  # one row, unless `jax.tree.map` made another placement
+                for i in range(shard.data.shape[0]):  # one row, unless `jax.tree.map` changed the placement
                     rows.setdefault(first + i, shard.data[i])
         else:
             rows = {i: self._array[i] for i in range(self.num_replicas)}
@@ -123,7 +123,7 @@ class PerReplica:
             return f"PerReplica({self._array!r})"
         if isinstance(self._array, jax.Array) and self._array.is_deleted():
             return f"PerReplica(shape={self.shape}, dtype={self.dtype}, deleted)"
-        with jax.ensure_compile_time_eval():  # also inside a step
+        with jax.ensure_compile_time_eval():  # compute now, also inside a step
             own = self._local_rows()
             rows = ",\n".join((label := f"  {i}: ") + _abridge(value, label) for i, value in own.items())
         others = "" if len(own) == self.num_replicas else f" {len(own)} of {self.num_replicas} replicas are of this worker:"
@@ -140,7 +140,7 @@ class PerReplica:
     if not TYPE_CHECKING:  # so that type checkers find misspelt names
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Say what to do instead of `x.mean()`, `x.item()` and other methods of arrays."""
+            """Raise an error that says what to write instead of `x.mean()`, `x.item()` and other methods of arrays."""
             hint = f": {_WAYS_OUT}" if name == "numpy" or hasattr(jax.Array, name) else "."
             raise AttributeError(f"PerReplica has no attribute {name!r}{hint}")
 
@@ -163,7 +163,7 @@ class PerReplica:
 
 
 def _refuse_operators() -> None:
-    """Give PerReplica every operator, each of which raises the one error that names the ways out."""
+    """Give PerReplica every operator: each raises the same error, which names the ways out."""
     symbols = {
         "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**", "matmul": "@",
         "and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>", "divmod": "divmod",
@@ -191,26 +191,26 @@ def _abridge(value: jax.Array, label: str) -> str:
 
 
 def is_per_replica(value: object) -> bool:
-    """Tell whether a value is a PerReplica: the `is_leaf` that keeps them whole."""
+    """Tell whether a value is a PerReplica; as `is_leaf`, this keeps them whole."""
     return isinstance(value, PerReplica)
 
 
-# What other wings read of a value; `__init__` says what each is.
+# Attributes for other wings; `__init__` explains each.
 stack_of: Callable[[PerReplica], Any] = operator.attrgetter("_array")
 carried_sums: Callable[[PerReplica], tuple[Any, Any, Any] | None] = operator.attrgetter("_carried")
 origin_of: Callable[[PerReplica], Origin | None] = operator.attrgetter("_origin")
 uneven_shapes: Callable[[PerReplica], tuple[Shape, ...] | None] = operator.attrgetter("_shapes")
-#: Its class, its shapes if they differ, and its array's placement, shape and dtype, read in C, as each warm step compares them.
+#: A value's class, shapes if they differ, and its array's placement, shape and dtype; read in C, for each warm step.
 facts_of = operator.attrgetter("__class__", "_shapes", "_array.sharding", "_array.aval.shape", "_array.aval.dtype")
 
 
 def proven_of(value: object) -> Any:
-    """Return the state in which the mirror proof has found a value; None of what no step has returned."""
+    """Return what the mirror proof found of a value; None if no step returned the value."""
     return value._proven if isinstance(value, PerReplica) else None
 
 
 def require_whole(value: PerReplica, what: Callable[[], str]) -> None:
-    """Refuse a PerReplica whose array `jax.tree.map` has given another shape; `what` begins the message: "reduce got"."""
+    """Refuse a PerReplica whose array got another shape by `jax.tree.map`; `what` begins the message, such as "reduce got"."""
     array, shapes = stack_of(value), uneven_shapes(value) or ()
     if not getattr(array, "ndim", 0):
         found = "without replicas"

@@ -1,7 +1,7 @@
-"""Mirrored values: a value that every worker holds becomes one value on all replicas, the chief's.
+"""Makes mirrored values: of a value that every worker holds, the chief's goes to all replicas.
 
-With one worker this is `jax.device_put`. With several, each has made its value separately, and a copy that differs would never be
-noticed. So the chief's bits are sent to all, and the checksums of all workers' values are compared: docs/design/workers.md.
+With one worker this is `jax.device_put`. With several, each has made its value separately, and nobody would notice one that
+differs. So the chief sends its bits to all, and the checksums of all workers' values are compared: docs/design/workers.md.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from .mesh import ReplicaMesh
 
 _NAME = "sending values from the chief"
 _CHECK = "comparing an array of all workers"
-#: Called with the position of an array that differs and the workers that gave other values; raises.
+#: A function that raises, given the position of an array that differs and the workers whose values differ from the chief's.
 OnDifference = Callable[[int, Sequence[int]], None]
 
 
 def mirror(
     mesh: ReplicaMesh, arrays: Sequence[Any], on_difference: OnDifference | None = None, is_checked_late: bool = False
 ) -> list[jax.Array]:
-    """Return arrays mirrored, with the chief's values; arrays that are mirrored already are returned unchanged.
+    """Mirror arrays with the chief's values; return arrays that are already mirrored unchanged.
 
-    All workers call this with equally many arrays, of the same shapes and dtypes. Where their values differ, `on_difference` is
-    called on each worker; with `is_checked_late` at most two programs later, so that the devices do not wait for this process.
+    All workers call this with equally many arrays, of the same shapes and dtypes. If their values differ, every worker calls
+    `on_difference`; with `is_checked_late` up to two programs later, so that the devices do not wait for this process.
     """
     placed = list(arrays)
     missing = [i for i, array in enumerate(arrays) if not (isinstance(array, jax.Array) and array.sharding == mesh.mirrored)]
     if missing and mesh.is_alone:
-        with jax.ensure_compile_time_eval():  # now, also while a larger program is traced
+        with jax.ensure_compile_time_eval():  # compute now, also inside a larger trace
             new = mesh.put([own_copy(arrays[i]) for i in missing], mesh.mirrored)
     else:
         for i in [i for i in missing if isinstance(arrays[i], jax.Array) and not arrays[i].is_fully_addressable]:
@@ -55,7 +55,7 @@ def mirror(
 
 
 def own_copy(array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
-    """Return this worker's copy of an array that all workers hold whole; another value unchanged."""
+    """Return this worker's copy of an array that all workers hold whole; return any other value unchanged."""
     is_joint = isinstance(array, jax.Array) and not array.is_fully_addressable and array.is_fully_replicated
     return array.addressable_data(0) if is_joint else array  # pyrefly: ignore[missing-attribute]
 
@@ -64,7 +64,7 @@ def check_later(mesh: ReplicaMesh, arrays: Sequence[Any], name_of: Callable[[int
     """Check, at most two programs later, that mirrored arrays have the same bits on all workers.
 
     The user's own JAX code may have computed them from mirrored arrays and from a value that differs between workers. Other
-    arrays are ignored: they are sent from the chief.
+    arrays are ignored, because the chief sends its own to all.
     """
     if mesh.is_alone:
         return
@@ -77,7 +77,7 @@ def check_later(mesh: ReplicaMesh, arrays: Sequence[Any], name_of: Callable[[int
 
 
 def mirror_constants(mesh: ReplicaMesh, constants: Sequence[Any], what: str) -> list[Any]:
-    """Mirror the arrays that a function closes over, which must be the same on all workers; tracers of a larger program stay."""
+    """Mirror the arrays that a function closes over, the same on all workers; leave tracers of a larger program as they are."""
     known = [constant for constant in constants if not isinstance(constant, jax.core.Tracer)]
     check_later(mesh, known, lambda _: what)
     placed = iter(mirror(mesh, known, refuse_constant))
@@ -85,7 +85,7 @@ def mirror_constants(mesh: ReplicaMesh, constants: Sequence[Any], what: str) -> 
 
 
 def _compare_bits(arrays: Mapping[int, jax.Array], name_of: Callable[[int], str]) -> None:
-    # The user may have given one away by then; all workers have.
+    # By now the user may have donated an array; then all workers have.
     rows = joint_programs.exchange(_CHECK, [0 if array.is_deleted() else checksum(array) for array in arrays.values()])
     for column, index in enumerate(arrays):
         if workers := [worker for worker, row in enumerate(rows) if row[column] != rows[0][column]]:
@@ -97,7 +97,7 @@ def _compare_bits(arrays: Mapping[int, jax.Array], name_of: Callable[[int], str]
 
 
 def stack(mesh: ReplicaMesh, rows: np.ndarray) -> jax.Array:
-    """Return an array of all workers' rows; each worker gives the rows of its replicas, or one for each of its devices."""
+    """Make an array from all workers' rows; each worker passes the rows of its replicas, or one for each of its devices."""
     if mesh.is_alone:
         return mesh.put(rows, mesh.stacked)
     num_rows = len(rows) // len(mesh.local_devices) * len(mesh.devices)  # all workers have equally many devices
@@ -105,21 +105,21 @@ def stack(mesh: ReplicaMesh, rows: np.ndarray) -> jax.Array:
 
 
 def _mirrored_again(mesh: ReplicaMesh, array: jax.Array) -> jax.Array:
-    """Mirror an array of all workers with another placement, which the user's own JAX code may have made."""
+    """Mirror an array on all workers that has another placement; the user's own JAX code may have made it."""
     if array.sharding.device_set != mesh.mirrored.device_set:
         raise StrategyMismatchError(
             f"an array of shape {array.shape} lies on devices of several workers which are not those of {mesh}. Bring it to this "
             "strategy's devices first, or pass a numpy array."
         )
     is_near = array.sharding.memory_kind == mesh.mirrored.memory_kind
-    if is_near and _is_whole(mesh, array):  # only its placement has another name, such as P(None, None)
+    if is_near and _is_whole(mesh, array):  # the same placement under another name, such as P(None, None)
         copies = [shard.data for shard in array.addressable_shards]
         return jax.make_array_from_single_device_arrays(array.shape, mesh.mirrored, copies)
     return cross_replica.compiled(_mirror_from, mesh.mirrored, array.sharding)(array)
 
 
 def _mirror_from(array: jax.Array, placement: jax.sharding.Sharding) -> jax.Array:
-    return array  # to the placement of the program's results
+    return array  # the program places its result
 
 
 def _is_whole(mesh: ReplicaMesh, array: jax.Array) -> bool:
@@ -148,7 +148,7 @@ def _from_chief(
 
 @functools.lru_cache(maxsize=1024)
 def _program(mesh: ReplicaMesh, kinds: tuple[tuple[Shape, Any], ...]) -> Callable[..., Any]:
-    """Make the program that broadcasts the chief's bits and gathers all checksums; compiled ahead, so that a trace may run it."""
+    """Make the program that broadcasts the chief's bits and gathers all checksums; compile it now, so that a trace can run it."""
     text = "\n".join(f"{dtype}{list(shape)}" for shape, dtype in kinds)
     joint_programs.agree(_NAME, text)
 
@@ -170,7 +170,7 @@ def _program(mesh: ReplicaMesh, kinds: tuple[tuple[Shape, Any], ...]) -> Callabl
 
 
 def _compare(mesh: ReplicaMesh, positions: list[int], on_difference: OnDifference, sums: jax.Array) -> None:
-    """Call `on_difference` for each array that differs; `sums` has a row of checksums for each device."""
+    """Call `on_difference` for each array that differs; `sums` has one row of checksums for each device."""
     rows = np.asarray(sums)
     differ = rows != rows[0]
     for column, position in enumerate(positions):
@@ -180,7 +180,7 @@ def _compare(mesh: ReplicaMesh, positions: list[int], on_difference: OnDifferenc
 
 
 def _bits(host: np.ndarray) -> np.ndarray:
-    """Return an array's bits as numbers that add up exactly with zeros: -0.0 + 0.0 would be 0.0."""
+    """Return an array's bits as integers, to which zeros add exactly: -0.0 + 0.0 would be 0.0."""
     return np.ascontiguousarray(host).reshape(-1).view(np.uint32 if host.itemsize % 4 == 0 else np.uint8)
 
 
@@ -189,13 +189,13 @@ def _array_of(bits: jax.Array, shape: Shape, dtype: np.dtype) -> jax.Array:
     if jnp.issubdtype(dtype, jnp.complexfloating):
         parts = _array_of(bits, (*shape, 2), np.finfo(dtype).dtype)
         return jax.lax.complex(parts[..., 0], parts[..., 1])
-    if jax.dtypes.itemsize_bits(dtype) < 8:  # numpy has a byte for each
+    if jax.dtypes.itemsize_bits(dtype) < 8:  # numpy stores each in a byte
         bits = bits.astype(f"uint{jax.dtypes.itemsize_bits(dtype)}")
     return bits.view(dtype).reshape(shape)
 
 
 def refuse_argument(what: str, position: int, workers: Sequence[int]) -> NoReturn:
-    """Refuse an argument that goes whole to every replica and is not the same on all workers."""
+    """Refuse an argument that goes whole to every replica but differs between workers."""
     raise ReplicasDivergeError(
         f"{what}, is not the same on all workers: {numbered(workers)} gave other values than worker 0. A plain array goes "
         "whole to every replica, so it must be one value. Rows of a batch are shared out by strategy.distribute_dataset(...); "
@@ -204,7 +204,7 @@ def refuse_argument(what: str, position: int, workers: Sequence[int]) -> NoRetur
 
 
 def refuse_constant(position: int, workers: Sequence[int]) -> NoReturn:
-    """Refuse an array that a step closes over and that is not the same on all workers."""
+    """Refuse an array that a step closes over but that differs between workers."""
     raise ReplicasDivergeError(
         f"an array that the step closes over (number {position} of them) is not the same on all workers: {numbered(workers)} "
         "made other values than worker 0. Seed what makes it alike on all workers, or keep it in a mr.Variable, which "
@@ -213,15 +213,15 @@ def refuse_constant(position: int, workers: Sequence[int]) -> NoReturn:
 
 
 def checksum(array: np.ndarray | jax.Array) -> int:
-    """Return the CRC-32 of an array's bits: it finds every change within 32 bits, and misses one in 2**32 of the others.
+    """Return the CRC-32 of an array's bits: it finds every change within 32 bits, and misses one in 2**32 other changes.
 
-    Computed on the host: XLA took 45 s to compile it for 200 variables of different shapes.
+    The host computes it: XLA took 45 s to compile it for 200 variables of different shapes.
     """
     return zlib.crc32(np.ascontiguousarray(_without_keys(array)).reshape(-1).view(np.uint8).data)
 
 
 def _without_keys(array: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
-    """Return the data of random keys; another array unchanged."""
+    """Return the data of random keys; return any other array unchanged."""
     if not jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         return array
     with jax.ensure_compile_time_eval():  # now, also while a larger program is traced

@@ -1,4 +1,4 @@
-"""What stands for arrays and compiled programs on devices that nobody has: shapes, and programs that are compiled only."""
+"""Stand-ins on devices that are not here: shapes in place of arrays, and programs that are compiled but never run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def is_for_plan(placement: NamedSharding) -> bool:
 
 
 class Planned(jax.ShapeDtypeStruct):
-    """The shape, dtype and placement of an array on devices that nobody has. To read its values raises `PlanError`."""
+    """The shape, dtype and placement of an array on devices that are not here. Reading its values raises `PlanError`."""
 
     __slots__ = ()
 
@@ -38,15 +38,15 @@ class Planned(jax.ShapeDtypeStruct):
         return self.size * self.dtype.itemsize
 
     def is_deleted(self) -> bool:
-        """Tell that nobody has given it away."""
+        """Return False: nobody donates a stand-in."""
         return False
 
     def block_until_ready(self) -> Planned:
-        """Wait for nothing."""
+        """Return at once: nothing is computed."""
         return self
 
     def astype(self, dtype: Any) -> Planned:
-        """Return what stands for the array in another dtype."""
+        """Return the stand-in of another dtype."""
         return stand_in(jax.ShapeDtypeStruct(self.shape, dtype), self.sharding)
 
     def _refuse(self, *arguments: object, **options: object) -> NoReturn:
@@ -73,7 +73,7 @@ for _operation in _OPERATIONS.split():
 
 
 def stand_in(array: Any, placement: Sharding | None) -> Planned:
-    """Return what stands for an array, a number or another stand-in on devices that nobody has."""
+    """Return the stand-in for an array, a number or another stand-in, on devices that are not here."""
     kind = array if isinstance(array, jax.ShapeDtypeStruct) else jax.typeof(array)
     is_weak = bool(getattr(kind, "weak_type", False))
     dtype = jax.dtypes.canonicalize_dtype(kind.dtype, allow_extended_dtype=True)
@@ -81,21 +81,21 @@ def stand_in(array: Any, placement: Sharding | None) -> Planned:
 
 
 class CompiledOnly:
-    """A program for devices that nobody has: its first call compiles it, and every call returns the shapes of its results.
+    """A program for devices that are not here: its first call compiles it, and every call returns its results' shapes.
 
     Attributes:
-        compiled: what XLA has made; None before the first call, and when it fits into no memory.
-        arguments: of the first call.
-        products: operations of its matrix products and convolutions, on each device.
+        compiled: XLA's program; None before the first call, and if it does not fit into memory.
+        arguments: the arguments of the first call.
+        products: the operations in matrix products and convolutions, on each device.
         repeats: how many times more elements it makes than when the body of each loop runs once.
-        is_trained: of each variable among the arguments.
-        failure: why it could not be compiled; "" when it was.
-        seconds: how long XLA took.
+        is_trained: whether each variable among the arguments is trained.
+        failure: why XLA could not compile it; "" if it could.
+        seconds: how long XLA took to compile it.
     """
 
     def __init__(self, program: Any, name: str, is_trained: list[bool], placements: tuple[NamedSharding, NamedSharding]) -> None:
         self._program, self.name, self.is_trained = program, name, is_trained
-        self._placements = placements  # of what is the same on every replica, and of what each has its own
+        self._placements = placements  # of values that are the same on every replica, and of values that each has its own of
         self._results: PyTree = None
         self._num_calls = 0
         self.__name__: str = program.__name__
@@ -111,7 +111,7 @@ class CompiledOnly:
             self._compile(arguments)
         elif _process.max_planned_calls and self._num_calls > _process.max_planned_calls:
             raise PlanError(f"the plan ends here: {self.name} was called {_process.max_planned_calls} times.")
-        return jax.tree.map(lambda array: array, self._results)  # new lists, which their readers change
+        return jax.tree.map(lambda array: array, self._results)  # new lists, because readers change them
 
     def _compile(self, arguments: tuple[PyTree, ...]) -> None:
         start = time.perf_counter()
@@ -128,7 +128,7 @@ class CompiledOnly:
             self.failure = str(error)
             raise PlanError(f"the program does not fit into the memory of a device: {_first_lines(error)}") from None
         finally:
-            self.arguments = jax.tree.map(lambda array: array, arguments)  # a list of variables' arrays changes
+            self.arguments = jax.tree.map(lambda array: array, arguments)  # copies: the list of variables' arrays changes
             self.seconds = time.perf_counter() - start
             _logger.info("compiled %s in %.1f s", self.name, self.seconds)
         found = jax.tree.leaves(self.compiled.output_shardings)
@@ -142,5 +142,5 @@ def _first_lines(error: Exception) -> str:
 
 
 def shapes_of(function: Callable[..., Any], placement: NamedSharding) -> Callable[..., Any]:
-    """Make a function that returns the shapes of another's results."""
+    """Make a function that returns the shapes of another function's results."""
     return lambda *arrays: jax.tree.map(lambda result: stand_in(result, placement), jax.eval_shape(function, *arrays))

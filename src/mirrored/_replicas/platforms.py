@@ -1,4 +1,4 @@
-"""What differs by platform: one table. A platform that is not in it gets XLA's own way."""
+"""One table of what differs by platform. A platform that is not in it gets XLA's own way."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ class Platform(NamedTuple):
     """What this library does itself on a platform.
 
     Attributes:
-        packs: small arrays travel together in one buffer. XLA on TPUs and GPUs combines their sums itself: of one sum for each
-            array it makes the same all-reduces, and buffers would only add copies.
+        packs: small arrays travel together in one buffer. On TPUs and GPUs XLA itself combines the sums of single arrays into
+            the same all-reduces, so buffers would only add copies.
         is_paced: the number of programs in flight is bounded, because devices share threads; accelerators have queues.
-        lanes: numbers that lie side by side; where there are some, a reduce-scatter is of rows of so many. Of parts in one long
-            row, XLA makes an all-reduce and a slice on TPU v5e and v6e; of rows of 128, a reduce-scatter (2 x 4 chips).
-        is_host_memory: arrays of all devices lie in memory that this process can write, so a gather is a copy.
+        lanes: the length of the rows in a reduce-scatter; 0: one long row. On TPU v5e and v6e (2 x 4 chips), XLA turns a long
+            row into an all-reduce and a slice, but rows of 128 numbers into a reduce-scatter.
+        is_host_memory: all devices' arrays are in memory that this process can write, so a gather is a copy.
     """
 
     packs: bool = False
@@ -24,5 +24,5 @@ class Platform(NamedTuple):
 
 
 XLAS_WAY = Platform()
-#: By JAX's name of a platform; any other gets `XLAS_WAY`.
+#: JAX's name of a platform -> what we do there; any other platform gets `XLAS_WAY`.
 PLATFORMS = {"cpu": Platform(packs=True, is_paced=True, is_host_memory=True), "tpu": Platform(lanes=128)}

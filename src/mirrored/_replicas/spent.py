@@ -1,4 +1,4 @@
-"""Where the time of a loop of steps goes, as its thread sees it."""
+"""Measures where a loop of steps spends its time, as seen by its thread."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from collections.abc import Iterator
 from .._process import times
 from .._process import waited as waited
 
-#: Shares of fewer steps are not shown.
+#: The fewest steps for which shares are shown.
 MIN_STEPS = 20
 
 
 def forget_pause() -> None:
-    """Restart the timers: since the last step the loop did something that belongs to no step, such as a profile."""
+    """Restart the timers, because since the last step the loop did something that belongs to no step, such as a profile."""
     for spent in list(times):
         spent.last = None
 
 
 @dataclasses.dataclass(eq=False)
 class Spent:
-    """The seconds of a strategy's warm steps, each counted from the end of the step before.
+    """The seconds of a strategy's warm steps; each step counts from the end of the one before.
 
-    A step that was compiled is left out, and so is the next one. Only the first thread that takes steps counts.
+    A step that compiles does not count, nor does the next one. Only the first thread that takes steps counts.
     """
 
     num_steps: int = 0
@@ -31,16 +31,16 @@ class Spent:
     input: float = 0.0  # see `_process.Waited`
     devices: float = 0.0
     python: float = 0.0  # inside `strategy.run`, without waiting
-    #: What `_process.waited` and the clock were at the end of the last step; None when the next one begins a row of steps.
+    #: `_process.waited` and the clock at the end of the last step; None if the next step begins a series.
     last: tuple[float, float, float] | None = None
-    thread: int = 0  # that takes the steps; 0 before the first
+    thread: int = 0  # the thread that takes the steps; 0 before the first
     since: float = dataclasses.field(default_factory=time.time)  # when the strategy was made
 
     def __post_init__(self) -> None:
         times.add(self)
 
     def shares(self) -> dict[str, float]:
-        """Return the share of the time by what it was spent on; {} after too few steps."""
+        """Return the shares of the time, by what it was spent on; {} after too few steps."""
         if self.num_steps < MIN_STEPS or self.wall <= 0:
             return {}
         parts = {"waiting for input": self.input, "waiting for devices": self.devices, "Python and dispatch": self.python}
@@ -48,7 +48,7 @@ class Spent:
         return {name: seconds / self.wall for name, seconds in parts.items()}
 
     def in_words(self) -> Iterator[str]:
-        """Yield a line about the shares, and where most is between the steps what that may be; none after too few steps."""
+        """Yield a line about the shares, and if most time passes between steps, what it may be; nothing after too few steps."""
         if shares := self.shares():
             listed = ", ".join(f"{share:.0%} {name}" for name, share in shares.items())
             yield f"time of {self.num_steps} steps, {1e3 * self.wall / self.num_steps:.3g} ms each: {listed}"

@@ -1,4 +1,4 @@
-"""Which strategy, and which replica, the program is in."""
+"""Tells which strategy, and which replica, the program is in."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _default_strategy() -> DefaultStrategy:
 
 
 def get_strategy() -> Strategy:
-    """Return the strategy of the innermost scope or step; outside of all, the default one with one replica.
+    """Return the strategy of the innermost scope or step; outside all, the default strategy with one replica.
 
     >>> mr.get_strategy().num_replicas_in_sync
     1
@@ -38,7 +38,7 @@ def get_strategy() -> Strategy:
 
 
 def has_strategy() -> bool:
-    """Tell whether this is inside a strategy's scope or step.
+    """Tell whether the program is inside a strategy's scope or step.
 
     >>> mr.has_strategy()
     False
@@ -52,7 +52,7 @@ def has_strategy() -> bool:
 def get_replica_context() -> ReplicaContext:
     """Return the replica context inside a step, and None in cross-replica context.
 
-    Outside every scope it is that of the default strategy: one replica, number 0.
+    Outside every scope, return the context of the default strategy: one replica, number 0.
 
     >>> strategy.run(lambda: mr.get_replica_context().num_replicas_in_sync)
     2
@@ -65,5 +65,5 @@ def get_replica_context() -> ReplicaContext:
     frame = frames.current()
     if frame is None or (frame.strategy is None and frame.axis is None):
         return ReplicaContext(_default_strategy(), ReplicaAxis(1, bound=False))
-    # In the type there is no None, because a type checker would refuse `ctx.all_reduce` in every step.
+    # The type leaves None out, because type checkers would refuse `ctx.all_reduce` in every step.
     return frame.replica  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""A strategy's reduce, gather and local_results, leaf by leaf: of a PerReplica, a variable, an array or a number."""
+"""A strategy's reduce, gather and local_results, for each leaf: a PerReplica, a variable, an array or a number."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from .._variables.variable import Variable, local_arrays, note_use, spec_of, use
 
 @dataclasses.dataclass(frozen=True)
 class Leaves:
-    """The verbs on the leaves of values, in cross-replica context."""
+    """The verbs of a strategy that work leaf by leaf, in cross-replica context."""
 
     mesh: ReplicaMesh
     strategy: object  # shown in messages
-    ops: ReductionToOneDevice | None = None  # where the user has given a function that takes the place of sums
+    ops: ReductionToOneDevice | None = None  # the user's function that replaces sums, if any
 
     def local_results(self, value: PyTree) -> tuple[Any, ...]:
-        """Return a nest's values on this worker, one nest for each local replica; a 1-tuple when nothing in it differs."""
+        """Return a nest's local values, one nest for each local replica; a 1-tuple if it holds no PerReplica or variable."""
         leaves, treedef = jax.tree.flatten(value, is_leaf=_is_distributed)
         for leaf in leaves:
             _refuse_stack(leaf, "local_results")
@@ -80,7 +80,7 @@ class Leaves:
         return Task(cross_replica.gather_stack, (position, shapes, whole))
 
     def _compute(self, tree: PyTree, verb: str, task_of: Callable[[Any], Task | jax.Array]) -> PyTree:
-        """Compute a result for each leaf of a nest: `task_of` returns the result, or a task, and one program runs all tasks."""
+        """Compute a result for each leaf of a nest: `task_of` returns the result or a task; one program runs all tasks."""
         leaves, treedef = jax.tree.flatten(tree, is_leaf=arrays.is_wrapped)
         results: list[Any] = [None] * len(leaves)
         tasks: dict[int, Task] = {}
@@ -122,7 +122,7 @@ class Leaves:
         if self.mesh.is_alone and not self._is_elsewhere(array):
             return array
         if not self.mesh.is_alone and (frames.is_traced() or isinstance(array, jax.core.Tracer)):
-            return array  # a constant of the program, which all workers compare
+            return array  # a constant of the program: all workers compare it later
         differ = functools.partial(placement.refuse_argument, f"what strategy.{verb} was given, no PerReplica")
         return placement.mirror(self.mesh, [array], differ)[0]
 
@@ -143,7 +143,7 @@ class Leaves:
             )
 
     def _is_elsewhere(self, array: object) -> bool:
-        """Tell whether an array is tied to devices that are not this strategy's."""
+        """Tell whether an array is tied to devices of another strategy."""
         if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array) or not array.committed:
             return False
         return array.sharding is not self.mesh.stacked and array.sharding.device_set != self.mesh.mirrored.device_set
@@ -152,7 +152,7 @@ class Leaves:
         if isinstance(leaf, Variable):
             self._check_own_variable(leaf, "local_results")
             leaf = all_copies(leaf) if spec_of(leaf).is_on_read or frames.is_traced() else leaf
-        if isinstance(leaf, Variable):  # its copies here; the other workers are not asked
+        if isinstance(leaf, Variable):  # the copies on this worker; others are not asked
             with lent([leaf]) as [stored]:
                 copies = [copy for _, copy in local_arrays(leaf, stored) for _ in range(self.mesh.per_device)]
                 values = tuple(map(jax.numpy.copy, copies))
@@ -161,13 +161,13 @@ class Leaves:
             values = leaf.values
         if isinstance(values[0], jax.core.Tracer):
             return values
-        # On one device, because JAX does not combine arrays of two.
+        # All on one device, because JAX does not combine arrays on different devices.
         device = self.mesh.local_devices[0]
         return tuple(jax.device_put(value, device) for value in values)
 
 
 def _carried_sum(op: ReduceOp, value: PerReplica, mesh: ReplicaMesh) -> jax.Array | None:
-    """Return the SUM or MEAN that the step which made a value on a mesh has computed; None without one, or if it is deleted."""
+    """Return the SUM or MEAN of a value if the step that made it computed one on this mesh, and nobody has deleted it."""
     known = carried_sums(value)
     if known is None or known[2] is not mesh:
         return None
@@ -189,7 +189,7 @@ def _refuse_stack(leaf: object, verb: str) -> None:
 
 
 def _noted(stack: jax.Array, task: Task) -> jax.Array:
-    """Mark for the proof what merged code adds up of all replicas."""
+    """Mark for the proof a stack that merged code adds up over all replicas."""
     if task.function is not cross_replica.reduce_stack:
         return stack
     purpose = Purpose.SUM_OF_ALL if task.static[0] is ReduceOp.SUM else Purpose.MEAN
@@ -197,7 +197,7 @@ def _noted(stack: jax.Array, task: Task) -> jax.Array:
 
 
 def _is_merged() -> bool:
-    """Tell whether this is merged code, in which every replica holds all replicas' values."""
+    """Tell whether the program is in merged code, where every replica holds all replicas' values."""
     return (frame := frames.current()) is not None and frame.axis is not None
 
 

@@ -1,4 +1,4 @@
-"""The strategies, which differ only in their devices."""
+"""The strategies: they differ only in their devices."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ class MirroredStrategy(Strategy):
 
     Args:
         devices: `jax.Device` objects or names such as `"gpu:0"`, `"/gpu:0"`, `"tpu:0"`, `"cpu:3"`, one for
-            each replica. None: all local accelerators, or the CPU devices when there are none. Asking for
-            `["cpu:0", ..., "cpu:7"]` before JAX has started makes eight virtual CPU devices.
+            each replica. None: all local accelerators, or the CPU devices if there are none. Before JAX has started,
+            `["cpu:0", ..., "cpu:7"]` makes eight virtual CPU devices.
         cross_device_ops: TensorFlow's `mr.NcclAllReduce`, `mr.HierarchicalCopyAllReduce` or `mr.ReductionToOneDevice`. With
-            each of them, and without, XLA chooses the collective, NCCL's between GPUs; an `accumulation_fn` takes its place.
-        num_replicas: how many replicas there are, a multiple of the number of devices; each device runs equally many. The
-            numbers are those of as many devices. None: one on each device.
-        schedule: how a device runs several replicas: `"together"`, which is fast, or `"one_by_one"`, one after the other,
-            with the memory of one.
+            or without them XLA chooses the collective, NCCL's between GPUs; only an `accumulation_fn` replaces it.
+        num_replicas: the number of replicas, a multiple of the number of devices; each device runs equally many. They
+            compute what as many devices would. None: one replica on each device.
+        schedule: how a device runs several replicas: `"together"`, which is fast, or `"one_by_one"`, which needs the memory
+            of one replica.
 
     Raises:
-        DeviceError: (a ValueError) for a device that does not exist, is named twice, or an empty list; and when the
-            devices do not divide `num_replicas`.
-        TypeError: for an entry that is neither a name nor a `jax.Device`, a `num_replicas` that is no int, and another
+        DeviceError: (a ValueError) for a device that does not exist or is named twice, for an empty list, and when the
+            number of devices does not divide `num_replicas`.
+        TypeError: for an entry that is neither a name nor a `jax.Device`, a `num_replicas` that is no int, and any other
             `cross_device_ops`.
-        ValueError: for another `schedule`, and for NCCL without GPUs.
+        ValueError: for any other `schedule`, and for NCCL without GPUs.
 
     >>> strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
     >>> strategy.num_replicas_in_sync
@@ -84,23 +84,23 @@ class MirroredStrategy(Strategy):
 class MultiWorkerMirroredStrategy(Strategy):
     """A strategy for the devices of several processes, with one copy of every variable on each device.
 
-    Every worker runs the same script. The cluster is found, in this order: `jax.distributed`, when it is initialised
-    already; `cluster`; and the variables `TF_CONFIG`, `JAX_*` (`mirrored launch`, Kubeflow), torchrun's, Open MPI's,
-    MPICH's and Slurm's. Where nothing describes one, this is the only worker. One line of the log says what was found.
+    Every worker runs the same script. The strategy looks for the cluster in this order: `jax.distributed`, if it is already
+    initialised; `cluster`; the environment variables `TF_CONFIG`, `JAX_*` (`mirrored launch`, Kubeflow), torchrun's, Open MPI's,
+    MPICH's and Slurm's. If nothing describes a cluster, this is the only worker. One line of the log says what was found.
 
     Make it before anything else uses JAX: a process whose devices are in use cannot join the others.
 
     Args:
-        cluster: a resolver, such as `mr.SimpleClusterResolver`, or None to look at the variables.
+        cluster: a resolver, such as `mr.SimpleClusterResolver`, or None to look at the environment.
         communication_options: see `mr.CommunicationOptions`.
-        cross_device_ops: as in `mr.MirroredStrategy`. TensorFlow's has no such argument.
-        cluster_resolver: TensorFlow's name of `cluster`; works, with a DeprecationWarning.
-        communication: in TensorFlow 2.0, the implementation of the communication options; likewise.
+        cross_device_ops: as in `mr.MirroredStrategy`. TensorFlow's strategy has no such argument.
+        cluster_resolver: TensorFlow's name of `cluster`; it works, with a DeprecationWarning.
+        communication: TensorFlow 2.0's name of the options' implementation; it also works with a DeprecationWarning.
 
     Raises:
-        ClusterConfigError: (a ValueError) when the description of the cluster is wrong, or workers differ in it or in
-            their numbers of devices.
-        ClusterStartError: (a RuntimeError) when a worker is missing, a port is taken, or JAX has started already.
+        ClusterConfigError: (a ValueError) when the cluster's description is wrong, or when workers have different
+            descriptions or numbers of devices.
+        ClusterStartError: (a RuntimeError) when a worker is missing, a port is taken, or JAX has already started.
         ValueError: for NCCL without GPUs.
 
     >>> strategy = mr.MultiWorkerMirroredStrategy()
@@ -144,13 +144,13 @@ class MultiWorkerMirroredStrategy(Strategy):
         super().__init__(mesh, bytes_per_pack=options.bytes_per_pack, ops=_select_accumulation(ops, mesh))
         if joined is not None:
             self._coordination = joined.coordination
-            # The first collective on a set of devices waits for 30 s only: so all workers run one now, together.
+            # The first collective on a set of devices waits only 30 s for all workers: so all run one now, together.
             with progress.phase("the barrier after the exchange of devices", waits=True):
                 self._coordination.barrier("MultiWorkerMirroredStrategy")
             placement.mirror(mesh, [np.zeros((), np.int32)])[0].block_until_ready()
 
     def _join(self, cluster: ClusterResolver | None, options: CommunicationOptions) -> Runtime | None:
-        if _process.topology:  # all workers' devices are planned by one
+        if _process.topology:  # one worker plans the devices of all
             return None
         if runtime.current() is None and runtime.is_connected():
             _logger.info("cluster: jax.distributed was initialised already, and is used as it is")
@@ -162,7 +162,7 @@ class MultiWorkerMirroredStrategy(Strategy):
 
 
 def _by_either_name(old_name: str, old: T | None, new_name: str, new: T | None, right: str = "") -> T | None:
-    """Return an argument that was given under TensorFlow's name or ours."""
+    """Return an argument that the user gave under TensorFlow's name or ours."""
     if old is None:
         return new
     if new is not None:
@@ -172,7 +172,7 @@ def _by_either_name(old_name: str, old: T | None, new_name: str, new: T | None, 
 
 
 def _refuse_options(cluster: object, options: object) -> None:
-    """Refuse arguments in each other's place, and options without their class, with the line to write."""
+    """Refuse swapped arguments and bare options, with the line to write."""
     right = "mr.MultiWorkerMirroredStrategy(communication_options=mr.CommunicationOptions(implementation=mr.{}))"
     if isinstance(cluster, CommunicationOptions):
         raise TypeError(
@@ -188,7 +188,7 @@ def _refuse_options(cluster: object, options: object) -> None:
 
 
 def _parse_ops(given: object) -> CrossDeviceOps | None:
-    """Return the user's `cross_device_ops`, None for "auto"; refuse anything else, such as a class that is not called."""
+    """Return the user's `cross_device_ops`, or None for "auto"; refuse anything else, such as a class instead of an object."""
     if given is None or isinstance(given, CrossDeviceOps):
         return given
     if isinstance(given, str) and given == "auto":
@@ -204,7 +204,7 @@ def _parse_ops(given: object) -> CrossDeviceOps | None:
 
 
 def _select_accumulation(ops: CrossDeviceOps | None, mesh: ReplicaMesh) -> ReductionToOneDevice | None:
-    """Return the options if they have a function in place of sums, else None: XLA chooses. Refuse what the devices cannot do."""
+    """Return the options if their function replaces sums, else None: XLA chooses. Refuse options that the devices lack."""
     if isinstance(ops, NcclAllReduce) and mesh.devices[0].platform != "gpu":
         raise ValueError(
             f"cross_device_ops is {ops}, which connects GPUs, but the devices are {mesh}. Leave the argument out: XLA "
@@ -214,12 +214,12 @@ def _select_accumulation(ops: CrossDeviceOps | None, mesh: ReplicaMesh) -> Reduc
 
 
 def look_for_others(name: str) -> None:
-    """Warn, once in a process, that it is about to train alone although its environment makes it one of several workers."""
+    """Warn, once in a process, that it will train alone although its environment makes it one of several workers."""
     if _env.TF_CONFIG.get() is not None:
         _logger.info("TF_CONFIG is set, but %s is for one machine and ignores it", name)
     if runtime.current() is not None or runtime.is_connected():
         return
-    with contextlib.suppress(ClusterConfigError):  # a malformed description concerns those who use it
+    with contextlib.suppress(ClusterConfigError):  # a malformed description is an error only for those who use it
         cluster, sentence = resolvers.discover()
         if cluster.num_workers > 1 and not _process.has_warned_of_workers:
             _process.has_warned_of_workers = True
@@ -230,7 +230,7 @@ def look_for_others(name: str) -> None:
 
 
 class OneDeviceStrategy(Strategy):
-    """A strategy for one device, with the same program and the same types as on several.
+    """A strategy for one device, with the same program and types as on several devices.
 
     Args:
         device: a `jax.Device` or a name such as `"gpu:0"`. None: the first accelerator, or the CPU.

@@ -1,4 +1,4 @@
-"""A strategy: a mesh with verbs."""
+"""The base class of the strategies: a mesh, and the verbs that users call."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _logger = logging.getLogger("mirrored")
 
 
 class _Scope(contextlib.AbstractContextManager["Strategy"], contextlib.ContextDecorator):
-    """The scope of a strategy, which may be entered again, also inside itself."""
+    """The scope of a strategy; it may be entered again, even inside itself."""
 
     _open: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("mirrored_scopes", default=())  # innermost last
 
@@ -69,8 +69,8 @@ class _Scope(contextlib.AbstractContextManager["Strategy"], contextlib.ContextDe
 class Strategy:
     """The replicas that run one program together and keep their variables the same.
 
-    Not made directly: `mr.MirroredStrategy`, `mr.MultiWorkerMirroredStrategy`, `mr.OneDeviceStrategy` and the default
-    strategy that `mr.get_strategy()` returns outside every scope differ only in their devices.
+    Do not make one directly. Its subclasses differ only in their devices: `mr.MirroredStrategy`, `mr.OneDeviceStrategy`,
+    `mr.MultiWorkerMirroredStrategy`, and the default strategy that `mr.get_strategy()` returns outside every scope.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy
     """
@@ -79,7 +79,7 @@ class Strategy:
     _cluster: Cluster | None = None
 
     def __init__(self, mesh: ReplicaMesh, *, bytes_per_pack: int = 0, ops: ReductionToOneDevice | None = None) -> None:
-        """Take the devices; users call a subclass."""
+        """Make a strategy on a mesh; users call a subclass."""
         if not isinstance(mesh, ReplicaMesh):
             raise TypeError("mr.Strategy is not made directly; write mr.MirroredStrategy(devices), mr.OneDeviceStrategy(device).")
         self._mesh = mesh
@@ -89,7 +89,7 @@ class Strategy:
         self._datasets: weakref.WeakSet[DistributedDataset] = weakref.WeakSet()
         _logger.info("%s: %s", type(self).__name__, mesh)
 
-    # -- what it is
+    # -- its replicas and workers
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -98,7 +98,7 @@ class Strategy:
 
     @property
     def num_workers(self) -> int:
-        """The number of processes that run the program together, W; each has R / W of the replicas."""
+        """The number of processes that run the program together, W; each has R / W replicas."""
         return self._coordination.num_workers
 
     @property
@@ -108,34 +108,34 @@ class Strategy:
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
-        """The replicas' devices, in replica order; fewer than replicas when each has several of them."""
+        """The replicas' devices, in replica order; fewer than R if each device has several replicas."""
         return self._mesh.devices
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
         """The devices as JAX's own mesh, for `jax.NamedSharding` and other libraries.
 
-        Its one axis is called `"replica"`; where devices have several replicas each, `mesh.axis_names` has another name.
+        Its one axis is called `"replica"`; if each device has several replicas, `mesh.axis_names` has another name.
         """
         return self._mesh.mesh
 
     @property
     def cluster(self) -> Cluster | None:
-        """The cluster; None when this strategy is for one process.
+        """The cluster; None if this strategy is for one process.
 
-        `cluster.spec.as_dict()` has its tasks, `task_type` and `task_id` say which of them this process is.
+        `cluster.spec.as_dict()` has its tasks; `task_type` and `task_id` say which task this process is.
         """
         return self._cluster
 
     @user_code.shorten_errors
     def barrier(self, name: str) -> None:
-        """Wait until every worker has come here, and until what was dispatched before has been carried out.
+        """Wait until every worker has reached this barrier, and all programs dispatched before it have ended.
 
         Args:
-            name: the same on all workers, for the message when one does not come.
+            name: the same on all workers; the error for a missing worker shows it.
 
         Raises:
-            ProgramMismatchError: (a RuntimeError) on every worker, when they have not run the same programs in the same order.
+            ProgramMismatchError: (a RuntimeError) on every worker, if they have not run the same programs in the same order.
         """
         if not isinstance(name, str) or not name:
             raise TypeError(f"barrier: name is {name!r}; expected a non-empty string.")
@@ -167,7 +167,7 @@ class Strategy:
         return _html.outline(self.explain())
 
     def explain(self) -> str:
-        """Say in words what this strategy runs on, what its programs communicate, why they were compiled, and how data is split.
+        """Describe this strategy's devices, what its programs communicate and why they were compiled, and how data is split.
 
         >>> _ = strategy.run(lambda: mr.get_replica_context().all_reduce("sum", jnp.ones(256)))
         >>> print(strategy.explain())  # doctest: +ELLIPSIS
@@ -184,7 +184,7 @@ class Strategy:
         lines += keras_fit.describe(self._mesh)
         return "\n".join(lines)
 
-    # -- where it is
+    # -- its scope
 
     def scope(self) -> contextlib.AbstractContextManager[Strategy]:
         """Make this the current strategy inside a `with` block: variables created there are its variables.
@@ -226,14 +226,14 @@ class Strategy:
     def run(self, fn: UserFunction, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> PyTree:
         """Call `fn` on every replica, as one compiled program.
 
-        Leaf by leaf of the arguments: a PerReplica becomes this replica's value; an array (jax, numpy) or a
-        Python number goes whole to every replica; everything else (bools, strings, None, functions, variables)
-        is compiled in, so each new value is another program, and so is what the code of `fn` names, such as
-        `self.lr`. Leaf by leaf of the result: an array that is provably the same on all replicas comes back as an
-        ordinary array, another as a PerReplica, and everything else as it is.
+        In the arguments, each PerReplica leaf becomes this replica's value; an array (jax, numpy) or a Python number
+        goes whole to every replica; everything else (bools, strings, None, functions, variables) is compiled in, and
+        so are values that the code of `fn` names, such as `self.lr`: each new value makes another program. In the
+        result, an array that is provably the same on all replicas comes back as an ordinary array, any other array
+        as a PerReplica, and everything else unchanged.
 
-        Variables that `fn` reads or writes are found by tracing it; their new values are seen at once. When
-        `fn` raises, the exception comes through unchanged and no variable has changed.
+        Tracing `fn` finds the variables that it reads or writes; their new values are visible at once. If `fn`
+        raises, the exception comes through unchanged and no variable has changed.
 
         Args:
             fn: one replica's program; `mr.get_replica_context()` works in it.
@@ -277,11 +277,11 @@ class Strategy:
     def reduce(self, reduce_op: ReduceOp | ReduceOpName, value: PyTree, axis: int | Sequence[int] | None = None) -> PyTree:
         """Combine a value over the replicas, and optionally over axes of each replica's value.
 
-        With `axis=None`, element by element over the replicas. With an axis (usually 0, the batch), over it
-        within each replica and then over the replicas; MEAN divides by the true number of rows, also when the
-        replicas hold different numbers. A mirrored value, a number or a host array counts as the same value
-        on each replica: its SUM is R times it, its MEAN is itself. A MEAN of integers is floating point, and
-        a SUM keeps the dtype, so that 8-bit integers wrap at 256, as in TensorFlow: `astype("int32")` before it.
+        With `axis=None` it combines element by element over the replicas. With an axis (usually 0, the batch), it
+        combines along that axis in each replica, then over the replicas; MEAN divides by the true number of rows, even
+        if the replicas have different numbers. A mirrored value, a number or a host array counts as the same value on
+        each replica: its SUM is R times the value, its MEAN is the value. A MEAN of integers is floating point. A SUM
+        keeps the dtype: 8-bit integers wrap at 256, as in TensorFlow, unless you call `astype("int32")` before.
 
         Inside a step it is `all_reduce`.
 
@@ -319,12 +319,12 @@ class Strategy:
     def gather(self, value: PyTree, axis: int) -> PyTree:
         """Concatenate the replicas' values along `axis`, in replica order.
 
-        Sizes may differ along `axis`, and a replica may have none. A mirrored value is concatenated R times:
-        it is the same on each replica.
+        Sizes may differ along `axis`, and may be 0. A mirrored value, which is the same on each replica, is
+        concatenated R times.
 
         Args:
             value: a PerReplica, array or variable with at least one axis, or a nest of them; any dtype.
-            axis: the axis to join along; negative counts from the end.
+            axis: the axis along which to join; negative counts from the end.
 
         Raises:
             ValueError: for an axis that a leaf does not have.
@@ -345,12 +345,12 @@ class Strategy:
     def local_results(self, value: PyTree) -> tuple[Any, ...]:
         """Return this worker's values, one for each local replica.
 
-        The arrays lie together on the first local replica's device, so that they can be combined:
-        `jnp.concatenate(strategy.local_results(x))`. (`x.values` stay where they are.)
+        All arrays are on the first local replica's device, so that you can combine them:
+        `jnp.concatenate(strategy.local_results(x))`. (`x.values` stay on their devices.)
 
         Args:
-            value: a PerReplica or a variable gives one value for each replica; a nest that holds some gives
-                one nest for each; anything else is a single value and gives a 1-tuple.
+            value: a PerReplica or a variable gives one value for each replica; a nest that contains any gives
+                one nest for each replica; anything else gives a 1-tuple.
 
         >>> x = strategy.distribute_values_from_function(lambda ctx: ctx.replica_id_in_sync_group)
         >>> strategy.local_results(x), strategy.local_results(7)
@@ -368,11 +368,11 @@ class Strategy:
     def distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> DistributedDataset:
         """Divide each global batch of a dataset among the replicas.
 
-        n rows go to R replicas in contiguous parts, in order; the first `n mod R` replicas get one row more.
-        When R does not divide n, the replicas really see different numbers of rows; a replica may have none.
+        The R replicas get contiguous parts of the n rows, in order; the first `n mod R` replicas get one more row.
+        If R does not divide n, the replicas really see different numbers of rows; a replica may get none.
 
         Args:
-            dataset: global batches, nests of arrays with the same number of rows, from a grain dataset,
+            dataset: yields global batches, nests of arrays with the same number of rows. It is a grain dataset,
                 `mr.data.tfrecord_dataset`, `strategy.make_numpy_dataset(arrays).batch(n)`, a Hugging Face dataset
                 after `.batch(n)`, a torch DataLoader, or any iterable that can be iterated again.
             options: see `mr.InputOptions`.
@@ -381,8 +381,8 @@ class Strategy:
             A dataset of the same length that yields nests of PerReplica values.
 
         Raises:
-            TypeError: when `dataset` is not such an iterable.
-            ValueError: when its files cannot be shared out by the policy that `options` names.
+            TypeError: when `dataset` is no such iterable.
+            ValueError: when the policy in `options` cannot divide its files among the workers.
 
         >>> rows = strategy.make_numpy_dataset((np.arange(7), np.arange(7) % 2)).batch(4)
         >>> for x, y in strategy.distribute_dataset(rows):
@@ -404,8 +404,8 @@ class Strategy:
     ) -> DistributedDataset:
         """Give each replica the next element of a dataset that a function makes for its worker.
 
-        The function batches, and shares the records out among the workers, by itself. R elements make one
-        step; when the data ends within a step, the replicas that are left over get no rows, so no element is dropped.
+        The function itself makes batches and divides the records among the workers. R elements make one step;
+        if the data ends within a step, the remaining replicas get no rows, so no element is dropped.
 
         Args:
             dataset_fn: takes a `mr.InputContext` and returns a dataset of per-replica batches, of the kinds that
@@ -414,8 +414,8 @@ class Strategy:
 
         Raises:
             TypeError: when `dataset_fn` is no function, or does not return such a dataset.
-            ValueError: when `options` names a policy for sharing records out, and, while iterating, when the
-                rows of the elements of one step have different shapes.
+            ValueError: when `options` names a policy for dividing records, and, while iterating, when the elements of
+                one step have rows of different shapes.
 
         >>> def per_replica_batches(context):
         ...     size = context.get_per_replica_batch_size(4)
@@ -458,8 +458,8 @@ class Strategy:
         """Make a dataset of the rows of arrays in memory; continue with `.shuffle(seed=0).batch(n)`.
 
         Args:
-            numpy_input: a nest of numpy arrays with the same number of rows; lists are stacked. The arrays
-                are used as they are, not copied.
+            numpy_input: a nest of numpy arrays with the same number of rows; lists are stacked. Arrays are not
+                copied.
 
         >>> dataset = strategy.make_numpy_dataset(np.arange(6)).shuffle(seed=0).batch(4)
         >>> sorted(np.concatenate(list(dataset)).tolist())
@@ -500,8 +500,8 @@ class Strategy:
     def assert_mirrored(self) -> None:
         """Compare the real copies of every mirrored variable of this strategy, on all workers.
 
-        Programs that this library runs cannot make them differ; a broken device or another library can. With several
-        workers, all must call it; checksums are compared.
+        This library's programs cannot make them differ, but a broken device or another library can. With several
+        workers, all must call it; they compare checksums.
 
         Raises:
             ReplicasDivergeError: (a ValueError) naming the variable and the replicas that differ from replica 0.
@@ -512,17 +512,17 @@ class Strategy:
 
 
 def joint_strategy() -> Strategy | None:
-    """Return one of this process's strategies of several workers, which all have the same workers; None when there is none."""
+    """Return one of this process's strategies for several workers, or None; all of them have the same workers."""
     return next((strategy for strategy in list(_process.strategies) if strategy.num_workers > 1), None)
 
 
-#: What a strategy is made of, for reports: its replicas, its steps, its datasets that still exist, and the function of the user
-#: that takes the place of sums, if any.
+#: A strategy's parts, for reports: its replicas, its steps, its datasets that still exist, and the user's function that replaces
+#: sums, if any.
 parts_of: Callable[[Strategy], tuple[ReplicaMesh, Steps, Iterable[DistributedDataset], ReductionToOneDevice | None]]
 parts_of = operator.attrgetter("_mesh", "_steps", "_datasets", "_ops")
-#: The variables that live on a strategy's devices, in the order of their creation.
+#: The variables on a strategy's devices, in order of creation.
 variables_of: Callable[[Strategy], list[Variable]] = lambda strategy: live_variables(parts_of(strategy)[0])  # noqa: E731
-#: How a strategy's workers reach each other.
+#: The coordination between a strategy's workers.
 coordination_of: Callable[[Strategy], Coordination] = operator.attrgetter("_coordination")
 
 

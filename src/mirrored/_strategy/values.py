@@ -1,4 +1,4 @@
-"""`distribute_values_from_function`: values made one by one, for each replica, become PerReplica values."""
+"""`distribute_values_from_function`: makes PerReplica values from values that a function returns for each replica."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _VERB = "distribute_values_from_function"
 
 @dataclasses.dataclass(frozen=True)
 class ValueContext:
-    """The replica for which a function given to `distribute_values_from_function` makes a value.
+    """The replica for which a function passed to `distribute_values_from_function` makes a value.
 
     Attributes:
         replica_id_in_sync_group: the replica's number, a Python int.
-        num_replicas_in_sync: how many replicas there are.
+        num_replicas_in_sync: the number of replicas.
 
     >>> print(mr.ValueContext(2, 4))
     ValueContext(replica_id_in_sync_group=2, num_replicas_in_sync=4)
@@ -41,7 +41,7 @@ class ValueContext:
 
 
 def distribute(mesh: ReplicaMesh, coordination: Coordination, trees: Iterable[PyTree]) -> PyTree:
-    """Make a tree of PerReplica values from the trees of this worker's replicas, in order; workers exchange the shapes."""
+    """Make a tree of PerReplica values from the trees of this worker's replicas, in order; the workers exchange their shapes."""
     arrays: list[list[Any]] = []
     own: list[dict[str, Any]] = []
     for tree in trees:
@@ -63,7 +63,7 @@ def distribute(mesh: ReplicaMesh, coordination: Coordination, trees: Iterable[Py
 
 
 def _array(leaf: ArrayLike) -> np.ndarray | jax.Array:
-    """Turn a leaf into an array, one of numpy's into a copy: the function may use its memory for the next replica."""
+    """Turn a leaf into an array; copy numpy's, because the function may reuse its memory for the next replica."""
     if not isinstance(leaf, np.ndarray):
         return as_array(leaf, _VERB)
     check_leaf(leaf, _VERB)
@@ -71,7 +71,7 @@ def _array(leaf: ArrayLike) -> np.ndarray | jax.Array:
 
 
 def _per_replica(mesh: ReplicaMesh, arrays: Sequence[Any], kinds: Sequence[tuple[list[int], str]]) -> PerReplica:
-    """Make a PerReplica from this worker's arrays for one leaf; `kinds` has the shape and dtype of every replica's array."""
+    """Make a PerReplica from this worker's arrays for a leaf; `kinds` has the shape and dtype of every replica's array."""
     every = [tuple(shape) for shape, _ in kinds]
     if len(set(map(len, every))) > 1:
         raise ValueError(

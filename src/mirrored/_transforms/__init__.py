@@ -1,1 +1,1 @@
-"""Functions of functions: `mr.function`, loops, gradients."""
+"""Transformations of functions: `mr.function`, loops, gradients."""

@@ -1,4 +1,4 @@
-"""Compile a cross-replica function, with all its runs and reductions, as one program."""
+"""Compiles a cross-replica function, with all its runs and reductions, as one program."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _programs: Programs[FunctionProgram] = Programs()
 def function(fn: Callable[P, ResultT]) -> Callable[P, ResultT]:
     """Compile a cross-replica function as one program, however often it calls `run`, `reduce` and `gather`.
 
-    The function is traced once for each structure, shape and static value of its arguments. Variables that it
-    reads or writes, directly or in the steps it runs, are found and updated. Arrays and Python numbers are
-    passed to the program; bools, strings and objects are compiled in, and so is what the code of the function
-    and of the functions that it names names, such as `self.lr`. Inside a step or another `mr.function` it is an
-    ordinary call.
+    The function is traced once for each structure, shape and static value of its arguments. Tracing finds the
+    variables that it reads or writes, directly or in its steps; each call updates them. Arrays and Python numbers
+    are passed to the program; bools, strings and objects are compiled in, and so are the values that the code names,
+    such as `self.lr`, also in the functions that it names. Inside a step or another `mr.function` it is an ordinary
+    call.
 
     Args:
         fn: a function that calls `strategy.run` and friends; its result is any tree of arrays, PerReplica
@@ -78,7 +78,7 @@ def function(fn: Callable[P, ResultT]) -> Callable[P, ResultT]:
 
 
 def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> PyTree:
-    """Call a function as one program, or in place when a larger program is being traced."""
+    """Call a function as one program; inside a larger trace, call it as it is."""
     frame = frames.current()
     if frames.is_traced() or eager.is_eager.get():
         return fn(*args, **kwargs)
@@ -107,7 +107,7 @@ def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any])
             # Compilations are counted for each function object (`owner`): a decorator in a factory makes many of one code.
             _programs.add(each, its, each.sees(), owner=fn, also=[] if frame is None else [frame.strategy])
         check_later(program.mesh, arrays, lambda index: f"the argument {argument_names(call)[index]}")
-    # PerReplica arguments need not be placed: `_mesh_of` has chosen their devices.
+    # PerReplica arguments are in place: `_mesh_of` chose their devices.
     plain = [position for position, leaf in enumerate(leaves) if not leaf.is_per_replica]
     names = lambda: [argument_names(take_apart(fn, args, kwargs))[position] for position in plain]  # noqa: E731
     placed = place(program.mesh, [arrays[position] for position in plain], lambda: [leaves[p] for p in plain], names)
@@ -117,7 +117,7 @@ def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def function_programs(mesh: ReplicaMesh) -> list[tuple[FunctionProgram, str]]:
-    """Return the programs of functions on a mesh, each with the reason when its function was compiled before."""
+    """Return the programs of functions on a mesh; each with the reason if its function had been compiled before."""
     return [(program, cause) for program, cause in _programs.causes() if program.mesh == mesh]
 
 
@@ -154,13 +154,13 @@ def _pure(lifted: Lifted, mesh: ReplicaMesh, written: Any, read_only: Any, array
 
 
 def _mesh_of(frame: Frame, lifted: Lifted, call: Call) -> ReplicaMesh:
-    """Return the devices that everything in a function lies on, else those of the default strategy; refuse two strategies."""
+    """Return the devices of a function's variables and arguments, or the default strategy's; refuse two strategies."""
     meshes = [] if frame.mesh is None else [frame.mesh]
     meshes += [spec_of(variable).mesh for variable in lifted.variables]
     placements = [getattr(array, "sharding", None) for array in call.arrays]
     for placement, leaf in zip(placements, call.array_leaves(), strict=True):
         if leaf.is_per_replica and isinstance(placement, NamedSharding) and isinstance(placement.mesh, Mesh):
-            meshes.append(replicas_of(placement.mesh))  # else a user has stacked it elsewhere
+            meshes.append(replicas_of(placement.mesh))  # else the user stacked it elsewhere
     meshes += [replicas_of(mesh) for mesh in jaxprs.meshes_in(lifted.closed.jaxpr)]
     for mesh in meshes:
         if mesh != meshes[0]:

@@ -34,7 +34,7 @@ P = ParamSpec("P")
 def grad(fn: Callable[P, Any], variables: PyTree, has_aux: bool = False) -> Callable[P, Any]:
     """Make a function that returns the gradients of `fn` with respect to variables that it reads.
 
-    The same as `mr.value_and_grad` without the value; with `has_aux`, it returns `(gradients, aux)`.
+    It is `mr.value_and_grad` without the value; with `has_aux`, the function returns `(gradients, aux)`.
 
     >>> w = mr.Variable(3.0)
     >>> float(mr.grad(lambda x: w.value**2 * x, w)(10.0))
@@ -61,27 +61,27 @@ def value_and_grad(
 def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -> Callable[..., Any]:
     """Make a function that returns `fn`'s value and its gradients with respect to variables that it reads.
 
-    `fn` returns one loss for each example, and the value is their mean over the global batch: in a step this replica's share,
-    which `strategy.reduce("sum", value)` adds up, as `mr.Optimizer` adds up the gradients. A penalty for large weights is added
-    to the loss of each example. `fn` may also return a scalar: in a step one of `mr.losses`, or another if the optimizer is
-    told how to `aggregate`.
-    It may assign other variables (statistics of normalization layers, counters); they keep the new values.
+    `fn` returns one loss for each example; the value is their mean over the global batch. In a step it is this replica's
+    share of that mean: `strategy.reduce("sum", value)` adds the shares up, and `mr.Optimizer` adds up the gradients. Add a
+    penalty for large weights to each example's loss. `fn` may also return a scalar: in a step one of `mr.losses`, or any
+    other if you tell the optimizer how to `aggregate`.
+    `fn` may assign other variables (statistics of normalization layers, counters); they keep the new values.
     Plain `jax.grad` over `variable.value` gives the same numbers for a scalar.
 
     Args:
-        fn: returns losses of shape `[n]`, one number for each of n examples, or a scalar; with `has_aux`, `(loss, aux)`. Its
-            arguments are passed through.
+        fn: returns losses of shape `[n]`, one number for each of n examples, or a scalar; with `has_aux`, `(loss, aux)`. It
+            gets the arguments of the new function.
         variables: floating point variables, in any nest.
         has_aux: whether `fn` returns `(loss, aux)`.
 
     Returns:
         A function with `fn`'s arguments that returns `(loss, gradients)`, or `((loss, aux), gradients)`;
-        `gradients` is a tree like `variables`, zeros for those that `fn` does not depend on.
+        `gradients` is a tree like `variables`, with zeros for variables that `fn` does not depend on.
 
     Raises:
-        TypeError: when `variables` holds something else, or a variable that is not floating point, and when
-            the loss is not floating point.
-        ValueError: for a variable that is listed twice, and for losses of more axes than `[n]`.
+        TypeError: when `variables` holds anything but floating point variables, and when the loss is not floating
+            point.
+        ValueError: for a variable that is listed twice, and for losses with more axes than `[n]`.
         ContextError: outside a step, for a sync-on-read variable.
 
     >>> w = mr.Variable([1.0, 2.0])
@@ -161,7 +161,7 @@ def check_variables(variables: PyTree, verb: str, example: str, hint: str = "") 
 
 
 def _refuse_copies(variables: list[Variable]) -> None:
-    """Refuse a shared-out state, and outside a step a sync-on-read variable: only its copies have gradients."""
+    """Refuse a sharded variable, and outside a step a sync-on-read variable, because only its copies have gradients."""
     frame = frames.current()
     for variable in variables:
         if isinstance(variable, ShardedVariable):
@@ -186,7 +186,7 @@ def _split(result: object, has_aux: bool) -> tuple[Any, Any]:
 
 
 def _one_number(loss: object) -> jax.Array:
-    """Return the scalar to differentiate: of a vector of losses their mean over the global batch, or this replica's share."""
+    """Return the scalar to differentiate: for a vector, its mean over the global batch, or this replica's share of that."""
     if isinstance(loss, tuple):
         raise TypeError("the function returned a tuple; pass has_aux=True when it returns (loss, aux).")
     if loss is None or not (hasattr(loss, "dtype") or isinstance(loss, int | float)):

@@ -1,4 +1,4 @@
-"""Control flow whose bodies may read and write variables: scan, fori_loop, cond."""
+"""Control flow with bodies that may read and write variables: scan, fori_loop, cond."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def scan(
     """Loop over the leading axis of `xs` like `jax.lax.scan`, with a body that may use variables.
 
     In cross-replica context the body may call `strategy.run`, so that K training steps are one dispatch.
-    Inside a step it may assign variables. Outside both it is compiled as by `mr.function`.
+    Inside a step the body may assign variables. Outside both, the loop is compiled as by `mr.function`.
 
     Args:
-        fn: takes `(carry, x)` and returns `(new carry, y)`; shapes and dtypes of the carry stay.
+        fn: takes `(carry, x)` and returns `(new carry, y)`; the carry keeps its shapes and dtypes.
         init: the first carry: arrays, PerReplica values, numbers and variables (their values), in any nest.
-        xs: arrays of shape `[K, ...]`; of a PerReplica, each replica's value has the leading axis `K`. None
-            together with `length`.
+        xs: arrays of shape `[K, ...]`; in a PerReplica, each replica's value has the leading axis `K`. None
+            if you pass `length`.
         length: K, when there is no `xs`.
 
     Returns:
         The last carry, and the `y` values stacked along a new leading axis (of each replica's value).
 
     Raises:
-        TypeError: for a body that returns no pair, and for leaves that are not arrays or numbers.
+        TypeError: for a body that does not return a pair, and for leaves that are not arrays or numbers.
         ValueError: for `xs` without an axis to loop over.
         UnevenReplicasError: (a ValueError) when a PerReplica in `xs` has different shapes.
 
@@ -68,7 +68,7 @@ def fori_loop(lower: int | jax.Array, upper: int | jax.Array, body: Callable[[An
     """Loop from `lower` to `upper` like `jax.lax.fori_loop`, with a body that may use variables.
 
     Args:
-        lower, upper: ints; as arrays they may change without another compilation.
+        lower, upper: ints; if they are arrays, they may change without another compilation.
         body: takes `(i, carry)` and returns the new carry.
         init: the first carry.
 
@@ -96,12 +96,12 @@ def fori_loop(lower: int | jax.Array, upper: int | jax.Array, body: Callable[[An
 def cond(pred: ArrayLike, true_fn: Callable[..., PyTree], false_fn: Callable[..., PyTree], *operands: PyTree) -> PyTree:
     """Call one of two functions like `jax.lax.cond`; both may read and assign variables.
 
-    A variable that only one of them assigns keeps its value in the other case. In a step the condition must be
-    mirrored when a mirrored variable is assigned, or a collective reached, under it.
+    A variable that only one of them assigns keeps its value in the other case. In a step, if a branch assigns a
+    mirrored variable or reaches a collective, the condition must be the same on all replicas.
 
     Args:
         pred: a boolean scalar.
-        true_fn, false_fn: take the operands; their results have the same structure, shapes and dtypes.
+        true_fn, false_fn: functions of the operands; their results have the same structure, shapes and dtypes.
         operands: arrays, PerReplica values and numbers, in any nest.
 
     >>> with strategy.scope():
@@ -174,7 +174,7 @@ def _fori_loop(fn: UserFunction, lower: int | jax.Array, upper: int | jax.Array,
 
 
 def _carry_written(run: Callable[..., Any], bodies: list[UserFunction], *arguments: PyTree) -> Any:
-    """Run control flow that also carries the variables that its bodies write; one more trace finds these."""
+    """Run control flow that also carries the variables that its bodies write; one extra trace finds them."""
     outer = outer_reader()
     written: dict[Variable, str] = {}
 
@@ -207,7 +207,7 @@ def _as_arrays(tree: PyTree, what: str) -> PyTree:
 
 
 def _replicas_second(x: object) -> Any:
-    """Turn `[R, K, ...]` into `[K, R, ...]`, so that an iteration takes a row of every replica."""
+    """Turn `[R, K, ...]` into `[K, R, ...]`, so that each iteration takes one row of every replica."""
     if isinstance(x, PerReplica) and uneven_shapes(x) is not None:
         raise UnevenReplicasError(
             f"xs of mr.scan holds a PerReplica with different shapes, {', '.join(map(str, x.shapes))}; all replicas take every "

@@ -1,1 +1,1 @@
-"""How the replicas share out the update of variables."""
+"""Divides the update of variables among the replicas."""

@@ -1,8 +1,8 @@
-"""A traced function on parts: each replica computes the elements that it holds, and gathers the others where it needs them.
+"""Evaluates a traced function on parts: each replica computes the elements that it holds, and gathers the others when needed.
 
-A value of the function is one of four: this replica's `OwnPart` of an array, its `OwnSum` (the sum over the replicas is
-outstanding), an array `Filled` with one number, or a whole array or number, the same on every replica. An elementwise operation
-is carried out on parts, any other one on whole arrays, after an all-gather. So the result is that for whole arrays.
+A value is one of four: this replica's `OwnPart` of an array; its `OwnSum`, which still needs a sum over the replicas; an array
+`Filled` with one number; or a whole array or number, the same on every replica. Elementwise operations run on parts, all others
+on whole arrays, after an all-gather. So the result equals that of whole arrays.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from .._typing import Shape
 
 
 class OwnPart(NamedTuple):
-    """This replica's elements of an array of some shape."""
+    """This replica's elements of an array, and the shape of the whole array."""
 
     array: jax.Array
     shape: Shape
 
 
 class OwnSum(NamedTuple):
-    """This replica's share of a sum."""
+    """This replica's share of a sum over the replicas, which is still to be made."""
 
     array: jax.Array
 
 
 class Filled(NamedTuple):
-    """An array of one number."""
+    """An array in which every element is one number."""
 
     number: jax.Array
     shape: Shape
@@ -48,17 +48,17 @@ class Partwise(Interpreter[Value]):
     """An evaluation of traced functions on parts.
 
     Args:
-        same: marks a whole value that parts are computed with as one that must be the same on every replica, and returns it:
-            the result of an all-gather looks the same, even if the parts were of different arrays.
+        same: marks a whole value that is used with parts, and returns it: it must be the same on every replica. The result
+            of an all-gather looks the same, even if the replicas' parts came from different arrays.
     """
 
     def __init__(self, axis: ReplicaAxis, same: Callable[[jax.Array], jax.Array]) -> None:
         self.axis = axis
         self._same = same
-        self._made: dict[int, tuple[jax.Array, jax.Array]] = {}  # by `id`: an array, and what was made of it
+        self._made: dict[int, tuple[jax.Array, jax.Array]] = {}  # id of an array -> the array, and what was made of it
 
     def part(self, value: Value, shape: Shape) -> jax.Array:
-        """Return this replica's elements of a value of this shape."""
+        """Return this replica's elements of a value with this whole shape."""
         if isinstance(value, OwnPart):
             return value.array
         if isinstance(value, Filled):
@@ -66,7 +66,7 @@ class Partwise(Interpreter[Value]):
         return parts.own_part(self._note(self.whole(value)), self.axis)
 
     def whole(self, value: Value) -> jax.Array:
-        """Return the whole array of a value."""
+        """Return a value as a whole array."""
         if isinstance(value, Filled):
             return jnp.broadcast_to(value.number, value.shape)
         if isinstance(value, OwnSum):
@@ -76,12 +76,12 @@ class Partwise(Interpreter[Value]):
         return value
 
     def call(self, equation: Any, inner: jaxprs.ClosedJaxpr, values: list[Value]) -> Sequence[Value]:
-        """Enter calls whose arguments are parts."""
+        """Evaluate inside a call that has parts as arguments; treat any other call as one operation."""
         has_parts = any(isinstance(value, OwnPart | OwnSum) for value in values)
         return self.run_closed(inner, values) if has_parts else self.plain(equation, values)
 
     def plain(self, equation: Any, values: list[Value]) -> Sequence[Value]:
-        """Carry an operation out on parts if possible, else on whole arrays."""
+        """Run an operation on parts if possible, else on whole arrays."""
         name = equation.primitive.name
         if name in ELEMENTWISE and _is_by_place(equation):
             shape = equation.outvars[0].aval.shape
@@ -98,7 +98,7 @@ class Partwise(Interpreter[Value]):
         return tracing.bind(equation, list(map(self.whole, values)))
 
     def _by_place(self, equation: Any, values: Sequence[Value], shape: Shape) -> jax.Array:
-        """Carry out an operation on this replica's elements of all operands, and on scalars as they are."""
+        """Run an elementwise operation on this replica's elements of all operands, and on scalars unchanged."""
         operands = []
         for atom, value in zip(equation.invars, values, strict=True):
             is_scalar = atom.aval.shape == () != shape
@@ -107,7 +107,7 @@ class Partwise(Interpreter[Value]):
         return result
 
     def _sum(self, equation: Any, values: Sequence[Value]) -> OwnSum | None:
-        """Return this replica's share where an equation adds up all elements of an array, or adds to a sum; else None."""
+        """Return this replica's share of a sum of all elements of an array, or of sums and scalars; None for another equation."""
         if equation.primitive.name == "add":
             if equation.outvars[0].aval.shape != () or not any(isinstance(value, OwnSum) for value in values):
                 return None
@@ -120,7 +120,7 @@ class Partwise(Interpreter[Value]):
         return OwnSum(jnp.sum(real, dtype=value.array.dtype))
 
     def _of_first(self, value: Value) -> jax.Array:
-        """Return a value on the first replica and zero on the others: their sum is the value."""
+        """Return a value on the first replica and zero on the others, so that they add up to the value."""
         whole = jnp.asarray(self._note(self.whole(value)))
         return jnp.where(self.axis.index() == 0, whole, jnp.zeros_like(whole))
 
@@ -129,21 +129,21 @@ class Partwise(Interpreter[Value]):
         return self._once(value, self._same) if isinstance(value, jax.core.Tracer) else value
 
     def _once(self, array: jax.Array, make: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """Return what a function makes of an array, made once; the array is kept, so that no other one gets its `id`."""
+        """Return `make(array)`, made once for each array; keep the array, so that no other one gets its `id`."""
         if id(array) not in self._made:
             self._made[id(array)] = array, make(array)
         return self._made[id(array)][1]
 
 
 def _is_by_place(equation: Any) -> bool:
-    """Tell whether an operation's operands are scalars or have the result's shape, and it names no placement."""
+    """Tell whether every operand is a scalar or has the result's shape, and the operation names no placement."""
     [result] = equation.outvars
     shapes = {atom.aval.shape for atom in equation.invars}
     return shapes <= {(), result.aval.shape} and not any(isinstance(v, jax.sharding.Sharding) for v in equation.params.values())
 
 
 def _number_in(value: Value) -> jax.Array | None:
-    """Return the number that fills a value, or None."""
+    """Return the one number in a filled or scalar value, else None."""
     if isinstance(value, Filled):
         return value.number
     return value if not isinstance(value, OwnPart | OwnSum) and jnp.ndim(value) == 0 else None

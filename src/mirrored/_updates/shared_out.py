@@ -1,4 +1,4 @@
-"""The update of variables, shared out: each replica updates its part of them, and holds that part of the optimizer's state.
+"""The sharded update of variables: each replica updates its part of them, and holds that part of the optimizer's state.
 
 Xu et al. 2020, "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training" (https://arxiv.org/abs/2004.13336);
 the first stage of ZeRO, Rajbhandari et al. 2020 (https://arxiv.org/abs/1910.02054).
@@ -27,18 +27,18 @@ Compute = Callable[[list[Any], list[Any], list[Any]], tuple[list[Any], list[Any]
 
 
 def state_variable(value: jax.Array, name: str) -> Variable:
-    """Make a variable of a leaf of the state: sharded, except scalars, random keys and arrays without elements."""
+    """Make a variable for a leaf of the state: sharded, unless it is a scalar, a random key or an empty array."""
     is_divided = _is_divided(value) and not jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
     return ShardedVariable(value, name=name) if is_divided else Variable(value, name=name, trainable=False)
 
 
 def _is_divided(value: jax.Array) -> bool:
-    """Tell whether an array is divided into parts."""
+    """Tell whether the replicas divide an array into parts."""
     return value.ndim > 0 and value.size > 0
 
 
 def check_variables(variables: Sequence[Variable]) -> None:
-    """Refuse complex variables, whose gradients XLA on CPU cannot scatter, and several replicas on one device."""
+    """Refuse complex variables, whose gradients XLA on CPU cannot scatter, and several replicas on a device."""
     if spec_of(variables[0]).mesh.per_device > 1:
         raise ValueError(
             f"shard_state=True on {spec_of(variables[0]).mesh}: replicas of one device share one copy of the state already. "
@@ -54,7 +54,7 @@ def check_variables(variables: Sequence[Variable]) -> None:
 
 
 def combined(op: ReduceOp, gradients: Sequence[jax.Array], axis: ReplicaAxis) -> list[Any]:
-    """Combine gradients over the replicas: each replica gets its part of each, or all of one that is not divided."""
+    """Combine gradients over the replicas: each replica gets its part of a divided gradient, and all of any other."""
     if axis.ops is not None:
         raise ValueError(
             f"mr.Optimizer(..., shard_state=True) adds gradients up where they are shared out, so {axis.ops} has no place for "
@@ -68,9 +68,9 @@ def combined(op: ReduceOp, gradients: Sequence[jax.Array], axis: ReplicaAxis) ->
 def update(
     compute: Compute, gradients: Sequence[Any], variables: Sequence[Variable], state: Sequence[Variable], axis: ReplicaAxis
 ) -> tuple[list[Any], list[Any]]:
-    """Return the variables' new values and the new state: of sharded variables this replica's parts.
+    """Return the variables' new values and the new state; for sharded variables, this replica's parts.
 
-    The update is traced for whole arrays, so that it may ask for shapes, and carried out on parts.
+    The update is traced with whole arrays, so that it may ask for shapes, and runs on parts.
     """
     where = user_code.user_line()
     names = {id(gradient): variable.name for gradient, variable in zip(gradients, variables, strict=True)}
@@ -99,7 +99,7 @@ def update(
 
 
 def store(variable: Variable, value: jax.Array) -> None:
-    """Assign a variable its value of `update`."""
+    """Assign a value that `update` returned to its variable."""
     if isinstance(variable, ShardedVariable):
         access.store(variable, value.astype(variable.dtype))
     else:
@@ -107,6 +107,6 @@ def store(variable: Variable, value: jax.Array) -> None:
 
 
 def _aval(value: Value) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of the whole value."""
+    """Return a value's whole shape, and its dtype."""
     aval = jax.typeof(value.array if isinstance(value, OwnPart) else value)
     return jax.ShapeDtypeStruct(value.shape if isinstance(value, OwnPart) else aval.shape, aval.dtype, weak_type=aval.weak_type)

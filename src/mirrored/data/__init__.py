@@ -1,4 +1,4 @@
-"""Input: datasets on the host, and their way to the replicas."""
+"""Input: reads datasets on the host, and brings their batches to the replicas."""
 
 from .._errors import TFRecordError as TFRecordError
 from ._dataset import DistributedDataset as DistributedDataset
@@ -12,4 +12,4 @@ from ._records.tfrecord import write_tfrecords as write_tfrecords
 from ._sources.numpy_dataset import NumpyDataset as NumpyDataset
 from ._sources.verbs import PerReplicaSpec as PerReplicaSpec
 
-TFRecordError.__module__ = __name__  # tracebacks show the name to write behind `except`
+TFRecordError.__module__ = __name__  # tracebacks show the name that users write after `except`

@@ -1,4 +1,4 @@
-"""The distributed dataset: global batches in, PerReplica trees out."""
+"""The distributed dataset: it takes global batches, and yields trees of PerReplica values."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _logger = logging.getLogger("mirrored")
 class DistributedDataset:
     """A dataset whose batches are divided among the replicas, made by `strategy.distribute_dataset`.
 
-    Iterating yields trees of PerReplica values. It can be iterated again whenever the dataset can, and has a
-    length when the dataset has one (with `drop_remainder`, batches that are dropped whole count as well,
-    unless the dataset is of `make_numpy_dataset`).
+    Iterating yields trees of PerReplica values. It can be iterated again if the dataset can, and has a length if the
+    dataset has one. With `drop_remainder` the length counts batches that are dropped whole, unless the dataset
+    comes from `make_numpy_dataset`.
 
     >>> dataset = strategy.distribute_dataset([{"x": np.arange(3)}])
     >>> for batch in dataset:
@@ -73,13 +73,13 @@ class DistributedDataset:
         """The shapes and dtypes of a batch on each replica, as a tree of `mr.data.PerReplicaSpec`, with None for the rows.
 
         Raises:
-            TypeError: when the dataset can only be iterated, and no iterator has given a batch yet.
+            TypeError: when only a batch would tell, and no iterator has yielded one yet.
             ValueError: when the dataset is empty.
         """
         return self._elements.spec()
 
     def take(self, count: int) -> DistributedDataset:
-        """Stop after `count` steps, on all workers; earlier when there are fewer.
+        """Stop after `count` steps, on all workers; earlier if there are fewer.
 
         >>> [x.values[0].tolist() for x in strategy.distribute_dataset([np.arange(2)] * 9).take(2)]
         [[0], [0]]
@@ -87,9 +87,9 @@ class DistributedDataset:
         return self._with(("take", check_int("take got", count, 0, "the number of steps")))
 
     def repeat(self, count: int | None = None) -> DistributedDataset:
-        """Go through the steps `count` times, or without end; each pass begins as a new iterator does, with its own order.
+        """Go through the steps `count` times, or endlessly; each pass begins like a new iterator, in its own order.
 
-        The position of an iterator says in which pass it is. An endless loop needs its own end:
+        An iterator's position says which pass it is in. An endless loop needs its own end:
 
         >>> batches = iter(strategy.distribute_dataset([np.arange(2), np.arange(4)]).repeat())
         >>> [next(batches).values[0].tolist() for _ in range(5)]
@@ -104,8 +104,8 @@ class DistributedDataset:
         """Apply a function to each batch on the host, before it is divided among the replicas.
 
         Args:
-            fn: takes a batch as the dataset yields it, a tuple as several arguments, and returns a nest of arrays. Each worker
-                calls it for the batches that it reads; under `AutoShardPolicy.DATA` its results must be equal on all workers.
+            fn: takes a batch of the dataset (a tuple as several arguments), and returns a nest of arrays. Each worker calls it
+                for the batches that it reads; under `AutoShardPolicy.DATA` the results must be equal on all workers.
 
         >>> dataset = strategy.distribute_dataset([(np.arange(4), np.ones(4))]).map(lambda x, y: {"sum": x + y})
         >>> [batch["sum"].values[1].tolist() for batch in dataset]
@@ -116,7 +116,7 @@ class DistributedDataset:
     def _with(self, *limits: Limit, maps: tuple[Callable[..., PyTree], ...] = ()) -> DistributedDataset:
         made, old = copy.copy(self), self._elements
         made._elements = dataclasses.replace(old, limits=(*old.limits, *limits), maps=(*old.maps, *maps))
-        made._made_of = self  # keeps it alive: the strategy describes it, and holds it weakly
+        made._made_of = self  # keep it alive: the strategy describes it, but holds it weakly
         return made
 
     def __len__(self) -> int:
@@ -125,7 +125,7 @@ class DistributedDataset:
     def _num_steps_of_pass(self) -> int:
         dataset, kind = self._plan.dataset, self._plan.kind
         if isinstance(dataset, NumpyDataset) and self._options.drop_remainder and kind == "DATA":
-            return dataset._num_batches(at_least=self._mesh.num_replicas)  # nothing is left of smaller ones
+            return dataset._num_batches(at_least=self._mesh.num_replicas)  # smaller ones are dropped whole
         if not isinstance(dataset, collections.abc.Sized) or (grain.is_pipeline(dataset) and not grain.has_length(dataset)):
             raise TypeError(f"the length of {type(dataset).__name__} is not known before it ends.")
         if kind == "DATA":
@@ -143,7 +143,7 @@ class DistributedDataset:
         return _html.outline(f"{self!r}\n" + "\n".join(how.split("; ")))
 
     def describe(self) -> str:
-        """Say in one line how the rows reach the replicas, and why in this way."""
+        """Say in one line how the rows reach the replicas, and why so."""
         rule = (
             "rows are dropped so that all replicas get the same number"
             if self._options.drop_remainder
@@ -157,18 +157,18 @@ class DistributedDataset:
             _logger.info("dropping %d of the %d rows of a step, so that all replicas get the same number", dropped, num_rows)
 
 
-#: The devices over which a dataset is distributed.
+#: The devices of a distributed dataset.
 mesh_of: Callable[[DistributedDataset], ReplicaMesh] = operator.attrgetter("_mesh")
 
 
 def batch_rows(dataset: DistributedDataset) -> int | None:
-    """Return the rows of each global batch but the last; None where only the dataset itself knows."""
+    """Return the number of rows in each global batch but the last; None if only the dataset itself knows."""
     made_of = dataset._plan.dataset
     return made_of.batch_size if isinstance(made_of, NumpyDataset) and dataset._plan.kind == "DATA" else None
 
 
 def check_dataset(dataset: object, verb: str, policy: AutoShardPolicy | str = AutoShardPolicy.AUTO) -> None:
-    """Refuse a dataset that does not yield batches, or can be iterated only once."""
+    """Refuse a dataset that yields no batches, or that can be iterated only once."""
     batches, size = "global batches", "global_batch_size"
     if verb == "distribute_datasets_from_function":
         batches, size = "per-replica batches", "context.get_per_replica_batch_size(global_batch_size)"
@@ -178,7 +178,7 @@ def check_dataset(dataset: object, verb: str, policy: AutoShardPolicy | str = Au
         return
     if isinstance(dataset, DistributedDataset):
         raise TypeError("the dataset is distributed already; iterate over it.")
-    # A tuple of batches holds nests only, and one batch that is a tuple holds arrays.
+    # A tuple of batches contains only nests; a tuple that is one batch contains arrays.
     is_batches = isinstance(dataset, tuple) and dataset != () and all(isinstance(part, dict | list | tuple) for part in dataset)
     if isinstance(dataset, np.ndarray | jax.Array | PerReplica | dict | tuple) and not is_batches:
         raise TypeError(

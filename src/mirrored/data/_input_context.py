@@ -1,4 +1,4 @@
-"""What a function that makes one worker's dataset is told about its worker."""
+"""The context that tells a function for which worker it makes a dataset."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ._sources.verbs import check_int
 
 @dataclasses.dataclass(frozen=True)
 class InputContext:
-    """The worker for which a function given to `distribute_datasets_from_function` makes a dataset.
+    """The worker for which a function passed to `distribute_datasets_from_function` makes a dataset.
 
     Attributes:
-        num_input_pipelines: how many times the function is called in all: once on each worker.
+        num_input_pipelines: the number of calls of the function: one on each worker.
         input_pipeline_id: this worker's number.
-        num_replicas_in_sync: how many replicas there are on all workers.
+        num_replicas_in_sync: the number of replicas on all workers.
 
     >>> context = mr.InputContext(num_input_pipelines=2, input_pipeline_id=1, num_replicas_in_sync=4)
     >>> context.get_per_replica_batch_size(64), list(range(10))[context.input_pipeline_id :: context.num_input_pipelines]
@@ -29,11 +29,11 @@ class InputContext:
     _sizes: list[int] = dataclasses.field(default_factory=list, init=False, repr=False, compare=False)
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Return how many of the rows of a global batch each replica takes.
+        """Return how many rows of a global batch each replica takes.
 
         Raises:
             TypeError: when `global_batch_size` is no int.
-            ValueError: when it is less than 1, or the replicas do not divide it.
+            ValueError: when it is less than 1, or the number of replicas does not divide it.
         """
         global_batch_size = check_int("global_batch_size is", global_batch_size, 1, "the rows of one step")
         size, rest = divmod(global_batch_size, self.num_replicas_in_sync)

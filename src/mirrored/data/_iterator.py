@@ -1,4 +1,4 @@
-"""The iterator over a distributed dataset: batches on the devices, made ahead, and the position."""
+"""The iterator over a distributed dataset: it makes batches ahead, on the devices, and knows its position."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ._sources.verbs import check_places
 
 #: The version of the states that `get_state` returns.
 _VERSION = 1
-#: The number of steps that workers with batches of their own tell each other at once, when batches are read ahead at all.
+#: How many steps workers with their own batches tell each other at once, if they read ahead at all.
 _LOOKAHEAD = 4
 
 Batches = Generator[tuple[PyTree, Step], None, None]
@@ -42,9 +42,9 @@ Batches = Generator[tuple[PyTree, Step], None, None]
 class DistributedIterator:
     """An iterator over a distributed dataset, made by `iter(distributed_dataset)`.
 
-    Batches are prepared and moved to the devices in the background. That ends, and files and memory are freed,
-    when the data ends, when the pipeline raises, and when the loop is left. Where an iterator is kept, `close`
-    does so, or a `with` block. Several threads may take batches of one iterator: each batch comes once.
+    A thread prepares batches and moves them to the devices in the background. It ends, and frees files and memory,
+    when the data ends, when the pipeline raises, and when the program leaves the loop. If you keep an iterator, call
+    `close`, or use a `with` block. Several threads may take batches from one iterator: each batch comes once.
 
     >>> iterator = iter(strategy.distribute_dataset([np.arange(2), np.arange(2, 4)]))
     >>> _ = next(iterator)
@@ -58,23 +58,23 @@ class DistributedIterator:
     """
 
     def __init__(self, elements: Elements, layout: LocalReplicas, mesh: ReplicaMesh, prefetch: int) -> None:
-        """Hold the parts of a DistributedDataset; nothing is read yet."""
+        """Keep the parts of a DistributedDataset; read nothing yet."""
         self._elements = elements
         self._plan = elements.plan
-        self._is_by_file = self._plan.kind == "FILE"  # so a position counts rows
+        self._is_by_file = self._plan.kind == "FILE"  # then a position counts rows
         self._sizes = list(self._plan.sizes) or grain.batch_sizes(self._plan.dataset, of_all=self._is_by_file)  # of batches
         self._layout = layout
         self._mesh = mesh
         self._prefetch = prefetch
-        self._reading, self._lock = threading.RLock(), threading.RLock()  # of the thread that waits for a batch; of what follows
+        self._reading, self._lock = threading.RLock(), threading.RLock()  # held while reading; guards what follows
         self._passes: Passes | None = None
         self._batches: Ahead[Any] | Batches | None = None
         self._position: Position = ValueError("the iterator was closed before it read anything, and has no position.")
         self._extra: dict[str, Any] = {"places": [0] * len(elements.limits)} if elements.limits else {}
         self._is_closed = False
-        self._failure = ""  # the error of the pipeline, after which it would seem to have ended
+        self._failure = ""  # the pipeline's error: without it the data would seem to have ended
         self._channel: Channel | None = None
-        self._is_saved = False  # so a batch after which there is nothing to save is an error at once
+        self._is_saved = False  # a checkpoint needs positions: then a batch without one is an error at once
 
     @property
     def element_spec(self) -> PyTree:
@@ -107,19 +107,19 @@ class DistributedIterator:
                     self._failure = self._failure or ("" if isinstance(error, StopIteration) else repr(error))
                 raise
             finally:
-                if self._is_closed:  # now, or by another thread meanwhile
+                if self._is_closed:  # by this thread, or meanwhile by another
                     self._free()
         if in_main_thread():
             waited.input += time.perf_counter() - start
         return batch
 
     def _goes_on(self) -> bool:
-        """Tell whether the next batch comes after a Ctrl-C: it interrupts the waiting for a thread, and not its pipeline."""
+        """Tell whether this iterator goes on after a Ctrl-C: it interrupts the wait for a thread, but not the pipeline in it."""
         if self._prefetch:
             return True
         if not isinstance(self._position, str) or self._layout.worker.count > 1:
             return False
-        self._free()  # the source is opened again, after the last batch that was given
+        self._free()  # the next call opens the source again, after the last batch
         return True
 
     def _next(self) -> tuple[PyTree, Step]:
@@ -132,13 +132,13 @@ class DistributedIterator:
         return batch, step
 
     def get_state(self) -> dict[str, Any]:
-        """Return the position after the last batch that this iterator gave, as a dict of JSON values.
+        """Return the position after the last batch that this iterator yielded, as a dict of JSON values.
 
-        It says how far the data was read, whatever was prepared ahead, and holds for any number of replicas.
-        When workers read different records, each worker has a position of its own to keep.
+        Batches that were prepared ahead do not count. The position holds for any number of replicas. If workers
+        read different records, each worker must save its own position.
 
         Raises:
-            TypeError: when the dataset has no position that could be saved.
+            TypeError: when the dataset has no position that can be saved.
         """
         with self._lock:
             if self._passes is None and not self._is_closed:
@@ -161,16 +161,16 @@ class DistributedIterator:
         """Go on from a position that `get_state` returned, here or in an earlier run.
 
         Args:
-            state: of an iterator over the same dataset; the number of replicas may be another one.
+            state: the position of an iterator over the same dataset; the number of replicas may differ.
 
         Raises:
             TypeError: when `state` is no such dict, or the dataset has no position.
-            ValueError: when it belongs to another dataset, policy or worker. Nothing has changed then.
+            ValueError: when `state` belongs to another dataset, policy or worker. Nothing has changed then.
         """
         extra = self._checked(state)
         with self._reading:
             if hasattr(self._plan.dataset, "load_state_dict"):
-                self._free()  # now: the dataset has one position for all its iterators, which the thread would go on changing
+                self._free()  # now, or the thread would move the dataset's one position, which its iterators share
             passes = Passes(self._elements, state["source"], extra)
             self._free()
             with self._lock:
@@ -178,11 +178,11 @@ class DistributedIterator:
                 self._passes, self._extra, self._position = passes, extra, passes.start
 
     def close(self) -> None:
-        """End the preparation in the background and free what it holds. No batch comes after; again does nothing."""
+        """End the preparation in the background, free files and memory, and yield no more batches. Further calls do nothing."""
         self._is_closed, self._failure = True, ""
         if self._prefetch:
             self._free()
-        elif self._reading.acquire(timeout=MAX_WAIT_SECONDS):  # else a thread is in the pipeline, and frees all when it is back
+        elif self._reading.acquire(timeout=MAX_WAIT_SECONDS):  # else a thread is in the pipeline; it frees all when it returns
             try:
                 self._free()
             finally:
@@ -194,7 +194,7 @@ class DistributedIterator:
             passes, self._passes = self._passes, None
         if batches is not None:
             batches.close()
-        if passes is not None and not isinstance(batches, Ahead):  # whose thread closes them
+        if passes is not None and not isinstance(batches, Ahead):  # the thread of an Ahead closes them
             passes.close()
 
     def __enter__(self) -> Self:
@@ -204,7 +204,7 @@ class DistributedIterator:
         self.close()
 
     def _open(self) -> Passes:
-        """Begin, or go on after the last batch that was given where a failure has closed all."""
+        """Open the dataset at its beginning or, after a failure has closed all, after the last batch."""
         if self._passes is None:
             state = json.loads(self._position) if isinstance(self._position, str) else None
             self._passes = Passes(self._elements, state, self._extra)
@@ -229,7 +229,7 @@ class DistributedIterator:
             return self._batches
 
     def _checked(self, state: object) -> dict[str, Any]:
-        """Return the rest of a state beside the position of the source; refuse one that is not for this iterator."""
+        """Return a state without the source's position; refuse a state that does not fit this iterator."""
         if not isinstance(state, dict) or not {"version", "policy", "worker", "source"} <= set(state) or state["source"] is None:
             raise TypeError(f"state is {state!r}; expected what get_state() of an iterator over this dataset returned.")
         if state["version"] != _VERSION:
@@ -254,7 +254,7 @@ class DistributedIterator:
                 "arrays).batch(n), or in grain dataset.to_iter_dataset().batch(n). What context.get_per_replica_batch_size "
                 "gives is the same for as many replicas as before; strategy.distribute_dataset(dataset) takes global batches."
             )
-        names = ("rows", "batch_size") if is_same_size else ("rows",)  # a global batch is as large as the pipeline's are here
+        names = ("rows", "batch_size") if is_same_size else ("rows",)  # else global batches are as large as the pipeline's
         extra = {name: state[name] for name in names if name in state}
         if not all(type(value) is int and value >= 0 for value in extra.values()):
             raise ValueError(f"the state holds {extra}; expected numbers of rows.")
@@ -263,17 +263,17 @@ class DistributedIterator:
 
 
 def num_workers_of(iterator: DistributedIterator) -> int:
-    """Return the number of workers that take the batches together."""
+    """Return the number of workers that share an iterator's batches."""
     return iterator._layout.worker.count
 
 
 def expect_saves(iterator: DistributedIterator) -> None:
-    """Let the first batch fail whose position cannot be saved: a loader may know its position only then."""
+    """Let the iterator raise at the first batch without a position: before its first batch, a loader may not know it."""
     iterator._is_saved = True
 
 
 def _batches(steps: Steps, mesh: ReplicaMesh, layout: LocalReplicas, elements: Elements) -> Batches:
-    """Yield the rows of each step as PerReplica values, with the rest of the step."""
+    """Yield each step's rows as PerReplica values, together with the step."""
     last = elements.last_batch(layout)
     origin = Origin(elements.plan.token, elements.plan.is_auto_by_file)
     before_last = origin if last is None else origin._replace(last_sizes=tuple(split_sizes(last.num_rows, layout.num_replicas)))
@@ -283,13 +283,13 @@ def _batches(steps: Steps, mesh: ReplicaMesh, layout: LocalReplicas, elements: E
             is_before = last is not None and sum(step.sizes) == last.rows_before
             yield _to_devices(step, mesh, layout, before_last if is_before else origin), dataclasses.replace(step, stacked=None)
     finally:
-        layout.worker.close()  # also where the loop is left: its messages would stay until the program ends
+        layout.worker.close()  # even if the program leaves the loop: else its messages stay until the program ends
 
 
 def _to_devices(step: Step, mesh: ReplicaMesh, layout: LocalReplicas, origin: Origin) -> PyTree:
     """Put each replica's rows on its device."""
     leaves, treedef = jax.tree.flatten(step.stacked)
-    is_alone = layout.worker.count == 1  # then one call for all of them
+    is_alone = layout.worker.count == 1  # then one call brings all of them
     arrays = mesh.put(leaves, mesh.stacked) if is_alone else [placement.stack(mesh, leaf) for leaf in leaves]
     is_even = len(set(step.sizes)) == 1
     shapes = [None if is_even else tuple((size, *array.shape[2:]) for size in step.sizes) for array in arrays]

@@ -1,4 +1,4 @@
-"""Items made ahead: a generator runs in a thread while the last item is in use."""
+"""Makes items ahead: a generator runs in a thread while the program uses the last item."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import jax
 
 T = TypeVar("T")
 
-#: So long closing waits for a thread that is inside the user's pipeline; the thread ends when the pipeline returns.
+#: How long closing waits for a thread inside the user's pipeline; the thread ends when the pipeline returns.
 MAX_WAIT_SECONDS = 5.0
 
 
 class Ahead(Generic[T]):
-    """An iterator over a generator that runs in a thread, at most `count` items ahead; an exception comes after its items."""
+    """An iterator over a generator that runs in a thread, at most `count` items ahead; its exception comes after its items."""
 
     def __init__(
         self, owner: object, items: Generator[T, None, None], close: Callable[[], None], count: int, interrupt: Callable[[], None]
     ) -> None:
-        """Start the thread, which calls `close` once at its end; `interrupt`, in any thread, ends waiting for other workers."""
+        """Start the thread, which calls `close` once at its end; any thread may call `interrupt` to end its wait for workers."""
         self._count = count
         self._interrupt = interrupt
         self._changed = threading.Condition()  # its lock is reentrant: garbage collection can call `close` at any line
@@ -39,13 +39,13 @@ class Ahead(Generic[T]):
                 context.run(self._fill, items, close)
 
         self._thread = threading.Thread(target=work, name="mirrored input", daemon=True)
-        atexit.register(self.close)  # before JAX ends its backends: exit functions run in reverse, and JAX's is there by now
-        # The thread does not know the owner, so that a loop which is left early leaves garbage, which ends the thread.
+        atexit.register(self.close)  # to run before JAX ends its backends: exit functions run in reverse order
+        # The thread does not hold the owner: when the program leaves a loop early, the owner is collected, which ends the thread.
         self._finalizer = weakref.finalize(owner, self.close)
         self._thread.start()
 
     def _fill(self, items: Generator[T, None, None], close: Callable[[], None]) -> None:
-        """Put in items, in the thread, until there are no more or the queue is closed."""
+        """Fill the queue, in the thread, until there are no more items or the queue is closed."""
         failure: BaseException | None = None
         try:
             while self._wait_for_room():
@@ -54,10 +54,10 @@ class Ahead(Generic[T]):
                     if not self._is_closed:
                         self._ready.append(item)
                         self._changed.notify_all()
-                del item  # else it would be alive until the next one is made
+                del item  # else it would live until the next item is made
         except StopIteration:
             pass
-        except BaseException as error:  # the loop that waits for the next batch must get any
+        except BaseException as error:  # any kind: the loop that waits for the next item must get it
             failure = error
         try:
             items.close()
@@ -68,7 +68,7 @@ class Ahead(Generic[T]):
             self._is_finished = True
             self._failure = None if self._is_closed else failure
             self._changed.notify_all()
-        del failure  # it holds this frame
+        del failure  # its traceback holds this frame
 
     def _wait_for_room(self) -> bool:
         """Wait until another item may be made; return False when the queue is closed."""
@@ -87,10 +87,10 @@ class Ahead(Generic[T]):
         try:
             raise StopIteration if failure is None else failure
         finally:
-            del failure  # a frame that held it would keep itself, and the batches in it, until the next collection
+            del failure  # else frame and exception would hold each other, and batches, until the next collection
 
     def close(self) -> None:
-        """End the thread, and drop the items that are ready."""
+        """End the thread, and drop the items that nobody has taken."""
         with self._changed:
             self._is_closed = True
             self._ready.clear()

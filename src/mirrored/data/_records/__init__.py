@@ -1,1 +1,1 @@
-"""Files of records: TFRecord and tf.train.Example."""
+"""Reads and writes files of records: TFRecord and tf.train.Example."""

@@ -1,4 +1,4 @@
-"""`tf.train.Example`: parsed into arrays, a batch at a time, and made, without TensorFlow (docs/design/tfrecord.md)."""
+"""Parses batches of `tf.train.Example` into arrays, and makes Examples, without TensorFlow (docs/design/tfrecord.md)."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from .feature import Feature, FixedLenFeature, VarLenFeature, cut, read
 from .record_reader import needs
 from .value_places import ValuePlaces, find_layout
 
-#: With fewer records of one length it costs more to find the places of their values than to parse them.
+#: For fewer records of one length, finding the places of their values costs more than parsing them.
 MIN_RECORDS = 8
-#: Bounds of the layouts that are kept, 96 MiB together: lengths, layouts that are tried of each (features may change order, or
-#: records of one length differ in more than their values), bytes of a record.
+#: Limits of the kept layouts, 96 MiB together: record lengths; layouts tried for each length (features may change their order,
+#: or records of one length differ in more than their values); bytes of a record.
 MAX_LENGTHS, MAX_LAYOUTS, MAX_RECORD_BYTES = 16, 6, 1 << 20
-#: Messages of protobuf that are held at a time; each is a copy of its record.
+#: How many protobuf messages are held at a time; each is a copy of its record.
 MESSAGES = 64
 
 
 def parse_example(records: bytes | Sequence[bytes], spec: Mapping[str, Feature]) -> dict[str, Any]:
     """Parse a serialized `tf.train.Example`, or a whole batch of them, into numpy arrays.
 
-    Whole batches are many times faster than single records: where records of one length differ only in their values,
-    these are cut out of all of them at once. The results are the same.
+    Whole batches are many times faster than single records: if records of one length differ only in their values, the
+    values of all are cut out at once. The results are the same.
 
     Args:
-        records: one record; or a list of them, as `mr.data.tfrecord_dataset(files).batch(n)` yields.
-        spec: the features to read: an `mr.data.FixedLenFeature` or an `mr.data.VarLenFeature` for each name. Other features of
-            the records are ignored.
+        records: one record, or a list of records, as `mr.data.tfrecord_dataset(files).batch(n)` yields.
+        spec: the features to read: for each name, an `mr.data.FixedLenFeature` or an `mr.data.VarLenFeature`. Other features
+            are ignored.
 
     Returns:
-        an array for each name: of the feature's shape for one record, with a leading axis for a list. For a
-        `VarLenFeature`, an array of one axis for one record, a list of such arrays for a list.
+        for each name, an array with the feature's shape; for a list of records it has a leading axis. A
+        `VarLenFeature` gives an array with one axis for one record, and a list of such arrays for a list.
 
     Raises:
-        ValueError: a record is not an Example, lacks a feature that has no default, or has it with another kind or
-            number of values; with the record's place in the batch and the feature's name.
+        ValueError: a record is not an Example, lacks a feature without a default, or has another kind or number of
+            values. The message names the record's place in the batch and the feature.
 
     >>> examples = [mr.data.make_example({"image": np.full((2, 2), i, np.uint8).tobytes(), "label": i}) for i in range(3)]
     >>> spec = {"image": mr.data.FixedLenFeature((2, 2), np.uint8), "label": mr.data.FixedLenFeature((), np.int64)}
@@ -82,10 +82,10 @@ def _checked_records(records: object) -> Sequence[bytes]:
 
 
 class _Batch:
-    """Records that are parsed together, each into its row of the results."""
+    """Records to parse together, each into its own row of the results."""
 
     def __init__(self, records: Sequence[bytes], spec: Mapping[str, Feature], title: str) -> None:
-        """Allocate the results; `title`, with a place for the row, names a record in errors."""
+        """Allocate the results; `title.format(row)` names a record in errors."""
         self._records, self._wanted, self._title = records, spec, title
         self._results = {name: _allocate(feature, len(records)) for name, feature in spec.items()}
 
@@ -100,7 +100,7 @@ class _Batch:
 
     def _rows_by_length(self) -> list[np.ndarray]:
         lengths = np.fromiter(map(len, self._records), np.int64, len(self._records))
-        if (lengths == lengths[:1]).all():  # in half the time
+        if (lengths == lengths[:1]).all():  # a shortcut: half the time
             return [np.arange(len(lengths))]
         order = np.argsort(lengths, kind="stable")
         return np.split(order, np.flatnonzero(np.diff(lengths[order])) + 1)
@@ -109,7 +109,7 @@ class _Batch:
         return self._records if len(rows) == len(self._records) else [self._records[row] for row in rows]
 
     def _parse_others(self, rows: np.ndarray) -> None:
-        """Let protobuf parse records, and put their features into their rows."""
+        """Let protobuf parse the records in these rows, and store their features."""
         messages = []
         for row in rows:
             features = _features_of(self._records[row])
@@ -123,7 +123,7 @@ class _Batch:
     def _read_all(self, rows: np.ndarray, name: str, messages: Sequence[Mapping[str, Any]]) -> Any:
         feature = self._wanted[name]
         if isinstance(feature, FixedLenFeature) and feature._size:
-            with contextlib.suppress(ValueError):  # they are not alike, or one is wrong
+            with contextlib.suppress(ValueError):  # the records differ in kind, or one is wrong: read them one by one
                 return read(feature, [message[name] for message in messages]).reshape(len(rows), feature._size)
         return [self._read(row, name, message) for row, message in zip(rows, messages, strict=True)]
 
@@ -135,7 +135,7 @@ class _Batch:
             raise ValueError(f"{self._title.format(row)}, feature {name!r}: {problem} (Its features: {present}.)") from problem
 
     def _assign(self, name: str, rows: np.ndarray, values: np.ndarray | Sequence[np.ndarray]) -> None:
-        """Put values, one for each row, into these rows of a result."""
+        """Store values, one for each row, in these rows of a result."""
         result = self._results[name]
         if isinstance(result, list):
             for row, value in zip(rows, values, strict=True):
@@ -146,7 +146,7 @@ class _Batch:
             result[rows] = values
 
     def _parse_alike(self, rows: np.ndarray) -> np.ndarray:
-        """Parse those records of one length that differ only in their values; return the rows that are left."""
+        """Parse records of one length that differ only in their values; return the rows that are still to be parsed."""
         length = len(self._records[rows[0]]) if len(rows) >= MIN_RECORDS else 0
         if not 0 < length <= MAX_RECORD_BYTES:
             return rows
@@ -170,13 +170,13 @@ class _Batch:
         return rows
 
     def _cut(self, layout: ValuePlaces, matrix: np.ndarray, rows: np.ndarray) -> None:
-        """Put the values of records that match a layout, which are the rows of the matrix, into their rows."""
+        """Store the values of records that match a layout, given as the rows of `matrix`, in their rows of the results."""
         records = self._records_of(rows)
         for name, feature in self._wanted.items():
             values = self._read(rows[0], name, layout.features)
             if spans := layout.spans.get(name):
                 values = cut(feature, layout.kinds[name], spans, matrix, records)
-            else:  # the same in all
+            else:  # all these records have the same value
                 values = np.broadcast_to(values, (len(rows), *values.shape))
             self._assign(name, rows, values)
 
@@ -189,7 +189,7 @@ def _allocate(feature: Feature, num_records: int) -> Any:
 
 @functools.lru_cache(maxsize=MAX_LENGTHS)
 def _layouts_of(length: int) -> list[ValuePlaces | None]:
-    """Return the layouts that were tried of the records of a length, to be added to; None for one that fitted too few."""
+    """Return the growing list of layouts tried for records of a length; None stands for one that fitted too few."""
     return []
 
 
@@ -199,7 +199,7 @@ def _layout_of(record: bytes) -> ValuePlaces | None:
 
 
 def _features_of(record: bytes) -> Any:
-    """Return the features of a record as protobuf reads them; None if it is no Example."""
+    """Return a record's features, as protobuf reads them; None if it is no Example."""
     try:
         return example_class().FromString(record).features.feature
     except needs("google.protobuf.message").DecodeError:
@@ -234,7 +234,7 @@ def make_example(features: Mapping[str, Any]) -> bytes:
 
 
 def _elements(name: str, value: Any) -> tuple[str, list[Any]]:
-    """Return the kind of list and its elements."""
+    """Return the kind of list that a value needs, and the elements of the list."""
     refuse_mask(value, lambda: f"feature {name!r} is")
     is_list, holds_objects = isinstance(value, list | tuple), isinstance(value, np.ndarray) and value.dtype == object
     elements = value.ravel().tolist() if holds_objects else list(value) if is_list else [value]
@@ -257,7 +257,7 @@ def _elements(name: str, value: Any) -> tuple[str, list[Any]]:
     return "float_list", floats.ravel().tolist()
 
 
-#: The messages of tensorflow/core/example/example.proto and feature.proto, as protobuf describes files.
+#: The messages of tensorflow/core/example/example.proto and feature.proto, as a protobuf file descriptor.
 _DESCRIPTION = """
 name: "mirrored_example.proto" package: "tensorflow" syntax: "proto3"
 message_type { name: "BytesList" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES } }
@@ -284,7 +284,7 @@ message_type { name: "Example" field { name: "features" number: 1 type: TYPE_MES
 
 @functools.cache
 def example_class() -> Any:
-    """Return protobuf's class for Example: from a pool of our own, for TensorFlow has its own in the default pool."""
+    """Return protobuf's class for Example, from our own pool, because TensorFlow's Example is in the default pool."""
     needs("google.protobuf")
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 

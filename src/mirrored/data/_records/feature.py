@@ -18,15 +18,15 @@ from .value_places import Span
 
 @dataclasses.dataclass(frozen=True)
 class FixedLenFeature:
-    """A feature of which each record has `prod(shape)` values: an entry of the spec of `mr.data.parse_example`.
+    """A feature with `prod(shape)` values in each record: an entry of the spec of `mr.data.parse_example`.
 
     Attributes:
-        shape: of the feature in one record; the values are in row-major order.
-        dtype: `bytes` for the elements of a bytes_list as they are, in an array of objects. np.float32 for a
-            float_list; any integer dtype, or bool, for an int64_list, whose values must fit in it. A bytes_list with
-            one element and a numeric dtype is decoded: the element must have the bytes of an array of this shape and
-            dtype, as `array.tobytes()` gives them (`tf.io.decode_raw`).
-        default_value: for records that lack the feature, a number or an array of `shape`. Without it they are an error.
+        shape: the feature's shape in one record; the values are in row-major order.
+        dtype: `bytes` for the unchanged elements of a bytes_list, in an array of objects. np.float32 for a
+            float_list; any integer dtype, or bool, for an int64_list, whose values must fit in it. A numeric dtype
+            decodes a bytes_list of one element, which must hold the bytes of an array of this shape and dtype, as
+            `array.tobytes()` returns them (`tf.io.decode_raw`).
+        default_value: a number or an array of `shape`, for records without the feature. Without it they are an error.
 
     >>> mr.data.FixedLenFeature((28, 28, 1), np.uint8).shape
     (28, 28, 1)
@@ -71,10 +71,10 @@ class FixedLenFeature:
 
 @dataclasses.dataclass(frozen=True)
 class VarLenFeature:
-    """A feature with any number of values in each record, none where it is missing. Each record gives an array of its own.
+    """A feature with any number of values in each record, none if it is missing. Each record gives its own array.
 
     Attributes:
-        dtype: `bytes`, np.float32, or an integer dtype or bool, as for `mr.data.FixedLenFeature`; nothing is decoded.
+        dtype: `bytes`, np.float32, an integer dtype or bool, as in `mr.data.FixedLenFeature`, but nothing is decoded.
 
     >>> example = mr.data.make_example({"words": [b"to", b"be"]})
     >>> mr.data.parse_example([example], {"words": mr.data.VarLenFeature(bytes)})
@@ -93,9 +93,9 @@ Feature = FixedLenFeature | VarLenFeature
 
 
 def read(feature: Feature, column: Sequence[Any]) -> np.ndarray:
-    """Return what protobuf has parsed of a feature, None where it is missing, as an array of one axis, or a ValueError.
+    """Return a feature of some records, as parsed by protobuf (None if missing), as one array with one axis.
 
-    Records that are read together take half the time. They must be alike: the kind of the first counts, and so does its default.
+    Reading records together takes half the time. They must be alike: the first one's kind counts for all, and its default.
     """
     kind = column[0].WhichOneof("kind") if column[0] is not None else None
     if kind is None:
@@ -111,7 +111,7 @@ def read(feature: Feature, column: Sequence[Any]) -> np.ndarray:
 
 
 def _convert(elements: Sequence[Any], dtype: Any) -> np.ndarray:
-    """Make an array of the elements of a list; raise ValueError where an integer dtype cannot hold one."""
+    """Make an array of a list's elements; raise ValueError if an integer dtype cannot hold one of them."""
     if dtype is bytes:
         return _objects(elements)
     values = np.array(elements, np.int64 if dtype.kind in "biu" else dtype)
@@ -124,7 +124,7 @@ def _convert(elements: Sequence[Any], dtype: Any) -> np.ndarray:
 
 
 def cut(feature: Feature, kind: str, spans: Sequence[Span], matrix: np.ndarray, records: Sequence[bytes]) -> np.ndarray:
-    """Return the values in these spans of records of one layout, as the rows of one array; `matrix` has their bytes as rows."""
+    """Return the values in these spans of records with one layout, a row for each record; `matrix` has their bytes as rows."""
     start, stop = spans[0]
     if feature.dtype is bytes:
         columns = [_objects([record[start:stop] for record in records]) for start, stop in spans]
@@ -146,7 +146,7 @@ def _default_of(feature: Feature) -> np.ndarray:
 
 
 def _decoded(feature: FixedLenFeature, lists: Sequence[Sequence[bytes]]) -> np.ndarray:
-    """Read the only element of each bytes_list as the bytes of an array."""
+    """Decode the only element of each bytes_list as the bytes of an array."""
     if feature.dtype.kind == "b":
         raise ValueError("the record has it as bytes, which are not decoded to bool; use np.uint8.")
     if set(map(len, lists)) != {1}:

@@ -1,4 +1,4 @@
-"""TFRecord files as a grain dataset; imported only for those who read such files, because grain is optional."""
+"""TFRecord files as a grain dataset; grain is optional, so this is imported only when a program reads such files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from .record_reader import Place, read_files
 
-#: The fields of a state that say where the next record is.
+#: The fields of a state that locate the next record.
 _PLACE = ("file", "record", "offset")
 
 
@@ -28,7 +28,7 @@ class TFRecordDataset(grain.IterDataset):
         self.drop_remainder = False
 
     def batch(self, batch_size: int, *, drop_remainder: bool = False, batch_fn: Callable[..., Any] | None = None) -> Any:
-        """Make lists of `batch_size` records; the last has what is left, unless `drop_remainder`."""
+        """Make lists of `batch_size` records; the last list holds the rest, or is dropped with `drop_remainder`."""
         if batch_fn is not None or self.batch_size is not None:
             return super().batch(batch_size, drop_remainder=drop_remainder, batch_fn=batch_fn or list)
         if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer) or batch_size < 1:
@@ -38,7 +38,7 @@ class TFRecordDataset(grain.IterDataset):
         return batched
 
     def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
-        """Keep only `files[sl]`, in place: grain and `distribute_dataset` divide the files among workers so."""
+        """Keep only `files[sl]`, in place: with this, grain and `distribute_dataset` divide the files among workers."""
         self.files = self.files[sl]
 
     def __iter__(self) -> TFRecordIterator:
@@ -50,7 +50,7 @@ class TFRecordDataset(grain.IterDataset):
 
 
 class TFRecordIterator(grain.DatasetIterator):
-    """An iterator over a TFRecordDataset. The state is the position of the next record."""
+    """An iterator over a TFRecordDataset. Its state is the position of the next record."""
 
     def __init__(self, dataset: TFRecordDataset) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class TFRecordIterator(grain.DatasetIterator):
         return records[0] if self._batch_size is None else records
 
     def _take(self, count: int) -> list[bytes]:
-        """Return the next `count` records, fewer at the end of the last file; after an error the position is as before."""
+        """Return the next `count` records, fewer at the end of the last file; an error leaves the position as it was."""
         start, stop = self._next, self._next + count
         if stop <= len(self._found):
             self._next = stop
@@ -79,7 +79,7 @@ class TFRecordIterator(grain.DatasetIterator):
         taken = self._found[start:]
         try:
             while len(taken) < count:
-                self._hold(self._position(), [], [])  # so that the memory of the last chunk is free
+                self._hold(self._position(), [], [])  # to free the last chunk's memory
                 self._hold(*next(self._chunks, ((len(self._files), 0, 0), [], [])))
                 self._next = min(count - len(taken), len(self._found))
                 if not self._next:
@@ -91,12 +91,12 @@ class TFRecordIterator(grain.DatasetIterator):
         return taken
 
     def _hold(self, start: Place, records: list[bytes], ends: list[int]) -> None:
-        """Hold the records of a chunk, with the place of the first, and the byte where each ends."""
+        """Keep a chunk's records, the place of the first, and the byte where each ends."""
         self._start, self._found, self._ends = start, records, ends
         self._next = 0
 
     def _position(self) -> Place:
-        """Return the place of the next record to hand out."""
+        """Return the place of the next record that will be handed out."""
         file, record, offset = self._start
         return file, record + self._next, self._ends[self._next - 1] if self._next else offset
 
@@ -111,7 +111,7 @@ class TFRecordIterator(grain.DatasetIterator):
         return {**dict(zip(_PLACE, place, strict=True)), "name": self._name(place[0])}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue at a position that `get_state` has returned for a dataset of the same files."""
+        """Continue at a position that `get_state` returned for a dataset of the same files."""
         fields = state if isinstance(state, dict) else {}
         numbers: list[Any] = [fields.get(key) for key in _PLACE]
         if not all(type(number) is int and number >= 0 for number in numbers):
@@ -125,12 +125,12 @@ class TFRecordIterator(grain.DatasetIterator):
         self._go_to(tuple(numbers))
 
     def _name(self, file: int) -> str | None:
-        """Return the name of a file, without its folder, which may be another one in the next run; None after the last."""
+        """Return a file's name without its folder, which may change between runs; None after the last file."""
         return os.path.basename(self._files[file]) if file < len(self._files) else None
 
     def close(self) -> None:
-        """Close the file that is open."""
+        """Close the open file."""
         self._is_closed = True
-        if hasattr(self, "_chunks"):  # grain closes it also when __init__ has failed
+        if hasattr(self, "_chunks"):  # grain also closes it after __init__ failed
             self._chunks.close()
         super().close()

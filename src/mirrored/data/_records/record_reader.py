@@ -1,7 +1,7 @@
-"""The TFRecord format: records read from files in order, each checked before it is handed out.
+"""Reads the TFRecord format: yields records from files in order, each only after its checks.
 
-A record is framed by its length (8 bytes, little endian), a checksum of the length, and a checksum of its data.
-Why the reader works on chunks, its checks and its speed: docs/design/tfrecord.md.
+A frame around each record has its length (8 bytes, little endian), a checksum of the length, and a checksum of its data.
+docs/design/tfrecord.md explains why the reader works on chunks, its checks and its speed.
 """
 
 from __future__ import annotations
@@ -21,46 +21,46 @@ import numpy as np
 
 from ..._errors import TFRecordError
 
-#: Bytes read at a time: large enough to spread numpy's overhead, small enough for the processor's caches.
+#: Bytes read at a time: enough to spread numpy's overhead, and few enough for the processor's caches.
 CHUNK_BYTES = 1 << 19
-#: The longest record by default: no training example is longer, and a damaged length often is.
+#: The default limit of a record's length: no training example is longer, but a damaged length often is.
 MAX_RECORD_BYTES = 256 << 20
-#: From so many frames of one length in a row on, numpy finds them faster than a loop does.
+#: From this many consecutive frames of one length on, numpy finds them faster than a loop.
 MANY_FRAMES = 8
-#: Compressed bytes given to zlib at a time.
+#: How many compressed bytes zlib gets at a time.
 COMPRESSED_BYTES = 1 << 16
 
 HEADER = struct.Struct("<QI")
 FOOTER = struct.Struct("<I")
-#: Lengths whose header has been checked once, per file; bounds the memory that hostile files can take.
+#: The most checked headers that are remembered for a file; this limits the memory that hostile files can take.
 KNOWN_HEADERS = 1024
-#: zlib's numbers for the codings.
+#: Compression -> zlib's number for it.
 WINDOW_BITS = {"GZIP": 16 + zlib.MAX_WBITS, "ZLIB": zlib.MAX_WBITS}
-#: How files begin that zlib has written.
+#: The first bytes of files that zlib has written.
 ZLIB_MAGIC = (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
 
-#: Where a record is: the number of its file, its number in the file, its first byte there (decompressed).
+#: The place of a record: the number of its file, its number in the file, its first byte there (decompressed).
 Place: TypeAlias = tuple[int, int, int]
 
 
 def read_files(
     files: Sequence[str], place: Place, compression: str | None, max_record_bytes: int
 ) -> Generator[tuple[Place, list[bytes], list[int]]]:
-    """Yield the records of files in order, a chunk at a time, with the place of the first and the byte where each ends."""
+    """Yield the files' records in order, by chunks, with the place of a chunk's first record and the byte where each ends."""
     first, record, offset = place
     for file, path in enumerate(files[first:], first):
         with contextlib.closing(_read_chunks(path, record, offset, compression, max_record_bytes)) as chunks:
             for records, ends in chunks:
                 yield (file, record, offset), records, ends
                 record, offset = record + len(records), ends[-1]
-                del records  # before the next, which may be as long as memory
+                del records  # before the next chunk, which may fill the memory
         record, offset = 0, 0
 
 
 def _read_chunks(
     path: str, record: int, offset: int, compression: str | None, max_record_bytes: int
 ) -> Generator[tuple[list[bytes], list[int]]]:
-    """Yield the records of a file from a position on, a chunk at a time, with the byte where each ends."""
+    """Yield a file's records from a position on, by chunks, with the byte where each ends."""
 
     def fault(problem: str, or_later: str = "") -> TFRecordError:
         place = f"at byte {offset}{or_later}{' of what it decompresses to' if compression else ''}"
@@ -92,7 +92,7 @@ def _read_chunks(
                     frame, buffer = HEADER.size + len(long) + FOOTER.size, b""
                     yield [long], [offset + frame]
                     record, offset, long = record + 1, offset + frame, b""
-                # Where the records have one length, the next read ends with a record: then nothing is copied to join them.
+                # If all records have one length, let the next read end with a record: then joining needs no copy.
                 count = missing + CHUNK_BYTES // frame * frame if 0 < frame <= CHUNK_BYTES else max(CHUNK_BYTES, missing)
             if buffer:
                 raise fault(
@@ -108,7 +108,7 @@ def _read_chunks(
 
 
 class _Frames(NamedTuple):
-    """The whole records in a buffer, the end of each frame, the fault behind them, and the bytes that the next frame lacks."""
+    """A buffer's whole records, the end of each frame, the fault after them, and how many bytes the next frame lacks."""
 
     records: list[bytes]
     ends: list[int]
@@ -117,7 +117,7 @@ class _Frames(NamedTuple):
 
 
 def _find_frames(buffer: bytes, known: dict[bytes, int], max_record_bytes: int) -> _Frames:
-    """Cut a buffer into records; `known` maps the headers that have been checked to lengths, of which most files have few."""
+    """Cut a buffer into records; `known` maps checked headers to their lengths: most files have only a few lengths."""
     records: list[bytes] = []
     ends: list[int] = []
     start, size = 0, len(buffer)
@@ -143,13 +143,13 @@ def _find_frames(buffer: bytes, known: dict[bytes, int], max_record_bytes: int) 
 
 
 def _count_equal(buffer: bytes, start: int, frame: int, header: bytes) -> int:
-    """Count the whole frames from `start` on that begin with one header: 1, or many, found at once."""
+    """Count the consecutive whole frames from `start` on that begin with this header: return 1, or find many at once."""
     ahead = start + (MANY_FRAMES - 1) * frame
     if buffer[start + frame : start + frame + HEADER.size] != header or buffer[ahead : ahead + HEADER.size] != header:
         return 1
     frames = np.frombuffer(buffer, np.uint8, count=(len(buffer) - start) // frame * frame, offset=start).reshape(-1, frame)
     seen = MANY_FRAMES
-    while True:  # looks at no more than a few times as many as are found, or bad patterns would take quadratic time
+    while True:  # look at only a few times as many as are found: else bad patterns take quadratic time
         differ = (frames[:seen, : HEADER.size] != frames[0, : HEADER.size]).any(axis=1)
         if differ.any() or seen >= len(frames):
             return int(differ.argmax()) or len(frames)
@@ -174,11 +174,11 @@ def _header_problem(header: bytes, length: int, checksum: int, max_record_bytes:
 
 
 def _check_data(buffer: bytes, frames: _Frames) -> _Frames:
-    """Compare the checksums of all records at once; keep what comes before the first that differs."""
+    """Compare all records' checksums at once; keep the records before the first wrong one."""
     records, ends, _, _ = frames
     if not records:
         return frames
-    footers = np.ndarray(len(buffer) - FOOTER.size + 1, "<u4", buffer, strides=(1,))  # one begins at every byte
+    footers = np.ndarray(len(buffer) - FOOTER.size + 1, "<u4", buffer, strides=(1,))  # a view of 4 bytes from every byte on
     stored = footers[np.array(ends) - FOOTER.size]
     computed = masked(np.fromiter(map(crc32c(), records), np.uint32, len(records)))
     wrong = np.flatnonzero(stored != computed)
@@ -197,18 +197,18 @@ def _damage(length: int, computed: int, stored: int) -> str:
 
 
 def masked(crc: Any) -> Any:
-    """Rotate and add, as the format does with every checksum: an int, or an array of uint32."""
+    """Mask checksums as the format does, by a rotation and an addition: an int, or an array of uint32."""
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 @functools.cache
 def crc32c() -> Callable[[bytes], int]:
-    """Return the function that computes a checksum, in C."""
+    """Return the C function that computes a checksum."""
     return needs("google_crc32c").value
 
 
 def needs(package: str) -> ModuleType:
-    """Import an optional package, or say how to install it."""
+    """Import an optional package, or raise an error that says how to install it."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -217,7 +217,7 @@ def needs(package: str) -> ModuleType:
 
 
 class _Inflated:
-    """The content of a gzip or zlib file. No more is decompressed than is asked for, whatever the file claims."""
+    """The content of a gzip or zlib file. It decompresses no more than a caller asks for, whatever the file claims."""
 
     def __init__(self, file: io.FileIO, compression: str) -> None:
         self._file = file
@@ -227,7 +227,7 @@ class _Inflated:
         self._fault: zlib.error | None = None
 
     def read(self, count: int) -> bytes:
-        """Return at most `count` bytes, none at the end of a whole stream; a fault is raised again by every later call."""
+        """Return at most `count` bytes, none at the end of an intact stream; after a fault, every later call raises it again."""
         if self._fault is None:
             try:
                 return self._inflated(count)
@@ -252,7 +252,7 @@ class _Inflated:
 
 
 def _skip(stream: io.FileIO | _Inflated, count: int) -> bool:
-    """Skip `count` bytes, and tell whether there were so many."""
+    """Skip `count` bytes; tell whether the stream had that many."""
     if isinstance(stream, io.FileIO):
         return stream.seek(min(count, stream.seek(0, os.SEEK_END))) == count
     while count and (data := stream.read(min(CHUNK_BYTES, count))):
@@ -261,8 +261,8 @@ def _skip(stream: io.FileIO | _Inflated, count: int) -> bool:
 
 
 def _read(stream: io.FileIO | _Inflated, count: int, begun: bytes = b"") -> bytes:
-    """Return `count` bytes that start with those of `begun`; fewer at the end, or before a fault, which the next call raises."""
-    # `BytesIO` does not copy its first bytes, grows with the content of the file, and does not copy when it gives its bytes away.
+    """Return `count` bytes, beginning with `begun`; fewer at the end, or before a fault, which the next call raises."""
+    # `BytesIO` copies neither its first bytes nor its result, and grows only with the content of the file.
     data = io.BytesIO(begun or stream.read(min(count, CHUNK_BYTES)))
     data.seek(0, os.SEEK_END)
     with contextlib.suppress(zlib.error):
@@ -272,7 +272,7 @@ def _read(stream: io.FileIO | _Inflated, count: int, begun: bytes = b"") -> byte
 
 
 def _read_long(stream: io.FileIO | _Inflated, begun: bytes, missing: int) -> tuple[bytes, int, str | None]:
-    """Return a record longer than a chunk, the bytes that its frame lacks at the end of the file, and its fault."""
+    """Return a record longer than a chunk, how many bytes its frame lacks at the end of the file, and its fault."""
     length = len(begun) - HEADER.size + missing - FOOTER.size
     record, footer = _read(stream, length, begun[HEADER.size :]), _read(stream, FOOTER.size)
     if missing := length + FOOTER.size - len(record) - len(footer):

@@ -1,4 +1,4 @@
-"""TFRecord files as a grain dataset of bytes, and files written the same way (docs/design/tfrecord.md)."""
+"""Reads TFRecord files as a grain dataset of bytes, and writes such files (docs/design/tfrecord.md)."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ def tfrecord_dataset(
 ) -> grain.IterDataset[bytes]:
     """Read the records of TFRecord files as a grain dataset of bytes, and check every checksum.
 
-    `dataset.batch(n)` yields lists of n records, across the files' borders, at a small part of grain's cost for each
-    element; give them to `mr.data.parse_example` as they are. Everything else is grain's: `.map`, `.filter`, `.seed`,
-    `.mp_prefetch`, and iterators with `get_state()` and `set_state()`.
+    `dataset.batch(n)` yields lists of n records, also across files, at a small part of grain's cost for each element;
+    pass the lists to `mr.data.parse_example`. Everything else is grain's: `.map`, `.filter`, `.seed`, `.mp_prefetch`, and
+    iterators with `get_state()` and `set_state()`.
 
     Args:
-        files: a path; a pattern such as `"train-*.tfrecord"`, whose files are read in sorted order, with `**` for any folders;
-            or a list of paths.
+        files: a path; a list of paths; or a pattern such as `"train-*.tfrecord"`, whose files are read in sorted order, with
+            `**` for any folders.
         compression: None, "GZIP" or "ZLIB": how each file was written. It is never guessed.
-        max_record_bytes: a longer record is an error. A damaged or hostile file can claim any length, and nothing is
-            allocated for it before it has been compared with this limit. Reading takes little more memory than this, beside
-            the records that were handed out, whatever a file claims or decompresses to.
+        max_record_bytes: a longer record is an error. A damaged or hostile file can claim any length; the reader compares it
+            with this limit before it allocates memory. Besides the records that it has handed out, the reader needs little
+            more memory than this, whatever a file claims or decompresses to.
 
     Raises:
         FileNotFoundError: a file does not exist, or no file matches.
-        TFRecordError: while reading, when a file is damaged or cut short; with the file, the record and the byte.
+        TFRecordError: while reading, when a file is damaged or cut short; it names the file, the record and the byte.
 
     >>> import os, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -56,16 +56,16 @@ def tfrecord_dataset(
     if isinstance(max_record_bytes, bool) or not isinstance(max_record_bytes, int) or max_record_bytes < 0:
         raise ValueError(f"max_record_bytes is {max_record_bytes!r}; expected a number of bytes, for example {MAX_RECORD_BYTES}.")
     needs("grain")
-    dataset_class = importlib.import_module(".record_dataset", __package__).TFRecordDataset  # imports grain
+    dataset_class = importlib.import_module(".record_dataset", __package__).TFRecordDataset  # this imports grain
     return dataset_class(_find_files(files), _checked_compression(compression), max_record_bytes)
 
 
 def write_tfrecords(path: str | os.PathLike[str], records: Iterable[bytes], compression: str | None = None) -> int:
-    """Write records to a TFRecord file that appears under its name only when it is whole.
+    """Write records to a TFRecord file, which appears under its name only when it is complete.
 
     Args:
-        path: of the file; one that exists is replaced.
-        records: the records, for example from `mr.data.make_example`; taken one at a time.
+        path: the file to write; an existing file is replaced.
+        records: the records, for example from `mr.data.make_example`; they are taken one at a time.
         compression: None, "GZIP" or "ZLIB".
 
     Returns:
@@ -84,7 +84,7 @@ def write_tfrecords(path: str | os.PathLike[str], records: Iterable[bytes], comp
     if isinstance(records, bytes | str) or not isinstance(records, collections.abc.Iterable):
         raise TypeError(f"records is {type(records).__name__}; expected an iterable of bytes, for example [example].")
     folder, name = os.path.split(os.fspath(path))
-    partial = os.path.join(folder, f".{name}.{uuid.uuid4().hex}.partial")  # hidden: no pattern finds it
+    partial = os.path.join(folder, f".{name}.{uuid.uuid4().hex}.partial")  # hidden, so that no pattern matches it
     try:
         with open(partial, "xb") as file:
             count = _write(file, records, compression)
@@ -116,7 +116,7 @@ def _write(file: io.BufferedWriter, records: Iterable[bytes], compression: str |
 
 
 def _find_files(files: object) -> tuple[str, ...]:
-    """Return the paths that a user means, in order; each is a file."""
+    """Return the paths of the files that a user names, in order."""
     if isinstance(files, str | os.PathLike):
         path = os.fspath(files)
         is_pattern = glob.has_magic(path) and not os.path.exists(path)

@@ -1,6 +1,6 @@
-"""The places of the values in a serialized Example: records that differ only there need not be parsed one by one.
+"""Finds the places of values in a serialized Example: records that differ only there need not be parsed one by one.
 
-The argument that this is sound, whatever the bytes: docs/design/tfrecord.md.
+docs/design/tfrecord.md argues why this is sound for any bytes.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-#: Tags of the first and the second field of a message, whose payloads begin with their length.
+#: Tags of the first and the second field of a message, whose payloads begin with their lengths.
 FIRST, SECOND = 0x0A, 0x12
 #: The tag of each kind of list in a Feature.
 LISTS = {"bytes_list": 0x0A, "float_list": 0x12, "int64_list": 0x1A}
-#: The last three bits of a tag whose payload is a length and so many bytes.
+#: The last three bits of a tag whose payload is a length and that many bytes.
 LENGTH = 2
 
 Span = tuple[int, int]
@@ -24,17 +24,17 @@ Span = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class ValuePlaces:
-    """The bytes of a record that are values which may differ. All others are its structure, or constant."""
+    """The layout of a record: the bytes of values that may differ. All other bytes are structure, or constant."""
 
-    features: Mapping[str, Any]  # as protobuf reads them; looking up a name that is missing would add it
-    kinds: dict[str, str]  # the list that holds the values of each feature
-    #: By the name of their feature: one span for all numbers, one for each element of a bytes_list. A feature without spans is
-    #: the same in all records that match.
+    features: Mapping[str, Any]  # as protobuf reads them; looking up a missing name would add it
+    kinds: dict[str, str]  # feature -> the kind of list that holds its values
+    #: Feature -> one span for all its numbers, or one for each element of a bytes_list. A feature without spans is the same
+    #: in all records that match.
     spans: dict[str, list[Span]]
-    fixed: list[tuple[Span, np.ndarray]]  # the spans between the values, and their bytes, which all matching records share
+    fixed: list[tuple[Span, np.ndarray]]  # the spans between the values, with the bytes that all matching records share
 
     def matches(self, records: np.ndarray, bools: Collection[str] = ()) -> np.ndarray:
-        """Tell for each row of uint8[num_records, size] whether the layout holds, and the features `bools` are 0 or 1."""
+        """Tell for each row of uint8[num_records, size] whether the layout fits it, and the features `bools` are 0 or 1."""
         matching = np.ones(len(records), bool)
         for (start, stop), expected in self.fixed:
             matching &= (records[:, start:stop] == expected).all(axis=1)
@@ -46,18 +46,18 @@ class ValuePlaces:
 
 
 class _UnusualError(Exception):
-    """A record is in a form that the format allows and writers do not use: it has no places, and protobuf reads it."""
+    """A record has a form that the format allows but no writer uses: protobuf must parse it, because it has no places."""
 
 
 def find_layout(record: bytes, features: Mapping[str, Any]) -> ValuePlaces:
-    """Find the places of the values of a record that protobuf has parsed to these features, and set ints with places to zero."""
+    """Find the places of values in a record; `features` is its parse by protobuf, in which ints with places are set to zero."""
     kinds = {name: kind for name, feature in features.items() if (kind := feature.WhichOneof("kind"))}
     try:
         spans = _find_spans(record, kinds)
     except _UnusualError:
         spans = {}
     for name in spans:
-        if kinds[name] == "int64_list":  # zeros fit any dtype, and those of this record need not
+        if kinds[name] == "int64_list":  # zeros fit any dtype; this record's ints may not
             values = features[name].int64_list.value
             values[:] = [0] * len(values)
     size, array = len(record), np.frombuffer(record, np.uint8)
@@ -67,7 +67,7 @@ def find_layout(record: bytes, features: Mapping[str, Any]) -> ValuePlaces:
 
 
 def _find_spans(record: bytes, kinds: Mapping[str, str]) -> dict[str, list[Span]]:
-    """Walk through a record: an Example holds Features, and these an entry for each name."""
+    """Return the spans of each feature's values: an Example holds Features, which hold an entry for each name."""
     found: dict[str, list[Span]] = {}
     for example_tag, features in _fields(record, (0, len(record))):
         for tag, entry in _fields(record, features) if example_tag == FIRST else ():
@@ -80,7 +80,7 @@ def _find_spans(record: bytes, kinds: Mapping[str, str]) -> dict[str, list[Span]
 
 
 def _find_values(record: bytes, feature: Span, kind: str | None) -> list[Span]:
-    """Return the spans of the values of a feature; none when there are no values, or their sizes vary."""
+    """Return the spans of a feature's values; none if it has no values, or their sizes may vary."""
     if kind is None:
         return []
     [values] = _require(_fields(record, feature), [LISTS[kind]])
@@ -98,7 +98,7 @@ def _fields(record: bytes, message: Span) -> list[tuple[int, Span]]:
     start, stop = message
     while start < stop:
         tag = record[start]
-        if tag >= 0x80 or tag & 7 != LENGTH:  # a number of several bytes, or a payload without a length
+        if tag >= 0x80 or tag & 7 != LENGTH:  # a tag of several bytes, or a payload without a length
             raise _UnusualError
         size, start = _read_varint(record, start + 1)
         fields.append((tag, (start, start + size)))
@@ -107,14 +107,14 @@ def _fields(record: bytes, message: Span) -> list[tuple[int, Span]]:
 
 
 def _require(fields: list[tuple[int, Span]], tags: list[int]) -> list[Span]:
-    """Return the payloads of a message that has fields with these tags and no others."""
+    """Return the payloads of a message's fields, which must have exactly these tags."""
     if [tag for tag, _ in fields] != tags:
         raise _UnusualError
     return [payload for _, payload in fields]
 
 
 def _read_varint(record: bytes, start: int) -> tuple[int, int]:
-    """Return a number of seven bits in each byte, the lowest first, and where it ends."""
+    """Return a number that is stored as seven bits per byte, the lowest first, and the position after it."""
     number = shift = 0
     while record[start] >= 0x80:
         number |= (record[start] & 0x7F) << shift

@@ -1,1 +1,1 @@
-"""Which worker and replica gets which rows."""
+"""Decides which worker and replica gets which rows."""

@@ -1,4 +1,4 @@
-"""The workers that read the input together: how they agree on their steps, and see that they read the same batches."""
+"""Lets workers that read input together agree on their steps, and check that they read the same batches."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ..._workers.same_program import ONE_DATASET, data_ended
 from .._sources.open import Position
 from .rows import count_rows
 
-#: Gives a JSON value to all workers and returns the values of all, in worker order; every worker must call it.
+#: Send a JSON value to all workers, and return the values of all, in worker order; every worker must call it.
 Exchange: TypeAlias = Callable[[Any], Sequence[Any]]
 
-#: So many characters of the structure of another worker's batch are shown.
+#: The number of characters shown of the structure of another worker's batch.
 _MAX_SHOWN = 1000
 
 
@@ -31,15 +31,15 @@ class InputWorker:
     """This worker, among those that read the input together."""
 
     index: int = 0
-    count: int = 1  # of workers, W; each has the same number of replicas, in worker order
+    count: int = 1  # the number of workers, W; each has equally many replicas, in worker order
     exchange: Exchange = lambda value: [value]
-    close: Callable[[], None] = lambda: None  # ends an exchange that another thread is waiting in
-    coordination: Coordination | None = None  # opens a channel for an iterator
-    channel: Channel | None = None  # the one that `exchange` and `close` are of
-    is_noted: bool = False  # whether `Progress.took_batch` compares the batches that were read, where all workers read the same
+    close: Callable[[], None] = lambda: None  # end an exchange in which another thread waits
+    coordination: Coordination | None = None  # to open a channel for an iterator
+    channel: Channel | None = None  # the channel of `exchange` and `close`
+    is_noted: bool = False  # whether `Progress.took_batch` compares the batches, if all workers read the same ones
 
     def for_iterator(self, *, is_noted: bool) -> InputWorker:
-        """Return this worker with a channel of its own, for one iterator and its thread."""
+        """Return this worker with a new channel, for one iterator and its thread."""
         if self.coordination is None or self.count == 1:
             return self
         channel = self.coordination.channel("input")
@@ -48,34 +48,34 @@ class InputWorker:
 
 @dataclasses.dataclass(frozen=True)
 class OwnStep:
-    """The rows of this worker for a step, before the others are asked."""
+    """This worker's rows for a step, before it has asked the others."""
 
-    parts: list[PyTree]  # at most one for each local replica
-    position: Position  # of the source after this step
+    parts: list[PyTree]  # at most one part for each local replica
+    position: Position  # the source's position after this step
     extra: dict[str, int] = dataclasses.field(default_factory=dict)  # see `Step`
 
     @property
     def like(self) -> PyTree:
-        """A batch without rows."""
+        """A batch like the parts, without rows."""
         return jax.tree.map(lambda leaf: leaf[:0], self.parts[0])
 
     def sizes(self, num_local: int) -> list[int]:
-        """Return the rows of each local replica."""
+        """Return the number of rows of each local replica."""
         return [*map(count_rows, self.parts), *[0] * (num_local - len(self.parts))]
 
 
 @dataclasses.dataclass(frozen=True)
 class CommonStep:
-    """A step as all workers know it before they take it."""
+    """A step on which all workers have agreed, before they take it."""
 
-    sizes: tuple[int, ...]  # the rows of each replica of all workers
+    sizes: tuple[int, ...]  # the rows of each of the R replicas
     like: PyTree  # a batch without rows
-    num_ended: int  # workers that have no more rows
+    num_ended: int  # the number of workers without more rows
 
 
 def agree(worker: InputWorker, own: Sequence[OwnStep], has_ended: bool, like: PyTree, num_local: int) -> list[CommonStep]:
-    """Tell the other workers the next steps of this one, again until they are taken; return those that all can take now."""
-    # `like` is an earlier batch without rows, for a worker that has no more. An empty list is the end of all.
+    """Tell the other workers this worker's next steps, each until it is taken; return the steps that all can take now."""
+    # `like` is an earlier batch without rows, for a worker whose data has ended. An empty list means that all have ended.
     if worker.count == 1:
         return [CommonStep(tuple(step.sizes(num_local)), step.like, 0) for step in own]
     messages = worker.exchange({"steps": [[step.sizes(num_local), _encode(step.like)] for step in own], "ended": has_ended})
@@ -89,11 +89,11 @@ def agree(worker: InputWorker, own: Sequence[OwnStep], has_ended: bool, like: Py
 
 
 def _common_step(every: Sequence[Any], like: PyTree, num_local: int) -> CommonStep:
-    """Join the sizes and the kind of rows that each worker told of a step, None where its data has ended."""
+    """Join what the workers told about a step, sizes and kinds of rows; None stands for a worker whose data has ended."""
     kinds = {index: told[1] for index, told in enumerate(every) if told is not None}
     first = next(iter(kinds))
     for index, kind in kinds.items():
-        if kind is not kinds[first] and kind != kinds[first]:  # equal messages are one object
+        if kind is not kinds[first] and kind != kinds[first]:  # equal messages are often one object
             raise ValueError(
                 f"the workers yielded batches that do not fit together: worker {first} {_show(kinds[first])}, worker {index} "
                 f"{_show(kind)}. Structure, dtypes and shapes must be the same apart from the number of rows. Batches that are "
@@ -104,7 +104,7 @@ def _common_step(every: Sequence[Any], like: PyTree, num_local: int) -> CommonSt
 
 
 class SameBatches:
-    """The comparison of the global batches of one pass, in messages of the first and the end only where progress notes each."""
+    """Compares the workers' global batches in one pass; if progress notes each batch, only the first and the end are sent."""
 
     def __init__(self, worker: InputWorker) -> None:
         self._worker = worker
@@ -117,7 +117,7 @@ class SameBatches:
         return BatchPlace(self._number, self._pass, self._num_batches, self._checksum)
 
     def are_there(self, batch: PyTree | None, num_rows: int) -> bool:
-        """Tell whether there is a next batch, None at the end of the data; a ValueError when the workers' batches differ."""
+        """Tell whether there is a next batch (`batch` is None at the end); raise ValueError if the workers' batches differ."""
         if self._worker.count == 1:
             return batch is not None
         self._num_batches += batch is not None
@@ -148,19 +148,19 @@ def _difference(first: Sequence[Any], other: Sequence[Any], worker: int) -> str:
 
 
 def _checksum(batch: PyTree, checksum: int) -> int:
-    """Go on with a checksum, of all bytes of a batch: it takes a tenth of the time of a copy."""
+    """Update a checksum with all bytes of a batch, in a tenth of the time of a copy."""
     for leaf in jax.tree.leaves(batch):
         checksum = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8), checksum)
     return checksum
 
 
 def _kinds(batch: PyTree) -> str:
-    """Return the dtypes and shapes of the rows of a batch, in short."""
+    """Return the dtypes and shapes of a batch's rows as a short text."""
     return ", ".join(f"{leaf.dtype}{list(leaf.shape[1:])}" for leaf in jax.tree.leaves(batch))[:_MAX_SHOWN]
 
 
 def _encode(tree: PyTree) -> dict[str, Any]:
-    """Write the structure of a batch, and the dtypes and shapes of its rows, as JSON."""
+    """Return the structure of a batch, and the dtypes and shapes of its rows, as JSON."""
     leaves, treedef = jax.tree.flatten(tree)
     rows = [[leaf.dtype.name, list(leaf.shape[1:])] for leaf in leaves]
     return {"structure": str(treedef), "skeleton": _skeleton(tree), "leaves": rows}
@@ -172,7 +172,7 @@ def _show(rows: dict[str, Any]) -> str:
 
 
 def _decode(rows: dict[str, Any], like: PyTree) -> PyTree:
-    """Make a batch without rows of what another worker wrote, in the structure of `like` if there is one."""
+    """Make a batch without rows from another worker's `_encode`, in the structure of `like` if there is one."""
     leaves = [np.zeros((0, *shape), dtype) for dtype, shape in rows["leaves"]]
     treedef = jax.tree.structure(_from_skeleton(rows["skeleton"]) if like is None else like)
     return jax.tree.unflatten(treedef, leaves)

@@ -1,4 +1,4 @@
-"""How the workers share the records of one dataset: by file, by row, or not at all; and why."""
+"""Plans how the workers share a dataset's records: by file, by row, or not at all; and says why."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .steps import LocalReplicas, Steps, in_step, one_element_each, own_batches,
 
 @dataclasses.dataclass(frozen=True)
 class SharingPlan:
-    """The dataset of one worker, and the way in which its replicas share it."""
+    """One worker's dataset, and how the replicas share it."""
 
     dataset: Any
-    kind: str  # the policy that was chosen, or "FUNCTION" for one dataset by worker
-    how: str  # the same in words, with the reason of a choice that was made here
-    sizes: tuple[int, ...] = ()  # of per-replica batches that a position counts, when they depend on the number of replicas
-    is_auto_by_file: bool = False  # whether AUTO chose to share it out by file
-    token: object = dataclasses.field(default_factory=object, repr=False, compare=False)  # stands for the dataset in its batches
+    kind: str  # the chosen policy, or "FUNCTION" if each worker has its own dataset
+    how: str  # the same in words, with the reason if AUTO chose it
+    sizes: tuple[int, ...] = ()  # of per-replica batches that a position counts, if the number of replicas changes them
+    is_auto_by_file: bool = False  # whether AUTO chose to divide the data by file
+    token: object = dataclasses.field(default_factory=object, repr=False, compare=False)  # identifies the dataset in its batches
 
     @property
     def is_same_for_all(self) -> bool:
@@ -31,7 +31,7 @@ class SharingPlan:
         return self.kind == "DATA"
 
     def steps(self, source: Source, layout: LocalReplicas, extra: dict[str, int]) -> Steps:
-        """Return the steps of this worker from the position of an open source on."""
+        """Return this worker's steps, from an open source's position on."""
         if self.is_same_for_all:
             return rows_of_every_batch(source, layout)
         ways = {"FILE": rows_of_own_files, "OFF": own_batches, "FUNCTION": one_element_each}
@@ -41,7 +41,7 @@ class SharingPlan:
 def make_plan(
     dataset: Any, policy: AutoShardPolicy | str, worker: InputWorker, num_replicas: int, drop_remainder: bool = False
 ) -> SharingPlan:
-    """Choose how a dataset of global batches is shared out; refuse `FILE` where it would lose, repeat or mispair records."""
+    """Choose how to divide a dataset of global batches; refuse `FILE` where it would lose, repeat or mispair records."""
     policy = AutoShardPolicy.parse(policy, "auto_shard_policy")
     parts = f"each global batch is cut into {num_replicas} contiguous parts, in replica order"
     if worker.count == 1:
@@ -75,8 +75,8 @@ def make_plan(
 
 
 def plan_of_function(dataset: object, worker: InputWorker, context: InputContext | None = None) -> SharingPlan:
-    """SharingPlan for a dataset that a function made for this worker alone, by the context that it was given."""
+    """Plan a dataset that a function made for this worker alone, given its context."""
     calls = "once" if worker.count == 1 else f"on each of the {worker.count} workers"
-    counts_rows = context is None or isinstance(dataset, NumpyDataset)  # in positions, and not batches
+    counts_rows = context is None or isinstance(dataset, NumpyDataset)  # positions count rows, not batches
     sizes = () if counts_rows else tuple(context._sizes)
     return SharingPlan(dataset, "FUNCTION", f"made by a function, called {calls}: each replica takes the next element", sizes)

@@ -1,4 +1,4 @@
-"""How a global batch is divided among the replicas: one rule for all sources."""
+"""Divides a global batch among the replicas, by one rule for all sources."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..._typing import PyTree
 
 
 def split_sizes(num_rows: int, num_replicas: int) -> list[int]:
-    """Return the number of rows of each replica: the first `n mod R` get one more than the others; contiguous, in order.
+    """Return the number of rows of each replica, in order: the first `n mod R` replicas get one more than the others.
 
     >>> split_sizes(7, 3)
     [3, 2, 2]
@@ -28,13 +28,13 @@ def split_sizes(num_rows: int, num_replicas: int) -> list[int]:
 
 
 def split_rows(batch: PyTree, sizes: Sequence[int], start: int = 0) -> list[PyTree]:
-    """Cut a batch of arrays into parts of these sizes, in order, without copying; the first begins at `start`."""
+    """Cut a batch into consecutive parts of these sizes, without copying; the first begins at `start`."""
     ends = list(itertools.accumulate(sizes, initial=start))
     return [jax.tree.map(lambda leaf, a=a, b=b: leaf[a:b], batch) for a, b in itertools.pairwise(ends)]
 
 
 def reshape_rows(batch: PyTree, start: int, num_replicas: int, num_rows: int) -> PyTree:
-    """Turn rows of a batch, from `start` on, into `[L, num_rows, ...]` for L replicas; only another dtype is a copy."""
+    """Reshape a batch's rows from `start` on to `[L, num_rows, ...]` for L replicas; only a change of dtype copies them."""
 
     def reshape(leaf: np.ndarray) -> np.ndarray:
         held = leaf[start : start + num_replicas * num_rows].reshape(num_replicas, num_rows, *leaf.shape[1:])
@@ -45,8 +45,8 @@ def reshape_rows(batch: PyTree, start: int, num_replicas: int, num_rows: int) ->
 
 def stack_rows(parts: Sequence[PyTree], num_rows: int) -> PyTree:
     """Stack the replicas' rows as new arrays `[L, num_rows, ...]`, padded with zeros at the end."""
-    # New, because a source may fill its buffer again, and the transfer to the devices reads it later (on the CPU, the device's
-    # array may even be the buffer).
+    # The arrays are new, because a source may refill its buffer before the transfer to the devices reads it (on the CPU, the
+    # device's array may even be the buffer).
 
     def stack(*rows: np.ndarray) -> np.ndarray:
         dtype = jax.dtypes.canonicalize_dtype(rows[0].dtype)
@@ -60,7 +60,7 @@ def stack_rows(parts: Sequence[PyTree], num_rows: int) -> PyTree:
 
 
 def join_rows(parts: Sequence[PyTree]) -> PyTree:
-    """Join the rows of several batches, or say that they do not fit together."""
+    """Join the rows of several batches, or raise an error if they do not fit together."""
     if len(parts) == 1:
         return parts[0]
     require_same_rows(parts, "batches of one dataset, whose rows are joined to global batches of one size,")
@@ -68,9 +68,9 @@ def join_rows(parts: Sequence[PyTree]) -> PyTree:
 
 
 def require_same_rows(parts: Sequence[PyTree], title: str) -> None:
-    """Refuse batches that differ in more than their number of rows; `title` names them in the error."""
+    """Refuse batches that differ in more than the number of rows; `title` names them in the error."""
     rows = [jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape[1:])}", part) for part in parts]
-    first = jax.tree.flatten(rows[0])  # flattened: the text of a batch class may hold its address
+    first = jax.tree.flatten(rows[0])  # flattened, because the text of a batch class may contain an address
     for number, other in enumerate(rows):
         if jax.tree.flatten(other) != first:
             raise ValueError(
@@ -84,7 +84,7 @@ def count_rows(
     given: str = "the dataset yielded",
     advice: str = "If this is a single example, batch the dataset first: .batch(global_batch_size).",
 ) -> int:
-    """Return the number of rows of a nest of numpy arrays, which all must share; `given` and `advice` are for errors."""
+    """Return the number of rows in a nest of numpy arrays, the same in each; `given` and `advice` are for errors."""
     paths, _ = jax.tree_util.tree_flatten_with_path(arrays)
     if not paths:
         raise TypeError(f"{given} {shown(arrays)}, which holds no array; expected a nest of arrays.")
@@ -99,7 +99,7 @@ def count_rows(
 
 
 def to_numpy(batch: PyTree) -> PyTree:
-    """Turn the leaves of a batch into numpy arrays, without copying, or say which one holds no numbers."""
+    """Turn a batch's leaves into numpy arrays, without copying, or raise an error that names a leaf without numbers."""
 
     def convert(path: Sequence[Any], leaf: object) -> np.ndarray:
         if isinstance(leaf, PerReplica):
@@ -114,7 +114,7 @@ def to_numpy(batch: PyTree) -> PyTree:
             )
         refuse_mask(leaf, lambda: f"the dataset yielded{_at(path)}")
         array = np.asarray(leaf)
-        array = array.astype(array.dtype.newbyteorder("="), copy=False)  # files of other machines, such as IDX
+        array = array.astype(array.dtype.newbyteorder("="), copy=False)  # from files of other byte orders, such as IDX
         if not is_numeric(array.dtype) or array.dtype.char in "gG":  # of 16 bytes
             parse = (
                 "Parse records of files in batches: dataset.batch(n).map(lambda records: mr.data.parse_example(records, spec)). "
@@ -132,7 +132,7 @@ def to_numpy(batch: PyTree) -> PyTree:
 
 
 def copied(batch: PyTree) -> PyTree:
-    """Copy the arrays of a batch that is held while the source makes the next, maybe in the same memory."""
+    """Copy a batch's arrays, to keep them while the source makes the next batch, perhaps in the same memory."""
     return jax.tree.map(np.array, batch)
 
 

@@ -1,4 +1,4 @@
-"""The rows of a dataset that each replica gets in each step: one generator for each way to share it out."""
+"""Yields the rows that each replica gets in each step: one generator for each way to divide a dataset."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from .rows import copied, count_rows, join_rows, require_same_rows, reshape_rows
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The rows of this worker's replicas for one step."""
+    """The rows of this worker's replicas in one step."""
 
-    stacked: PyTree  # arrays `[L, rows, ...]` for L local replicas, padded with zeros to the longest of all replicas
-    sizes: tuple[int, ...]  # the true number of rows of each of the R replicas
+    stacked: PyTree  # arrays `[L, rows, ...]` for L local replicas, padded with zeros to the longest of all R replicas
+    sizes: tuple[int, ...]  # the true number of rows on each of the R replicas
     position: Position  # of the source after this step
-    extra: dict[str, Any] = dataclasses.field(default_factory=dict)  # the rest of the state that goes on from there
-    place: BatchPlace | None = None  # among the batches that all workers read; None where each reads its own
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)  # the rest of the state to continue from there
+    place: BatchPlace | None = None  # its place among the batches that all workers read; None if each reads its own
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalReplicas:
-    """This worker's replicas among all, and whether all must get equal numbers of rows."""
+    """This worker's replicas among all, and whether all replicas must get equally many rows."""
 
     num_replicas: int  # of all workers, R
     worker: InputWorker
-    drop_remainder: bool = False  # leave rows out rather than give replicas different numbers
+    drop_remainder: bool = False  # drop rows rather than give replicas different numbers of them
     on_drop: Callable[[int, int], None] = lambda num_dropped, num_rows: None
-    lookahead: int = 1  # the number of steps that workers with batches of their own tell each other at once, and hold
+    lookahead: int = 1  # how many steps workers with their own batches tell each other at once, and hold
 
     @property
     def num_local(self) -> int:
         return self.num_replicas // self.worker.count
 
     def kept(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Return the rows that the replicas take of these: all, or equally many where rows are rather left out."""
+        """Return how many of these rows the replicas take: all, or with `drop_remainder` equally many."""
         kept = (min(sizes),) * self.num_replicas if self.drop_remainder else tuple(sizes)
         if sum(kept) < sum(sizes):
             self.on_drop(sum(sizes) - sum(kept), sum(sizes))
         return kept
 
     def mine(self, sizes: Sequence[int]) -> list[int]:
-        """Return the entries of this worker's replicas."""
+        """Return the entries that belong to this worker's replicas."""
         first = self.worker.index * self.num_local
         return list(sizes[first : first + self.num_local])
 
@@ -57,7 +57,7 @@ Steps = Generator[Step, None, None]
 
 
 def rows_of_every_batch(source: Source, layout: LocalReplicas) -> Steps:
-    """Take this worker's rows of each global batch, which all workers read."""
+    """Take this worker's rows from each global batch; all workers read all of them."""
     first = layout.worker.index * layout.num_local
     same = SameBatches(layout.worker)
     batches = ((arrays, count_rows(arrays)) for arrays in map(to_numpy, source))
@@ -76,9 +76,9 @@ def rows_of_every_batch(source: Source, layout: LocalReplicas) -> Steps:
 
 
 def in_step(own: Iterator[OwnStep], source: Source, layout: LocalReplicas) -> Steps:
-    """Let all workers take as many steps as the one with the most rows; replicas of the others have no rows meanwhile."""
+    """Let all workers take as many steps as the worker with the most rows; at the end, the others' replicas get no rows."""
     like, last = None, OwnStep([], source.position())
-    ahead, count = _ReadAhead(own), 1  # the first batch is not kept waiting for others
+    ahead, count = _ReadAhead(own), 1  # 1, so that the first batch need not wait for others
     while True:
         ahead.read(count)
         common = agree(layout.worker, list(ahead.steps), ahead.has_ended, like, layout.num_local)
@@ -89,12 +89,12 @@ def in_step(own: Iterator[OwnStep], source: Source, layout: LocalReplicas) -> St
             last = ahead.steps.popleft() if ahead.steps else dataclasses.replace(last, parts=[])
             like, sizes = agreed.like, layout.kept(agreed.sizes)
             if layout.drop_remainder and agreed.num_ended:
-                return  # no row that is left could be given to all
+                return  # the remaining rows cannot reach all replicas
             if any(sizes):
                 parts = last.parts + [like] * (layout.num_local - len(last.parts))
                 cut = [split_rows(part, [size])[0] for part, size in zip(parts, layout.mine(sizes), strict=True)]
                 yield Step(stack_rows(cut, max(sizes)), sizes, last.position, last.extra)
-            if ahead.steps:  # one more, while this one is used
+            if ahead.steps:  # read one more while this one is in use
                 ahead.read(min(count, len(ahead.steps) + 1))
 
 
@@ -108,31 +108,31 @@ def own_batches(source: Source, layout: LocalReplicas, extra: dict[str, int]) ->
 
 
 def one_element_each(source: Source, layout: LocalReplicas, extra: dict[str, int]) -> Iterator[OwnStep]:
-    """Give each of this worker's replicas the next element of its own stream; at the end some get none."""
+    """Give each of this worker's replicas the next element of the worker's own stream; at the end some get none."""
     while elements := [copied(to_numpy(e)) for e in itertools.islice(source, layout.num_local)]:
         require_same_rows(elements, "the elements of one step")
         yield OwnStep(elements, source.position())
 
 
 def rows_of_own_files(source: Source, layout: LocalReplicas, extra: dict[str, int]) -> Iterator[OwnStep]:
-    """Take this worker's share of each global batch from its own files, across the batches that they yield.
+    """Take this worker's share of each global batch from its own files, across the borders of their batches.
 
-    A position holds how many `rows` of the next batch were taken already, and the `batch_size`.
+    A position holds how many `rows` of the next batch are taken already, and the `batch_size`.
     """
     batches = _read(source)
     first = list(itertools.islice(batches, 1))
-    own_size = sum(count_rows(batch) for _, batch in first)  # 0 when there is none
+    own_size = sum(count_rows(batch) for _, batch in first)  # 0 without a batch
     batch_size = max(layout.worker.exchange(extra.get("batch_size") or own_size))
-    rest = batch_size % layout.num_replicas if layout.drop_remainder else 0  # it begins the next global batch
+    rest = batch_size % layout.num_replicas if layout.drop_remainder else 0  # these rows begin the next global batch
     sizes = split_sizes(max(batch_size - rest, layout.num_replicas), layout.num_replicas)
-    share = sum(layout.mine(sizes))  # at least one row, or the records of this worker would never come
+    share = sum(layout.mine(sizes))  # at least one row, or this worker's records would never come
     for rows, position, skip in _regroup(source, itertools.chain(first, batches), extra.get("rows", 0), share):
         sizes = split_sizes(count_rows(rows), layout.num_local)
         yield OwnStep(split_rows(rows, sizes), position, {"rows": skip, "batch_size": batch_size})
 
 
 def _read(source: Source) -> Iterator[tuple[Position, PyTree]]:
-    """Yield each batch that has rows, with the position before it."""
+    """Yield each batch with rows, and the position before it."""
     position = source.position()
     for batch in source:
         arrays = copied(to_numpy(batch))
@@ -144,7 +144,7 @@ def _read(source: Source) -> Iterator[tuple[Position, PyTree]]:
 def _regroup(
     source: Source, batches: Iterable[tuple[Position, PyTree]], skip: int, share: int
 ) -> Iterator[tuple[PyTree, Position, int]]:
-    """Yield `share` rows at a time, with the position before the next batch, and the number of its rows to skip from there."""
+    """Yield `share` rows at a time, the position before the next batch, and how many of that batch's rows to skip."""
     parts: list[PyTree] = []
     missing = share
     for position, batch in batches:
@@ -165,16 +165,16 @@ def _regroup(
 
 
 class _ReadAhead:
-    """The next steps of this worker, so that it can tell the others of several at once."""
+    """Reads this worker's next steps ahead, so that it can tell the others several at once."""
 
     def __init__(self, own: Iterator[OwnStep]) -> None:
         self._own = own
-        self.steps: collections.deque[OwnStep] = collections.deque()  # read and not taken yet
+        self.steps: collections.deque[OwnStep] = collections.deque()  # read, but not taken yet
         self.has_ended = False
         self._failure: Exception | None = None
 
     def read(self, count: int) -> None:
-        """Read until there are `count` steps; an exception of the pipeline comes when the steps before it have been taken."""
+        """Read until there are `count` steps; raise the pipeline's exception only when all steps before it are taken."""
         while len(self.steps) < count and not self.has_ended and self._failure is None:
             try:
                 self.steps.append(next(self._own))

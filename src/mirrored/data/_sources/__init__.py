@@ -1,1 +1,1 @@
-"""Where batches come from: datasets of several libraries, and their positions."""
+"""The sources of batches: datasets of several libraries, and their positions."""

@@ -1,4 +1,4 @@
-"""Facts about grain pipelines, from their public attributes and texts; grain is never imported here."""
+"""Reads facts about grain pipelines from their public attributes and texts; never imports grain."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 #: grain reads 500 elements ahead by default; here each is a global batch.
 _NUM_BATCHES_AHEAD = 16
 
-#: Transformations that treat each record, or run of records, the same whichever other files there are. Others may not, and are
-#: sharded by file only where the user says `FILE`.
+#: Transformations that treat a record, or a run of records, the same whatever other files there are. Others may not: they are
+#: sharded by file only if the user says `FILE`.
 _FILE_BY_FILE = {
     "BatchIterDataset", "BestFitPackIterDataset", "CacheIterDataset", "ConcatThenSplitIterDataset", "FilterIterDataset",
     "FirstFitPackIterDataset", "FlatMapIterDataset", "MapIterDataset", "ProcessPrefetchIterDataset", "RandomMapIterDataset",
@@ -28,7 +28,7 @@ _FILE_BY_FILE = {
     "_MpContextIterDataset", "_WithSeedIterDataset",
 }  # fmt: skip
 
-#: Transformations of one dataset whose result would be another one when each worker applies them to its own files.
+#: Transformations whose results would change if each worker applied them to its own files.
 _ACROSS_FILES = {
     "LimitIterDataset": "takes the first records of all files together",
     "MapWithIndexIterDataset": "numbers the records of all files together",
@@ -50,7 +50,7 @@ def open_pipeline(dataset: Pipeline) -> Iterator[PyTree]:
 
 
 def has_length(dataset: Pipeline) -> bool:
-    """Tell whether `len` is the number of elements: a filter leaves some out, and does not say how many."""
+    """Tell whether `len` is the number of elements: a filter drops some, and does not say how many."""
     return not any(type(node).__name__ == "FilterMapDataset" for node in nodes(dataset))
 
 
@@ -62,14 +62,14 @@ def nodes(dataset: Pipeline) -> Iterator[Pipeline]:
 
 
 def batch_sizes(dataset: object, *, of_all: bool) -> list[int]:
-    """Return the sizes of a pipeline's batches, `of_all` or of those that a position counts: the elements of a MapDataset."""
+    """Return the sizes of a pipeline's batches: `of_all`, or only of those that a position counts, a MapDataset's elements."""
     every = list(nodes(dataset)) if is_pipeline(dataset) else []
     counted = [node for node in every if of_all or isinstance(node, sys.modules["grain"].MapDataset)]
     return [int(size) for node in counted for size in re.findall(r"batch_size=(\d+)", str(node))]
 
 
 def why_not_by_file(dataset: Pipeline, num_workers: int, is_certain: bool) -> str | None:
-    """Say why the files of a pipeline cannot be shared out, None where they can; unknown steps are a reason if `is_certain`."""
+    """Return why workers cannot divide a pipeline's files, or None; if it must be certain, unknown steps are a reason."""
     if is_certain and any("drop_remainder=True" in str(node) for node in nodes(dataset)):
         return "drop_remainder=True leaves records out once, and by file each worker would leave out some of its own"
     node = dataset
@@ -87,8 +87,8 @@ def why_not_by_file(dataset: Pipeline, num_workers: int, is_certain: bool) -> st
     files = getattr(node, "files", None)
     if files is not None:
         return None if len(files) >= num_workers else f"there are {len(files)} files for {num_workers} workers"
-    # grain's own sources do not say how many files they have, but the last worker's are missing when there are too few. An
-    # IndexError is grain's way to say that it was given no file.
+    # grain's own sources do not say how many files they have, but with too few files the last worker gets none: then grain
+    # raises an IndexError.
     last = iter(only_files_of(node, num_workers - 1, num_workers))
     with contextlib.closing(last), contextlib.suppress(StopIteration, IndexError):
         next(last)
@@ -97,12 +97,12 @@ def why_not_by_file(dataset: Pipeline, num_workers: int, is_certain: bool) -> st
 
 
 def source_of(dataset: Pipeline) -> Any:
-    """Return the dataset of files at the root of a pipeline that reads some."""
+    """Return the dataset at a pipeline's root that reads the files."""
     return next(node for node in nodes(dataset) if _reads_files(node))
 
 
 def only_files_of(dataset: Pipeline, worker: int, num_workers: int) -> Pipeline:
-    """Return the pipeline over the files `worker`, `worker + num_workers`, ... alone."""
+    """Return a pipeline over only the files `worker`, `worker + num_workers`, ..."""
     mine = copy.deepcopy(dataset)  # set_slice changes a dataset in place
     source_of(mine).set_slice(slice(worker, None, num_workers))
     return mine

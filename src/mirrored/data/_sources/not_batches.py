@@ -1,4 +1,4 @@
-"""Datasets that are known not to yield global batches: single examples, or one process' share of the rows."""
+"""Recognizes datasets that do not yield global batches, but single examples, or one process's share of the rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 from . import grain
 
-#: Transformations of grain that hand on the elements of their source unchanged, in some order.
+#: grain's transformations that yield their source's elements unchanged, in some order.
 _SAME_ELEMENTS = {
     "CacheIterDataset", "ConcatenateIterDataset", "ConcatenateMapDataset", "FilterIterDataset", "FilterMapDataset",
     "InterleaveIterDataset", "LimitIterDataset", "MixedIterDataset", "MixedMapDataset", "PrefetchIterDataset",
@@ -14,17 +14,17 @@ _SAME_ELEMENTS = {
     "ThreadPrefetchIterDataset", "WindowShuffleIterDataset", "WindowShuffleMapDataset", "WithOptionsIterDataset",
     "_MpContextIterDataset", "_WithSeedIterDataset", "_WithSeedMapDataset",
 }  # fmt: skip
-#: Transformations of grain that make another element of each.
+#: grain's transformations that turn each element into another.
 _MAPS = {
     "MapIterDataset", "MapMapDataset", "MapWithIndexIterDataset", "MapWithIndexMapDataset", "RandomMapIterDataset",
     "RandomMapMapDataset",
 }  # fmt: skip
-#: Columns of a Hugging Face dataset in which a row is an array of one shape; after `batch`, each is in a list.
+#: Columns of a Hugging Face dataset whose rows are arrays of one shape; after `batch`, lists of such arrays.
 _ARRAYS_BY_ROW = {"Array2D", "Array3D", "Array4D", "Array5D", "Image"}
 
 
 def why_single_rows(dataset: object, size: str) -> str | None:
-    """Say why the elements are single examples, and what to write, with `size` for a batch's; None where they may be batches."""
+    """Say why elements are single examples, and what to write, with `size` as batch size; None if they may be batches."""
     if grain.is_pipeline(dataset):
         return _why_grain(dataset, size)
     torch = sys.modules.get("torch.utils.data")
@@ -50,7 +50,7 @@ def _why_grain(dataset: grain.Pipeline, size: str) -> str | None:
     roots = [node for node in nodes if not node.parents]
     steps = {_kind(node) for node in nodes if node.parents}
     is_mapped = not steps.isdisjoint(_MAPS)
-    if is_mapped:  # by a function that may make a batch of anything but one record of a file
+    if is_mapped:  # a function may make a batch of anything but a file's single record
         is_single = all(type(root).__name__ == "TFRecordDataset" and getattr(root, "batch_size", None) is None for root in roots)
     else:
         is_single = all(_kind(root) == "SourceMapDataset" for root in roots)
@@ -64,12 +64,12 @@ def _why_grain(dataset: grain.Pipeline, size: str) -> str | None:
 
 
 def _kind(node: object) -> str:
-    """Return the name of a class of grain; the empty text for a class of a user."""
+    """Return the name of one of grain's classes, or "" for a user's class."""
     return type(node).__name__ if type(node).__module__.startswith("grain.") else ""
 
 
 def why_share(dataset: object) -> str | None:
-    """Say which share of the rows a torch DataLoader gives, as with torch.distributed; None for all rows."""
+    """Say which share of the rows a torch DataLoader yields, as with torch.distributed; None if it yields all."""
     batch_sampler = getattr(dataset, "batch_sampler", None)
     for sampler in (getattr(dataset, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
         count, rank = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)

@@ -22,21 +22,21 @@ from .verbs import applied, check_int, checked_function, num_steps, spec_of_batc
 @_tf_names.hints("mr.data.NumpyDataset")
 @dataclasses.dataclass(frozen=True, repr=False)
 class NumpyDataset:
-    """A dataset that yields rows in memory as batches, made by `strategy.make_numpy_dataset`.
+    """A dataset that yields batches of rows in memory, made by `strategy.make_numpy_dataset`.
 
-    Each method returns a new dataset; a dataset can be iterated again and again. As in tf.data, `take` and `map` apply to rows
-    before `batch` and to batches after it. `shuffle` and `repeat` apply to rows: batches do not mix two epochs.
+    Each method returns a new dataset, which can be iterated repeatedly. As in tf.data, `take` and `map` apply to rows before
+    `batch`, and to batches after it. `shuffle` and `repeat` apply to rows, and no batch mixes two epochs.
 
     Attributes:
         arrays: a nest of arrays with the same number of rows.
         batch_size: rows per global batch, or None before `batch`.
-        drop_remainder: whether a last batch with fewer rows is left out.
-        shuffle_seed: None for the rows' own order; else each pass over the data has another order, and the
-            k-th pass of every run has the same one.
-        num_epochs: how often the rows are repeated within one pass; None: without end.
-        batches_per_epoch: at most so many batches of each epoch; None: all.
-        batches_per_pass: at most so many batches of all epochs; None: all.
-        maps: functions, each with True when it takes a row and False when it takes a batch.
+        drop_remainder: whether to drop a last batch with fewer rows.
+        shuffle_seed: None for the rows' own order; else each pass over the data has its own order, and the k-th pass
+            has the same order in every run.
+        num_epochs: how often one pass repeats the rows; None: endlessly.
+        batches_per_epoch: the most batches of an epoch; None: all.
+        batches_per_pass: the most batches of all epochs together; None: all.
+        maps: functions, each with True if it takes a row, or False if it takes a batch.
 
     >>> dataset = strategy.make_numpy_dataset({"x": np.arange(5)}).batch(2)
     >>> [batch["x"].tolist() for batch in dataset], len(dataset)
@@ -51,7 +51,7 @@ class NumpyDataset:
     batches_per_epoch: int | None = None
     batches_per_pass: int | None = None
     maps: tuple[tuple[Callable[..., PyTree], bool], ...] = ()
-    #: The number of the first epoch of the pass that begins next.
+    #: The epoch number with which the next pass begins.
     _passes: list[int] = dataclasses.field(default_factory=lambda: [0], init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -79,17 +79,17 @@ class NumpyDataset:
         return jax.tree.leaves(self.arrays)[0].shape[0]
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> NumpyDataset:
-        """Make global batches of `batch_size` rows; the last has what is left, unless `drop_remainder`."""
+        """Make global batches of `batch_size` rows; the last one holds the rest, or is dropped with `drop_remainder`."""
         if self.batch_size is not None:
             raise ValueError(f"the dataset is batched already, by {self.batch_size}; call batch once.")
         batch_size = check_int("batch_size is", batch_size, 1, "the number of rows")
         return dataclasses.replace(self, batch_size=batch_size, drop_remainder=drop_remainder)
 
     def shuffle(self, buffer_size: None = None, *, seed: int | None = None) -> NumpyDataset:
-        """Order all rows at random, anew in each pass; the same seed gives the same orders in every run.
+        """Shuffle all rows, anew in each pass; the same seed gives the same orders in every run.
 
         Args:
-            buffer_size: leave it out. In tf.data the first argument is the size of a buffer; here all rows are in memory.
+            buffer_size: leave it out. In tf.data it is the size of a buffer; here all rows are in memory.
             seed: an int of at least 0.
         """
         if buffer_size is not None or seed is None:
@@ -102,7 +102,7 @@ class NumpyDataset:
         return dataclasses.replace(self, shuffle_seed=seed)
 
     def repeat(self, num_epochs: int | None = None) -> NumpyDataset:
-        """Go over the rows `num_epochs` times in one pass, or without end; batches do not mix two epochs."""
+        """Repeat the rows `num_epochs` times in one pass, or endlessly; no batch mixes two epochs."""
         if num_epochs is not None:
             check_int("num_epochs is", num_epochs, 1, "the number of passes over the rows, or None for no end")
         if self.batches_per_pass is not None:
@@ -111,7 +111,7 @@ class NumpyDataset:
         return dataclasses.replace(self, num_epochs=None if is_endless else (self.num_epochs or 1) * (num_epochs or 1))
 
     def take(self, count: int) -> NumpyDataset:
-        """Keep the first `count` rows, or after `batch` the first `count` batches; all when there are fewer."""
+        """Keep the first `count` rows or, after `batch`, the first `count` batches; all if there are fewer."""
         check_int("count is", count, 0, "the number of rows, or after batch of batches")
         if self.batch_size is None:
             if self.shuffle_seed is not None or self.num_epochs != 1 or self.maps:
@@ -124,10 +124,10 @@ class NumpyDataset:
         return dataclasses.replace(self, **{name: count if before is None else min(count, before)})
 
     def map(self, fn: Callable[..., PyTree]) -> NumpyDataset:
-        """Apply a function to each row, or after `batch` to each batch; a tuple is given as several arguments, as in tf.data.
+        """Apply a function to each row or, after `batch`, to each batch; a tuple becomes several arguments, as in tf.data.
 
         Args:
-            fn: takes numpy arrays and returns a nest of arrays. After `batch` it is called once for a whole batch.
+            fn: takes numpy arrays and returns a nest of arrays. After `batch` it is called once for each whole batch.
         """
         return dataclasses.replace(self, maps=(*self.maps, (checked_function(fn), self.batch_size is None)))
 
@@ -152,7 +152,7 @@ class NumpyDataset:
         return lines
 
     def _sample(self) -> PyTree:
-        """Return a batch that a function may change, without beginning a pass."""
+        """Return a batch for a function that may change it, without beginning a pass."""
         return self._mapped(jax.tree.map(lambda array: array[: self._rows_per_batch()].copy(), self.arrays))
 
     def _mapped(self, batch: PyTree) -> PyTree:
@@ -168,7 +168,7 @@ class NumpyDataset:
         return self._num_batches(at_least=1)
 
     def _num_batches(self, at_least: int) -> int:
-        """Return how many batches of `at_least` rows one pass yields."""
+        """Return how many batches of at least `at_least` rows one pass yields."""
         complete, rest = divmod(self.num_rows, self._rows_per_batch())
         per_epoch = self._num_batches_of_epoch()
         count = num_steps(per_epoch, (("repeat", self.num_epochs), ("take", self.batches_per_pass)))
@@ -181,7 +181,7 @@ class NumpyDataset:
         return _NumpyIterator(self)
 
     def _of_later_passes(self, num_passes: int) -> NumpyDataset:
-        """Return this dataset for the next passes, whose epochs get their numbers now, whenever they begin."""
+        """Return this dataset for the next passes; their epochs get their numbers now, whenever the passes begin."""
         made = dataclasses.replace(self)
         made._passes[0] = self._passes[0]
         self._passes[0] += num_passes * (self.num_epochs or 1)
@@ -202,16 +202,16 @@ class NumpyDataset:
 
 
 class _NumpyIterator:
-    """An iterator over one pass of a NumpyDataset. The position is the pass, the epoch in it and the row in that."""
+    """An iterator over one pass of a NumpyDataset. Its position is the pass, the epoch in the pass, and the row in the epoch."""
 
     def __init__(self, dataset: NumpyDataset) -> None:
         self._dataset = dataset
         size, most = dataset._rows_per_batch(), dataset.batches_per_epoch
-        self._end = dataset.num_rows if most is None else min(dataset.num_rows, most * size)  # of the rows of an epoch
+        self._end = dataset.num_rows if most is None else min(dataset.num_rows, most * size)  # the end of an epoch's rows
         self._last_start = self._end - (size if dataset.drop_remainder else 1)
         self._first: int | None = None  # see `_begin`
-        self._place = (0, 0)  # the epoch, the row in it
-        self._order: tuple[int, np.ndarray] | None = None  # the number of an epoch, its rows
+        self._place = (0, 0)  # the epoch, and the row in it
+        self._order: tuple[int, np.ndarray] | None = None  # an epoch's number, and the order of its rows
 
     def __iter__(self) -> _NumpyIterator:
         return self
@@ -235,7 +235,7 @@ class _NumpyIterator:
         return dataset._mapped(jax.tree.map(lambda array: _take_rows(array, rows), dataset.arrays))
 
     def _begin(self) -> int:
-        """Return the number of this pass's first epoch, taken when it begins; each epoch has a number of its own."""
+        """Return the number of this pass's first epoch; the first call takes the numbers, so that no two epochs share one."""
         if self._first is None:
             self._first = self._dataset._passes[0]
             self._dataset._passes[0] += self._dataset.num_epochs or 1
@@ -262,11 +262,11 @@ class _NumpyIterator:
             raise ValueError(f"its rows are in the order of shuffle seed {state['seed']}, and here of {dataset.shuffle_seed}")
         self._first, self._order = first, None
         self._place = epoch, row
-        dataset._passes[0] = first + (dataset.num_epochs or 1)  # the next pass is the one after this
+        dataset._passes[0] = first + (dataset.num_epochs or 1)  # the next pass follows this one
 
 
 def _stacked(made: list[PyTree]) -> PyTree:
-    """Make a batch of what a function returned for each row."""
+    """Make a batch of the results that a function returned for the rows."""
     try:
         return jax.tree.map(lambda *rows: np.stack(rows), *made)
     except ValueError as error:
@@ -278,17 +278,17 @@ def _stacked(made: list[PyTree]) -> PyTree:
 
 
 def _take_rows(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Copy rows to where devices can have them without a further copy."""
+    """Copy rows into memory that devices can use without another copy."""
     [copy] = empty_rows(1, (len(rows), *array.shape[1:]), array.dtype)
-    return np.take(array, rows, axis=0, out=copy, mode="clip")  # the default mode copies once more; all rows are there
+    return np.take(array, rows, axis=0, out=copy, mode="clip")  # the default mode makes one more copy; all rows exist
 
 
 def stacked_lists(arrays: PyTree) -> PyTree:
-    """Turn what numpy can turn into arrays into arrays; a list of arrays is stacked, as in tf.data."""
+    """Convert leaves into arrays where numpy can; stack a list of arrays, as in tf.data."""
 
     def stacked(path: tuple[object, ...], leaf: object) -> np.ndarray:
         try:
-            return leaf if isinstance(leaf, np.ma.MaskedArray) else np.asarray(leaf)  # masked: refused later, by name
+            return leaf if isinstance(leaf, np.ma.MaskedArray) else np.asarray(leaf)  # a masked array is refused later, by name
         except ValueError as error:
             name = jax.tree_util.keystr(path) or "numpy_input"
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The dataset that a user gives, of whichever library, as a source of batches that knows the position after each as JSON."""
+"""Opens a user's dataset, of whichever library, as a source of batches that knows the position after each as JSON."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from . import grain
 from .numpy_dataset import NumpyDataset
 from .verbs import applied
 
-#: A position as JSON text, or the exception that says why there is none.
+#: A position as JSON text, or an exception that says why there is none.
 Position: TypeAlias = str | Exception
-#: The key of a torch tensor's bytes in a position; torchdata's loaders have their generator's state as a tensor.
+#: The key of a torch tensor's bytes in a position; torchdata's loaders keep their generator's state as a tensor.
 _TENSOR = "torch.Tensor"
 
 
 class Source:
-    """An iterator over the elements of a dataset, each passed through `maps`, that knows the position after each.
+    """An iterator over a dataset's elements that applies `maps` to each, and knows the position after each.
 
-    Two protocols are understood: datasets with `state_dict` and `load_state_dict` (Hugging Face, torchdata), and
+    It understands two protocols: datasets with `state_dict` and `load_state_dict` (Hugging Face, torchdata), and
     iterators with `get_state` and `set_state` (grain, and ours).
     """
 
     def __init__(
         self, dataset: object, iterator: Iterator[PyTree], is_owned: bool = False, maps: Sequence[Callable[..., PyTree]] = ()
     ) -> None:
-        """Take a new iterator over the dataset; `is_owned` says that nobody else holds the arrays that it yields."""
+        """Wrap a new iterator over a dataset; `is_owned` says that nobody else holds the arrays that it yields."""
         self._dataset, self._iterator, self._maps = dataset, iterator, maps
         self.is_owned = is_owned
         self._has_begun = False
@@ -50,10 +50,10 @@ class Source:
         return element
 
     def position(self) -> Position:
-        """Return the position after the last element as JSON text, which later elements do not change."""
+        """Return the position after the last element, as JSON text that later elements do not change."""
         try:
             if hasattr(self._dataset, "state_dict"):
-                if not self._has_begun:  # it may still be that of the last pass
+                if not self._has_begun:  # its position may still be the last pass's
                     return ValueError(f"{type(self._dataset).__name__} tells its position only after the first batch.")
                 state = self._dataset.state_dict()
             elif hasattr(self._iterator, "get_state"):
@@ -63,18 +63,18 @@ class Source:
             state = {"base64": base64.b64encode(state).decode()} if isinstance(state, bytes) else state
             _require_text_keys(state)
             return json.dumps(state, default=_as_json)
-        except Exception as error:  # of the user's pipeline, which need not know its position to be read
+        except Exception as error:  # the user's pipeline: it may yield batches without knowing its position
             return error
 
     def close(self) -> None:
-        """Free what the iterator holds: files, threads."""
+        """Free the iterator's files and threads."""
         iterator, self._iterator = self._iterator, iter(())
         if hasattr(iterator, "close"):
             iterator.close()
 
 
 class _SequenceIterator:
-    """An iterator over batches by their number."""
+    """An iterator over batches that a dataset gives by number."""
 
     def __init__(self, batches: Any, is_copied: bool) -> None:
         self._batches, self._is_copied = batches, is_copied
@@ -90,7 +90,7 @@ class _SequenceIterator:
         batch = self._batches[self._next - 1]
         if self._next == 1:
             self._first_rows = rows_of(batch)
-        if self._is_copied:  # the dataset keeps the arrays, and a function may change them in place, as in `x /= 255`
+        if self._is_copied:  # the dataset keeps these arrays, and a function may change its argument in place, as in `x /= 255`
             return jax.tree.map(lambda leaf: leaf.copy() if type(leaf) is np.ndarray else leaf, batch)
         return batch
 
@@ -112,16 +112,16 @@ class _SequenceIterator:
 
 
 def rows_of(batch: PyTree) -> int:
-    """Return the number of rows of a batch as a dataset yields it; 0 where it holds no array."""
+    """Return the number of rows in a batch that a dataset yields; 0 if it holds no array."""
     arrays = [leaf for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
     return int(np.shape(arrays[0])[0]) if arrays else 0
 
 
 def open_source(dataset: Any, state: Any = None, maps: Sequence[Callable[..., PyTree]] = ()) -> Source:
-    """Start an iterator over the global batches of a dataset, from a position on if one is given, each passed through `maps`."""
+    """Start an iterator over a dataset's global batches, at its beginning or at a position; apply `maps` to each batch."""
     own = dataset
     if is_hugging_face(dataset) and hasattr(dataset, "load_state_dict"):
-        # A copy for one pass: the user's begins each pass of an epoch at the position that it was given.
+        # A copy for this pass: the user's own dataset would begin every pass at the position that it was given.
         own = dataset.with_format("numpy")
         if hasattr(dataset, "epoch"):
             own.set_epoch(dataset.epoch if state is None else state.get("epoch", dataset.epoch))
@@ -139,8 +139,8 @@ def open_source(dataset: Any, state: Any = None, maps: Sequence[Callable[..., Py
 
 
 def is_sequence(dataset: object) -> bool:
-    """Tell whether a dataset gives its batches by their number, up to its length: it has no `__iter__` of its own."""
-    # Python would ask until an IndexError: slices of arrays, as in `x[n * i : n * (i + 1)]`, never raise one.
+    """Tell whether a dataset has no `__iter__`, but gives batches by number, up to its length."""
+    # Python would ask until an IndexError, which slices of arrays, such as `x[n * i : n * (i + 1)]`, never raise.
     own = getattr(type(dataset), "__iter__", None)
     by_number = (list, tuple, collections.deque, Sequence)
     is_by_number = is_hugging_face(dataset) or own in (None, *(kind.__iter__ for kind in by_number))
@@ -148,27 +148,27 @@ def is_sequence(dataset: object) -> bool:
 
 
 def is_hugging_face(dataset: object) -> bool:
-    """Tell whether an object has the methods of a Hugging Face dataset, whose library is never imported here."""
+    """Tell whether an object has the methods of a Hugging Face dataset; we never import that library."""
     return all(callable(getattr(type(dataset), name, None)) for name in ("with_format", "iter", "batch"))
 
 
 def adapted(dataset: Any) -> Any:
-    """Return a dataset whose elements hold arrays: a Hugging Face dataset yields lists, unless the user has set a format."""
-    is_stream = hasattr(dataset, "load_state_dict")  # each pass has its own copy, with the epoch that the user set
+    """Return a dataset whose elements hold arrays: without a format, a Hugging Face dataset yields lists."""
+    is_stream = hasattr(dataset, "load_state_dict")  # each pass copies it, with the epoch that the user set
     is_set = (getattr(dataset, "format", None) or {}).get("type") is not None
     return dataset.with_format("numpy") if is_hugging_face(dataset) and not (is_stream or is_set) else dataset
 
 
 def _resume(dataset: Any, start: Callable[[], Any], state: Any) -> Iterator[PyTree]:
-    """Start an iterator that goes on from a position; when that fails, the dataset is as before."""
+    """Start an iterator at a position; if that fails, leave the dataset as it was."""
     if isinstance(state, dict) and set(state) == {"base64"}:
         state = base64.b64decode(state["base64"])
-    state = _with_tensors(copy.deepcopy(state))  # grain keeps parts of it and changes them
+    state = _with_tensors(copy.deepcopy(state))  # a copy: grain keeps parts of it and changes them
     if hasattr(dataset, "load_state_dict"):
         before = dataset.state_dict()
         try:
             dataset.load_state_dict(state)
-            return start()  # an iterator may take the position already when it is made
+            return start()  # an iterator may read the position already in its constructor
         except Exception as error:
             dataset.load_state_dict(before)
             raise _misfit(dataset, error) from error
@@ -198,7 +198,7 @@ def _no_position(dataset: object) -> TypeError:
 
 
 def _require_text_keys(state: object) -> None:
-    """Refuse what JSON would change: a number as a key comes back as a text."""
+    """Refuse a state that JSON would change: a number as a key comes back as a text."""
     for key, value in state.items() if isinstance(state, dict) else ():
         if type(key) is not str:
             raise TypeError(f"its state has the key {key!r}, which would come back from JSON as a text: write str(key) in it.")
@@ -217,7 +217,7 @@ def _as_json(value: object) -> Any:
 
 
 def _with_tensors(state: PyTree) -> PyTree:
-    """Make the tensors of a position again; torch is imported already by whoever has a loader of torch's."""
+    """Restore the tensors in a position; a program with a torch loader has already imported torch."""
     if isinstance(state, list):
         return [_with_tensors(part) for part in state]
     if not isinstance(state, dict):

@@ -1,4 +1,4 @@
-"""`take`, `repeat`, `map` and `element_spec`, of rows in memory and of any batches: checks, iteration and counting."""
+"""The common part of `take`, `repeat`, `map` and `element_spec` in both kinds of datasets: checks, iteration, counting."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..._typing import PyTree
 
 T = TypeVar("T")
 
-#: `("take", n)` items, or `("repeat", n)` times, None for no end; each applies to the result of the limits before it.
+#: `("take", n)` items, or `("repeat", n)` times (None: endlessly); each limit applies to the result of the limits before it.
 Limit: TypeAlias = tuple[str, int | None]
 
 
 @dataclasses.dataclass(frozen=True)
 class PerReplicaSpec:
-    """The shape of one array of a batch on each replica, with None for the number of rows, and its dtype.
+    """The shape and dtype of one array of a batch on each replica; the number of rows is None.
 
     >>> strategy.distribute_dataset([{"x": np.zeros((6, 3), "float32")}]).element_spec
     {'x': PerReplicaSpec(shape=(None, 3), dtype=dtype('float32'))}
@@ -33,13 +33,13 @@ class PerReplicaSpec:
 
 
 def spec_of_batch(batch: PyTree) -> PyTree:
-    """Return a PerReplicaSpec for each array of a batch, in its structure."""
+    """Return a PerReplicaSpec for each array of a batch, in the batch's structure."""
     dtype_of = jax.dtypes.canonicalize_dtype
     return jax.tree.map(lambda leaf: PerReplicaSpec((None, *leaf.shape[1:]), dtype_of(leaf.dtype)), batch)
 
 
 def check_int(given: str, value: object, at_least: int, what: str) -> int:
-    """Return an int, refuse others in the words of `check_int("batch_size is", 0, 1, "the number of rows")`."""
+    """Return an int of at least `at_least`; refuse others, as in `check_int("batch_size is", 0, 1, "the number of rows")`."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{given} {value!r}; expected an int, {what}.")
     if value < at_least:
@@ -48,17 +48,17 @@ def check_int(given: str, value: object, at_least: int, what: str) -> int:
 
 
 def checked_function(fn: object) -> Callable[..., PyTree]:
-    """Return the argument of `map`, which must be a function."""
+    """Return the argument of `map`; refuse it if it is no function."""
     if not callable(fn):
         raise TypeError(f"map got {fn!r}; expected a function of a batch, for example lambda x, y: (x / 255, y).")
     return fn
 
 
 def applied(fn: Callable[..., PyTree], element: PyTree) -> PyTree:
-    """Call a function with an element, a tuple as several arguments."""
+    """Call a function with an element; a tuple becomes several arguments."""
     try:
         return fn(*element) if type(element) is tuple else fn(element)
-    except StopIteration as end:  # it would be taken for the end of the data
+    except StopIteration as end:  # it would count as the end of the data
         raise RuntimeError(
             "the function that map was given raised StopIteration, which says that an iterator it calls `next` on has ended, and "
             "not the data: the batches after it would be lost. Let that iterator have an element for each call, or write "
@@ -69,15 +69,15 @@ def applied(fn: Callable[..., PyTree], element: PyTree) -> PyTree:
 def limited(
     start: Callable[[bool], Generator[T, None, None]], limits: Sequence[Limit], done: list[int], is_first: bool = True
 ) -> Generator[T, None, None]:
-    """Yield the items of all passes; `start` begins one, given whether it is the first, which may be resumed at `done`."""
-    # `done` counts the items or rounds of each limit, the innermost first; it is up to date at each item.
+    """Yield the items of all passes; `start(is_first)` begins a pass, the first one perhaps from the counts in `done`."""
+    # `done` counts the items or rounds of each limit, the innermost first, and is up to date at each item.
     if not limits:
         yield from start(is_first)
         return
     *inner, (kind, count) = limits
     mine, is_empty = len(inner), False
     while (count is None or done[mine] < count) and not is_empty:
-        is_empty = not is_first  # a pass that was resumed at its end gives nothing, and is not empty
+        is_empty = not is_first  # a pass resumed at its end yields nothing, but is not empty
         with contextlib.closing(limited(start, inner, done, is_first)) as items:
             for item in items:
                 is_empty = False
@@ -93,7 +93,7 @@ def limited(
 
 
 def num_passes_left(limits: Sequence[Limit], places: Sequence[int]) -> int:
-    """Return the number of passes from here on, with the one under way; 1 or more where there is no end."""
+    """Return the number of remaining passes, with the current one; for an endless `repeat`, any number of at least 1."""
     total, done = 1, 0
     for (kind, count), place in zip(limits, places or [0] * len(limits), strict=True):
         if kind == "repeat":
@@ -103,7 +103,7 @@ def num_passes_left(limits: Sequence[Limit], places: Sequence[int]) -> int:
 
 
 def num_steps(of_one_pass: int, limits: Sequence[Limit]) -> int:
-    """Return the number of items in all; a TypeError when there is no end."""
+    """Return the number of items in all passes; raise TypeError if there is no end."""
     total: float = of_one_pass
     for kind, count in limits:
         if kind == "take":
@@ -116,7 +116,7 @@ def num_steps(of_one_pass: int, limits: Sequence[Limit]) -> int:
 
 
 def check_places(places: object, limits: Sequence[Limit]) -> list[int]:
-    """Return the places of a state, which must be in these limits."""
+    """Return the counts in a state, one for each limit; refuse others."""
     fits = isinstance(places, list) and len(places) == len(limits) and all(type(place) is int and place >= 0 for place in places)
     if not fits or any(count is not None and place > count for place, (_, count) in zip(places, limits, strict=True)):
         here = "".join(f".{kind}({'' if count is None else count})" for kind, count in limits) or "neither"
