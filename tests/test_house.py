@@ -287,7 +287,7 @@ STATE = {
     "_transforms.function": "_programs",
     "_variables.equal_copies": "_watches _watches_lock last_comparisons",
     "_variables.spec": "_numbers",
-    "_variables.storage": "_claims_changed claims lock",
+    "_variables.storage": "_claims_changed borrowed claims held lock",
     "_variables.variable": "_created _live listeners",
     "_workers.progress": "progress",
     "_workers.runtime": "_current _starting",
@@ -407,7 +407,7 @@ BUDGETS = {
     "_program": 4620,  # 4,000
     "_jax": 1553,  # 1,300
     "_replicas": 2646,  # 2,100
-    "_variables": 1920,  # 1,700
+    "_variables": 1910,  # 1,700
     "_models": 1238,  # 1,050
     "_updates": 262,  # 250
     "_strategy": 1168,  # 1,100
