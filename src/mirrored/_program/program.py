@@ -16,7 +16,7 @@ import numpy as np
 
 from .._errors import StrategyMismatchError
 from .._jax import callbacks, jaxprs, user_code
-from .._jax.primitives import LOOPS
+from .._jax.primitives import LOOPS, SUMS
 from .._jax.tracing import is_wide
 from .._replicas import in_flight, placement
 from .._replicas.mesh import ReplicaMesh
@@ -53,7 +53,7 @@ def describe_program(program: StepProgram) -> str:
 
 def name_of_collective(collective: Collective) -> str:
     """Return the field's name of a collective, and whether it is in a loop."""
-    name = "all-reduce" if collective.name == "psum" else collective.name.replace("_", "-")
+    name = "all-reduce" if collective.name in SUMS else collective.name.replace("_", "-")
     return name + (" in a loop" if collective.in_loop else "")
 
 
