@@ -248,22 +248,15 @@ def test_the_page_and_the_picture_of_the_house_are_true() -> None:
     assert missing == []
 
 
-#: Names of JAX's primitives that stand outside of the table, in `_jax/primitives`, and of the wing that knows JAX.
-NAMED = {
-    "_program.program": "psum",
-    "_updates.partwise": "add broadcast_in_dim reduce_sum",
-}
-
-
 def test_primitives_are_named_in_one_table() -> None:
-    """A name more is a visible change: can the table in `_jax/primitives` say what the primitive is?"""
+    """In `_jax/primitives`, and else only in the wing that knows JAX."""
     known = set().union(*(names for names in vars(primitives).values() if isinstance(names, frozenset)))
     found = {}
     for name, tree in TREES.items():
         if wing(name) != "_jax" and ".primitive" in PATHS[name].read_text():
             texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
             found[name] = " ".join(sorted(texts & known))
-    assert {name: names for name, names in found.items() if names} == NAMED
+    assert {name: names for name, names in found.items() if names} == {}
 
 
 def test_the_environment_is_read_in_one_file() -> None:
@@ -288,7 +281,7 @@ STATE = {
     "_transforms.function": "_programs",
     "_variables.equal_copies": "_watches _watches_lock last_comparisons",
     "_variables.spec": "_numbers",
-    "_variables.storage": "_claims_changed claims lock",
+    "_variables.storage": "_claims_changed borrowed claims held lock",
     "_variables.variable": "_created _live listeners",
     "_workers.progress": "progress",
     "_workers.runtime": "_current _starting",
@@ -408,7 +401,7 @@ BUDGETS = {
     "_program": 4623,  # 4,000
     "_jax": 1585,  # 1,300
     "_replicas": 2646,  # 2,100
-    "_variables": 1920,  # 1,700
+    "_variables": 1910,  # 1,700
     "_models": 1238,  # 1,050
     "_updates": 262,  # 250
     "_strategy": 1168,  # 1,100

@@ -27,7 +27,7 @@ def test_ctrl_c_in_the_first_run_of_a_program_comes_when_it_has_kept_the_new_val
         """Name the variable where the frame is in the run of a program."""
         while frame is not None and frame.f_code.co_name != "overwrite":
             frame = frame.f_back
-        return [] if frame is None else [slot.name for slot in frame.f_locals["slots"]]
+        return [] if frame is None else [slot.name for slot in frame.f_locals["home"].slots]
 
     before = signal.getsignal(signal.SIGINT)
     sys.setprofile(interrupt_once)

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from hypothesis import given, settings
+from processes import run_program
 from strategies import TWO, numbers, strategy_of, values_of
 
 import mirrored as mr
@@ -41,10 +42,6 @@ def adding_one(*written):
 
 def home_of(variable):
     return variable._slot.place[0]
-
-
-def slots(made):
-    return [variable._slot for variable in made]
 
 
 def first(variable):
@@ -131,10 +128,10 @@ def test_a_ctrl_c_at_any_call_of_a_step_of_several_workers_loses_nothing():
     told = []
     program = jax.jit(lambda arrays, read: ([], [array + 1 for array in arrays]), donate_argnums=0)
     started = joint_programs.Announced(program, lambda *arguments: told.append(len(arguments)))
-    home = storage.home_of(slots([a]))
+    home = home_of(a)
 
     def step():
-        storage.overwrite(started, home, slots([a]), [])
+        storage.overwrite(started, home, [])
 
     step()
     assert ctrl_c.after_each_call(step, lambda: first(a)) > 3 and set(told) == {2}
@@ -181,6 +178,13 @@ def test_a_variable_that_dies_frees_its_array_while_others_of_its_home_live():
     assert first(b) == 2
     TWO.run(adding_one(b))
     assert first(b) == 3
+
+
+def test_variables_that_live_to_the_end_of_a_program_end_without_a_word():
+    """After the names of our modules."""
+    code = "import mirrored as mr\nws = [mr.Variable(0.0) for _ in range(3)]\n"
+    ended = run_program(code, env={"JAX_PLATFORMS": "cpu"})
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_a_home_that_a_variable_has_left_holds_nothing_of_it():

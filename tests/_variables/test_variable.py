@@ -19,6 +19,7 @@ from strategies import TWO, strategy_of, variable
 
 import mirrored as mr
 from mirrored._replicas.host_memory import empty_rows
+from mirrored._variables import storage
 
 # An mr.function in a test that runs for many strategies is compiled for each.
 pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
@@ -36,8 +37,7 @@ def adding(v, delta=1.0):
 
 
 def is_taken(v):
-    home, index = v._slot.place
-    return index in home.taken
+    return v._slot in storage.held
 
 
 def copies(strategy, v):

@@ -16,7 +16,7 @@ import numpy as np
 
 from .._errors import StrategyMismatchError
 from .._jax import callbacks, jaxprs, user_code
-from .._jax.primitives import LOOPS
+from .._jax.primitives import LOOPS, SUMS
 from .._jax.tracing import is_wide
 from .._replicas import in_flight, placement
 from .._replicas.mesh import ReplicaMesh
@@ -53,7 +53,7 @@ def describe_program(program: StepProgram) -> str:
 
 def name_of_collective(collective: Collective) -> str:
     """Return the field's name of a collective, and whether it is in a loop."""
-    name = "all-reduce" if collective.name == "psum" else collective.name.replace("_", "-")
+    name = "all-reduce" if collective.name in SUMS else collective.name.replace("_", "-")
     return name + (" in a loop" if collective.in_loop else "")
 
 
@@ -120,18 +120,18 @@ class Program:
     def execute(self, arrays: list[Any]) -> list[Any]:
         """Run on placed arrays, keep the new values of the variables, and return the arrays of the result."""
         in_flight.require_threads()
-        written, read_only = self.lifted.writes.slots, self.lifted.reads.slots
+        read_only = self.lifted.reads.slots
         end_mark = begin(self) if (begin := annotate) is not None else None
         outputs: Any = [[]]
         try:
             if self.calls_host:
-                outputs = storage.overwrite_when_done(self._until_done, self.home, written, read_only, arrays, self.constants)
+                outputs = storage.overwrite_when_done(self._until_done, self.home, read_only, arrays, self.constants)
             elif self.has_run:
-                outputs = storage.overwrite(self.compiled, self.home, written, read_only, arrays, self.constants)
+                outputs = storage.overwrite(self.compiled, self.home, read_only, arrays, self.constants)
             else:
                 self._refuse_too_large(arrays)
                 with _delaying_ctrl_c():
-                    outputs = storage.overwrite(self.compiled, self.home, written, read_only, arrays, self.constants)
+                    outputs = storage.overwrite(self.compiled, self.home, read_only, arrays, self.constants)
                 self.has_run.append(True)
         finally:
             if end_mark is not None:

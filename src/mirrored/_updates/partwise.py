@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from .._jax import jaxprs, tracing
 from .._jax.interpreter import Interpreter
-from .._jax.primitives import ELEMENTWISE
+from .._jax.primitives import AXIS_SUMS, BROADCASTS, COMMUTATIVE, ELEMENTWISE
 from .._replicas import parts
 from .._replicas.collectives import ReplicaAxis
 from .._typing import Shape
@@ -91,9 +91,9 @@ class Partwise(Interpreter[Value]):
             if any(isinstance(value, Filled) for value in values) and len(numbers) == len(values):
                 [number] = tracing.bind(equation, numbers)
                 return [Filled(number, shape)]
-        if name == "broadcast_in_dim" and len(values) == 1 and (number := _number_in(values[0])) is not None:
+        if name in BROADCASTS and len(values) == 1 and (number := _number_in(values[0])) is not None:
             return [Filled(number, equation.outvars[0].aval.shape)]
-        if name in ("add", "reduce_sum") and (total := self._sum(equation, values)) is not None:
+        if name in COMMUTATIVE | AXIS_SUMS and (total := self._sum(equation, values)) is not None:
             return [total]
         return tracing.bind(equation, list(map(self.whole, values)))
 
@@ -107,8 +107,8 @@ class Partwise(Interpreter[Value]):
         return result
 
     def _sum(self, equation: Any, values: Sequence[Value]) -> OwnSum | None:
-        """Return this replica's share of a sum of all elements of an array, or of sums and scalars; None for another equation."""
-        if equation.primitive.name == "add":
+        """Return this replica's share where an equation adds up all elements of an array, or adds to a sum; else None."""
+        if equation.primitive.name in COMMUTATIVE:
             if equation.outvars[0].aval.shape != () or not any(isinstance(value, OwnSum) for value in values):
                 return None
             return OwnSum(*tracing.bind(equation, [v.array if isinstance(v, OwnSum) else self._of_first(v) for v in values]))

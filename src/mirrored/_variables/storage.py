@@ -27,29 +27,30 @@ _claims_changed = threading.Condition(lock)
 MAX_COPIED_BYTES = 32 * 1024 * 1024
 #: Names in the message of lost variables.
 MAX_NAMES = 20
+#: Slots whose arrays a user may hold: they are copied before they are overwritten.
+held: set[Slot] = set()
+#: Slot -> number of readers that borrow its array.
+borrowed: dict[Slot, int] = {}
 
 
 class Home:
     """The arrays of the variables that a program overwrites, in the one list that the program takes.
 
-    Each variable has a place in one home: first in its own, then in that of the program that overwrote it last.
-    So a warm step hands over one list, keeps another, and touches no variable (docs/design/variables.md). A home holds no
-    variable: one that lives must not keep the others alive.
+    A variable's array is in one home: first in its own, then in that of the program that overwrote it last. So a warm step hands
+    over one list, keeps another, and touches no variable (docs/design/variables.md). A home holds no variable: one that lives
+    must not keep the others alive.
 
     Attributes:
-        taken: indices of arrays that a user may hold: they are copied before they are overwritten.
-        lent: index -> number of readers that borrow the array.
-        names: of the variables, for messages; empty in a variable's own home.
-        is_whole: whether all variables that the program overwrites have their places here.
+        slots, every: of the variables that the program overwrites, in its order and as a set.
+        arrays: in the order of `slots`; None where the array is in another home, or the variable is gone.
+        is_whole: whether all variables have their arrays here.
     """
 
-    __slots__ = ("arrays", "is_whole", "lent", "names", "taken")
+    __slots__ = ("arrays", "every", "is_whole", "slots")
 
-    def __init__(self, arrays: list[Any], is_whole: bool, names: Sequence[str] = ()) -> None:
-        self.arrays = arrays
-        self.taken: set[int] = set()
-        self.lent: dict[int, int] = {}
-        self.names = names
+    def __init__(self, slots: tuple[Slot, ...], is_whole: bool = False) -> None:
+        self.slots, self.every = slots, frozenset(slots)
+        self.arrays: list[Any] = [None] * len(slots)
         self.is_whole = is_whole
 
 
@@ -59,8 +60,8 @@ class Slot:
     __slots__ = ("name", "place")
 
     def __init__(self) -> None:
-        self.place = (Home([None], is_whole=True), 0)
         self.name = ""
+        self.place = (Home((self,), is_whole=True), 0)
 
     @property
     def array(self) -> Any:
@@ -72,10 +73,14 @@ class Slot:
         home, index = self.place
         home.arrays[index] = array
 
-    def note_taken(self) -> None:
+    def note_held(self) -> None:
         """Note that a user may hold the array, so that no program overwrites it."""
-        home, index = self.place
-        home.taken.add(index)
+        held.add(self)
+
+    def clear(self, held: set[Slot] = held) -> None:
+        """Free the array of a variable that is gone: maybe at the end of the process, after this module's names."""
+        self.array = None
+        held.discard(self)
 
 
 class WeakVariables:
@@ -110,16 +115,13 @@ class Lost(str):
         )
 
 
-def home_of(slots: Sequence[Slot]) -> Home:
+def home_of(slots: tuple[Slot, ...]) -> Home:
     """Return the home of exactly these slots, in this order, or a new one for them.
 
     Programs that overwrite the same variables, such as one step for two shapes of batches, share a home.
     """
-    places = list(map(_place_of, slots))
-    home = places[0][0] if places else Home([], is_whole=True)
-    if places == [(home, index) for index in range(len(home.arrays))]:
-        return home
-    return Home([], is_whole=False, names=[slot.name for slot in slots])
+    home = slots[0].place[0] if slots else Home(())
+    return home if home.slots == slots else Home(slots)
 
 
 def arrays_of(slots: Sequence[Slot]) -> list[Any]:
@@ -178,13 +180,13 @@ def _wait_for(slots: Sequence[Slot]) -> None:
 @contextlib.contextmanager
 def lent(slots: Sequence[Slot]) -> Iterator[list[jax.Array]]:
     """Lend the arrays of slots, all of one moment between two steps: nobody overwrites them inside this block."""
-    places: list[tuple[Home, int]] = []
+    noted: list[Slot] = []
     arrays: list[Any] = []
     try:
         with lock:
-            for home, index in map(_place_of, slots):
-                home.lent[index] = home.lent.get(index, 0) + 1
-                places.append((home, index))
+            for slot in slots:
+                borrowed[slot] = borrowed.get(slot, 0) + 1
+                noted.append(slot)
             arrays = arrays_of(slots)
             refuse_lost(arrays)
         yield arrays
@@ -193,102 +195,101 @@ def lent(slots: Sequence[Slot]) -> Iterator[list[jax.Array]]:
         raise
     finally:
         with lock:
-            for home, index in places:
-                home.lent[index] -= 1
-                if not home.lent[index]:
-                    del home.lent[index]
+            for slot in noted:
+                borrowed[slot] -= 1
+                if not borrowed[slot]:
+                    del borrowed[slot]
 
 
 # -- programs that overwrite
 
 
-def overwrite(compiled: Callable[..., Any], home: Home, slots: Sequence[Slot], read_only: Sequence[Slot], *others: PyTree) -> Any:
-    """Call a program that overwrites the arrays of variables, and keep the new ones it returns.
+def overwrite(compiled: Callable[..., Any], home: Home, read_only: Sequence[Slot], *others: PyTree) -> Any:
+    """Call a program that overwrites the arrays of a home, and keep the new ones; return all that it returns.
 
-    The call and the assignments happen inside one C function, because a Ctrl-C between the program's start, which
-    invalidates the old arrays, and the last assignment would lose the variables. Arrays that a user may hold are copied
-    first, so that they stay valid.
+    Arrays that a user may hold are copied first, so that they stay valid.
 
     Args:
         compiled: takes `(arrays, read-only arrays, *others)`, donates `arrays`, and returns `(results, new arrays, ...)`.
-        home, slots: of the variables that it overwrites.
     """
     try:
         with lock:
             if claims:
-                _wait_for(slots)
+                _wait_for(home.slots)
             if not home.is_whole:
-                _bring_home(home, slots)
-            if home.lent:
-                home.taken.update(home.lent)
-            outputs: dict[int, Any] = {}
+                _bring_home(home)
+            if borrowed:
+                held.update(borrowed.keys() & home.every)
             arguments = (home.arrays, arrays_of(read_only) if read_only else [], *others)
-            _refuse_failed(arguments[0] or arguments[1])
+            first = next((array for array in arguments[0] or arguments[1] if hasattr(array, "is_ready")), None)
+            if first is not None and first.is_ready():  # random keys and lost arrays have none
+                first.block_until_ready()  # now an error of the program that was to compute it comes, if it has failed
             if type(compiled) is Announced:  # now, because it is Python
                 compiled.announce(*arguments)
                 compiled = compiled.program
-            call: Iterator[Any] = map(outputs.setdefault, (0,), itertools.starmap(compiled, (arguments,)))
-            keep = map(setattr, (home,), ("arrays",), map(_new_arrays_of, call))
-            while home.taken:  # at the end, because a signal's handler may take a value until here
-                _give_copies(home)
-            any(keep)  # they are all None
-        return outputs[0]
+            return _start_and_keep(compiled, home, arguments)
     except BaseException as error:
-        _note_lost(error, [*slots, *read_only])
+        _note_lost(error, [*home.slots, *read_only])
         raise
 
 
-def overwrite_when_done(
-    compiled: Callable[..., Any], home: Home, slots: Sequence[Slot], read_only: Sequence[Slot], *others: PyTree
-) -> Any:
+def _start_and_keep(program: Callable[..., Any], home: Home, arguments: tuple[Any, ...]) -> Any:
+    """Start a program that takes the arrays of a home, keep the new ones there, and return all that it returns.
+
+    The start deletes the arrays that the program takes, so a Ctrl-C between it and the keeping would lose the variables. Python
+    looks for signals after each call of its own, and never inside a C function: so both happen in one call, when `any` asks the
+    iterators for what `setattr` returns. A signal's handler may take an array, so nothing is called between the last look at what
+    is held and that call.
+    """
+    outputs, again = itertools.tee(itertools.starmap(program, (arguments,)))
+    keep = map(setattr, (home,), ("arrays",), map(_new_arrays_of, outputs))
+    while held & home.every:
+        _give_copies(home)
+    any(keep)
+    return next(again)
+
+
+def overwrite_when_done(compiled: Callable[..., Any], home: Home, read_only: Sequence[Slot], *others: PyTree) -> Any:
     """As `overwrite`, for a program that donates nothing and has ended when it returns: if it fails, nothing has changed.
 
     Other threads may read all variables meanwhile, and write those that the program does not write.
     """
-    with claimed(slots, calls_host=True), lent([*slots, *read_only]) as arrays:
-        outputs = compiled(arrays[: len(slots)], arrays[len(slots) :], *others)
+    count = len(home.slots)
+    with claimed(home.slots, calls_host=True), lent([*home.slots, *read_only]) as arrays:
+        outputs = compiled(arrays[:count], arrays[count:], *others)
         with lock:
             if not home.is_whole:
-                _bring_home(home, slots)
-            home.taken.clear()
+                _bring_home(home)
+            held.difference_update(home.every)
             home.arrays = outputs[1]
     return outputs
 
 
-def _bring_home(home: Home, slots: Sequence[Slot]) -> None:
-    """Move variables to a home, inside one C function as in `overwrite`, with the notes of who holds their arrays."""
-    places = list(map(_place_of, slots))
-    for old, _ in places:
-        old.is_whole = False
-    kept = map(setattr, (home,), ("arrays",), ([old.arrays[index] for old, index in places],))
-    moved = map(setattr, slots, itertools.repeat("place"), zip(itertools.repeat(home), itertools.count()))
-    _note_held(home, places)
-    any(itertools.chain(kept, moved))
-    _note_held(home, places)  # again: a signal's handler may have taken arrays meanwhile
-    for old, index in places:
+def _bring_home(home: Home) -> None:
+    """Move to a home the arrays of its variables that other programs have overwritten; a Ctrl-C leaves each in one of both."""
+    for index, slot in enumerate(home.slots):
+        old, place = slot.place
         if old is not home:
-            old.arrays[index] = None
-            old.taken.discard(index)
+            old.is_whole = False
+            home.arrays[index] = old.arrays[place]
+            slot.place = (home, index)
+            old.arrays[place] = None
     home.is_whole = True
 
 
-def _note_held(home: Home, places: Sequence[tuple[Home, int]]) -> None:
-    home.taken.update([new for new, (old, index) in enumerate(places) if index in old.taken or index in old.lent])
-
-
 def _give_copies(home: Home) -> None:
-    """Replace taken arrays by copies that nobody else holds, some at a time, so that not all exist twice at once."""
-    taken = sorted(home.taken)
-    refuse_lost([home.arrays[index] for index in taken])
-    if isinstance(home.arrays[taken[0]], Planned):  # nothing overwrites what has no values
-        home.taken.clear()
+    """Replace held arrays by copies that nobody else holds, some at a time, so that not all exist twice at once."""
+    indices = [index for index, slot in enumerate(home.slots) if slot in held]
+    refuse_lost([home.arrays[index] for index in indices])
+    if isinstance(home.arrays[indices[0]], Planned):  # nothing overwrites what has no values
+        held.difference_update(home.every)
         return
-    ends = itertools.accumulate([home.arrays[index].nbytes for index in taken])
-    for _, batch in itertools.groupby(zip(taken, ends, strict=True), lambda pair: (pair[1] - 1) // MAX_COPIED_BYTES):
-        indices = [index for index, _ in batch]
-        for index, copy in zip(indices, _copy([home.arrays[index] for index in indices]), strict=True):
+    ends = itertools.accumulate([home.arrays[index].nbytes for index in indices])
+    for _, batch in itertools.groupby(zip(indices, ends, strict=True), lambda pair: (pair[1] - 1) // MAX_COPIED_BYTES):
+        some = [index for index, _ in batch]
+        for index, copy in zip(some, _copy([home.arrays[index] for index in some]), strict=True):
             home.arrays[index] = copy
-            home.taken.discard(index)
+            held.discard(home.slots[index])
 
 
 @jax.jit
@@ -299,15 +300,6 @@ def _copy(arrays: list[jax.Array]) -> list[jax.Array]:
 # -- programs that fail
 
 
-def _refuse_failed(arrays: Sequence[Any]) -> None:
-    """Raise the error of the program that was to compute some arrays, if it has failed by now; wait for nothing."""
-    for array in arrays:
-        if (is_ready := getattr(array, "is_ready", None)) is not None:  # random keys and lost arrays have none
-            if is_ready():
-                array.block_until_ready()
-            return
-
-
 def _note_lost(error: BaseException, slots: Sequence[Slot]) -> None:
     """Put a `Lost` in the place of each array that has failed, or that a failed program has deleted, here and beside these.
 
@@ -316,18 +308,16 @@ def _note_lost(error: BaseException, slots: Sequence[Slot]) -> None:
     """
     with lock:
         refuse_lost(arrays_of(slots))
-        names = {(home, index): name for home, _ in map(_place_of, slots) for index, name in enumerate(home.names)}
-        names |= {slot.place: slot.name for slot in slots}
-        arrays = {(home, index): home.arrays[index] for home, index in names if home.arrays}
+        beside = dict.fromkeys(other for slot in slots for other in slot.place[0].slots)
+        present = {slot: array for slot in beside if (array := slot.array) is not None and type(array) is not Lost}
     may_fail_late = isinstance(error, jax.errors.JaxRuntimeError)
-    present = {place: array for place, array in arrays.items() if array is not None and type(array) is not Lost}
-    deleted = [place for place, array in present.items() if array.is_deleted()]
-    failed = [place for place, array in present.items() if may_fail_late and place not in deleted and _has_failed(array)]
-    lost = Lost.of([names[place] for place in (*deleted, *failed)], error)
+    deleted = [slot for slot, array in present.items() if array.is_deleted()]
+    failed = [slot for slot, array in present.items() if may_fail_late and slot not in deleted and _has_failed(array)]
+    lost = Lost.of([slot.name for slot in (*deleted, *failed)], error)
     with lock:
-        for home, index in (*deleted, *failed):
-            if home.arrays[index] is present[home, index]:  # else another thread has assigned a new one
-                home.arrays[index] = lost
+        for slot in (*deleted, *failed):
+            if slot.array is present[slot]:  # else another thread has assigned a new one
+                slot.array = lost
     if failed:
         raise VariableLostError(lost) from error
     if deleted:

@@ -153,7 +153,7 @@ class Variable(ScatterMethods, _Array):
     _array = property(operator.attrgetter("_slot.array"), lambda self, array: setattr(self._slot, "array", array))
 
     def __del__(self) -> None:
-        self._slot.array = None
+        self._slot.clear()
 
     # -- what it is
 
@@ -230,7 +230,7 @@ class Variable(ScatterMethods, _Array):
         with storage.lent([self._slot]) as [stored]:
             result = use(stored)
             if result is self._slot.array:
-                self._slot.note_taken()
+                self._slot.note_held()
             return result
 
     def _value_of(self, frame: Frame | None, stored: jax.Array) -> jax.Array:
@@ -305,7 +305,7 @@ class Variable(ScatterMethods, _Array):
             raise ContextError(frames.foreign_trace_message("written", self.name, frame))
         array = value if self._spec.is_on_read else placed(value, self._spec.mesh)
         note_use(self, "assign to")
-        self._slot.note_taken()  # a user may hold it too
+        self._slot.note_held()  # a user may hold it too
         self._slot.array = array
 
     def _check_mesh(self, frame: Frame) -> None:
