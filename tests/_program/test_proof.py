@@ -260,15 +260,15 @@ def test_a_random_step_runs_and_stays_mirrored_or_is_refused(strategy3):
 
 
 def test_the_soundness_test_notices_a_wrong_proof(monkeypatch):
-    for name, wrong, program in [
-        ("MAKE_SAME", primitives.MAKE_SAME | {"ppermute"}, lambda m, v: jax.lax.ppermute(v, AXIS, ring())),
-        ("PURE", primitives.PURE | {"rng_uniform"}, lambda m, v: jax.lax.rng_uniform(0.0, 1.0, (SIZE,))),
-        ("join", lambda states: list(states)[-1], lambda m, v: jax.lax.cond(v[0] > 0, lambda: m, lambda: -m)),
+    for owner, name, wrong, program in [
+        (primitives, "MAKE_SAME", primitives.MAKE_SAME | {"ppermute"}, lambda m, v: jax.lax.ppermute(v, AXIS, ring())),
+        (primitives, "PURE", primitives.PURE | {"rng_uniform"}, lambda m, v: jax.lax.rng_uniform(0.0, 1.0, (SIZE,))),
+        (proof, "join", lambda states: list(states)[-1], lambda m, v: jax.lax.cond(v[0] > 0, lambda: m, lambda: -m)),
     ]:
         run = lambda s, program=program: s.run(lambda m, v: [program(m, v)], args=(VECTOR, own_vectors(s)))  # noqa: E731
         assert wrongly_mirrored(run(strategy_of(R))) == []
         with monkeypatch.context() as patch:
-            patch.setattr(proof, name, wrong)
+            patch.setattr(owner, name, wrong)
             assert wrongly_mirrored(run(strategy_of(R))) == [0]
 
 

@@ -1,10 +1,12 @@
 """More replicas than devices: the numbers of as many devices, whatever the step does, and what cannot be is refused."""
 
 import jax
+import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import io_callback
+from jax.interpreters import mlir
 from parameters import slow
 from strategies import ctx, number, variable
 
@@ -177,6 +179,24 @@ def test_what_needs_a_device_for_each_replica_is_refused():
     groups = lambda: jax.lax.psum(number(), "replica", axis_index_groups=[[0], [1]])  # noqa: E731
     with pytest.raises(mr.ContextError, match=r"`psum` cannot run with several replicas on a device"):
         strategy.run(groups)
+
+
+def test_what_jax_cannot_batch_runs_one_by_one_and_an_error_of_the_users_own_rule_is_the_users():
+    unbatched = jex_core.Primitive("doubled")
+    unbatched.def_abstract_eval(lambda x: x)
+    mlir.register_lowering(unbatched, mlir.lower_fun(lambda x: 2 * x, multiple_results=False))
+    assert_same(results(several(4, 1), unbatched.bind, 8), [2 * rows for rows in np.split(X[:8], 4)])
+
+    @jax.custom_batching.custom_vmap
+    def doubled(x):
+        return 2 * x
+
+    @doubled.def_vmap
+    def rule(size, batched, x):
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        results(several(4, 1), doubled, 8)
 
 
 def test_copies_cannot_diverge_and_values_of_a_strategy_with_another_number_of_replicas_are_refused():

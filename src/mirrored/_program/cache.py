@@ -43,8 +43,8 @@ _all: weakref.WeakSet[Programs[Any]] = weakref.WeakSet()
 _pins: weakref.WeakValueDictionary[int, Callable[[], Any]] = weakref.WeakValueDictionary()
 
 
-class _Kept(Generic[ProgramT]):
-    """An entry: a program that is kept as long as the objects that its key or guards know by identity."""
+class CacheEntry(Generic[ProgramT]):
+    """A program that is kept as long as the objects that its key or guards know by identity."""
 
     def __init__(self, program: ProgramT, key: tuple[Any, ...], guards: Guards, cause: str) -> None:
         self.program, self.key, self.guards = program, key, guards
@@ -76,20 +76,21 @@ class Programs(Generic[ProgramT]):
     """
 
     def __init__(self) -> None:
-        self._by_hash: dict[int, list[_Kept[ProgramT]]] = {}  # of their keys, which are compared for calls only
-        self._kept: collections.OrderedDict[_Kept[ProgramT], None] = collections.OrderedDict()  # least recently used first
+        self._by_hash: dict[int, list[CacheEntry[ProgramT]]] = {}  # of their keys, which are compared for calls only
+        #: Least recently used first.
+        self._entries: collections.OrderedDict[CacheEntry[ProgramT], None] = collections.OrderedDict()
         self._seen: collections.OrderedDict[tuple[int, ...], _Seen] = collections.OrderedDict()
-        self._last: _Kept[ProgramT] | None = None  # of the last call
-        self._short: _Kept[ProgramT] | None = None  # for which a fast path was looked for
+        self._last: CacheEntry[ProgramT] | None = None  # of the last call
+        self._short: CacheEntry[ProgramT] | None = None  # for which a fast path was looked for
         self.fast_path: FastPath[ProgramT] | None = None  # of a call that was made twice in a row
         _all.add(self)
 
     def __iter__(self) -> Iterator[ProgramT]:
-        return iter([kept.program for kept in list(self._kept)])
+        return iter([entry.program for entry in list(self._entries)])
 
     def causes(self) -> list[tuple[ProgramT, str]]:
         """Return the programs, each with the reason why the one before of its function did not fit; "" for the first."""
-        return [(kept.program, kept.cause) for kept in list(self._kept)]
+        return [(entry.program, entry.cause) for entry in list(self._entries)]
 
     def get(
         self, key: tuple[Any, ...], functions: tuple[UserFunction, ...], args: Sequence[Any] | None = None
@@ -102,20 +103,20 @@ class Programs(Generic[ProgramT]):
             if args is not None and self._short is not last:  # called twice in a row
                 self._short = last
                 self.fast_path = fast_path_to(last.key, last.program, last.guards, args, last.program.mesh.stacked)
-                if last not in self._kept:  # it was just dropped
+                if last not in self._entries:  # it was just dropped
                     self._short = self.fast_path = None
             return last.program
-        for kept in list(self._by_hash.get(hash(key), ())):
-            if kept.key == key and match(kept.guards, functions):
-                self._last = kept
-                self._touch(kept)
-                return kept.program
+        for entry in list(self._by_hash.get(hash(key), ())):
+            if entry.key == key and match(entry.guards, functions):
+                self._last = entry
+                self._touch(entry)
+                return entry.program
         return None
 
-    def _touch(self, kept: _Kept[ProgramT]) -> None:
-        kept.used = time.monotonic()
+    def _touch(self, entry: CacheEntry[ProgramT]) -> None:
+        entry.used = time.monotonic()
         with contextlib.suppress(KeyError):  # it was just dropped: garbage is collected at any time
-            self._kept.move_to_end(kept)
+            self._entries.move_to_end(entry)
 
     def made_for_last(
         self, coming: PyTree | None, take_apart: Callable[..., Call], make: Callable[[Call], ProgramT]
@@ -142,40 +143,44 @@ class Programs(Generic[ProgramT]):
         Compilations are counted for an owner and its variables, so that the folds of a cross-validation are silent. The owner is
         by default the function's code, because a step is often a new function in each turn of a loop.
         """
-        for programs in list(_all):
-            for kept in [kept for kept in list(programs._kept) if kept.has_ended()]:
-                programs.drop(kept)
+        _drop_ended()
         if owner is None:
             function = inspect.unwrap(call.function)  # all functions that a decorator makes have one code
             owner = getattr(function, "__code__", function)
         leaves = [leaf if isinstance(leaf, ArrayLeaf) else (static_key(leaf[0]), shown(leaf[0])) for leaf in call.leaves]
         named = {name: content_key(value) for name, value in sight.named.items()}
-        structure = Structure(call.treedef, leaves, named, tracing.settings())
-        variables = program.lifted.variables
+        structure, variables = Structure(call.treedef, leaves, named, tracing.settings()), program.lifted.variables
         before, count = self._count(owner, variables, structure)
         cause = "" if before is None else _reason(before, structure, leaf_names(call))
-        for used in (self._last, self._short):
-            if used is not None:  # their calls have not touched them, to be fast
-                self._touch(used)
-        kept = _Kept(program, call.key, sight.guards, cause)
-        drop = functools.partial(_drop_from, weakref.ref(self), weakref.ref(kept))
-        kept.end_with((*sight.objects, *variables, *also), drop)
-        alike = [other for other in self._by_hash.get(kept.hash, ()) if other.key == kept.key]
-        for made_meanwhile in [other for other in alike if match(other.guards, call.functions)]:
-            self.drop(made_meanwhile)  # by another thread
-        self._by_hash.setdefault(kept.hash, []).insert(0, kept)
-        self._kept[kept] = None
-        self._last = kept
-        while len(self._kept) > MAX_FORGOTTEN:
-            oldest = next(iter(self._kept))
-            if len(self._kept) <= MAX_PROGRAMS and oldest.used > time.monotonic() - LATELY_SECONDS:
-                break
-            self.drop(oldest)
+        entry = CacheEntry(program, call.key, sight.guards, cause)
+        entry.end_with((*sight.objects, *variables, *also), functools.partial(_drop_from, weakref.ref(self), weakref.ref(entry)))
+        self._insert(entry, call.functions)
+        self._make_room()
         for tell in listeners:
             tell(program, cause)
         if count == MAX_SILENT_RECOMPILATIONS + 1:
             name = getattr(call.function, "__qualname__", None) or shown(call.function)
             user_code.warn(f"{name} has been compiled {count} times; this time because {cause}", RecompilationWarning)
+
+    def _insert(self, entry: CacheEntry[ProgramT], functions: tuple[UserFunction, ...]) -> None:
+        """Make an entry that of the last call, in place of any that other threads have made meanwhile."""
+        for used in (self._last, self._short):
+            if used is not None:  # their calls have not touched them, to be fast
+                self._touch(used)
+        alike = [other for other in self._by_hash.get(entry.hash, ()) if other.key == entry.key]
+        for made_meanwhile in [other for other in alike if match(other.guards, functions)]:
+            self.drop(made_meanwhile)
+        self._by_hash.setdefault(entry.hash, []).insert(0, entry)
+        self._entries[entry] = None
+        self._last = entry
+
+    def _make_room(self) -> None:
+        """Drop the entries that were used least recently, if there are too many."""
+        while len(self._entries) > MAX_FORGOTTEN:
+            oldest = next(iter(self._entries))
+            if len(self._entries) <= MAX_PROGRAMS and oldest.used > time.monotonic() - LATELY_SECONDS:
+                break
+            self.drop(oldest)
 
     def _count(self, owner: Any, variables: Sequence[Variable], structure: Structure) -> tuple[Structure | None, int]:
         """Return the structure of the call for which a function's last program was made, and the number of its programs."""
@@ -188,22 +193,29 @@ class Programs(Generic[ProgramT]):
             self._seen.popitem(last=False)
         return seen.structure, seen.times + 1
 
-    def drop(self, kept: _Kept[ProgramT]) -> None:
+    def drop(self, entry: CacheEntry[ProgramT]) -> None:
         """Keep a program no longer; it may have been dropped before."""
-        if self._kept.pop(kept, self) is self:
+        if self._entries.pop(entry, self) is self:
             return
-        self._by_hash[kept.hash].remove(kept)
-        if not self._by_hash[kept.hash]:
-            del self._by_hash[kept.hash]
-        if self._last is kept:
+        self._by_hash[entry.hash].remove(entry)
+        if not self._by_hash[entry.hash]:
+            del self._by_hash[entry.hash]
+        if self._last is entry:
             self._last = None
-        if self._short is kept:
+        if self._short is entry:
             self._short = self.fast_path = None
 
 
-def _drop_from(programs: weakref.ref[Programs[Any]], kept: weakref.ref[_Kept[Any]], _: object) -> None:
-    if (found := programs()) is not None and (ended := kept()) is not None:
+def _drop_from(programs: weakref.ref[Programs[Any]], entry: weakref.ref[CacheEntry[Any]], _: object) -> None:
+    if (found := programs()) is not None and (ended := entry()) is not None:
         found.drop(ended)
+
+
+def _drop_ended() -> None:
+    """Drop the entries, of all strategies, of which only a pin keeps some object alive."""
+    for programs in list(_all):
+        for entry in [entry for entry in list(programs._entries) if entry.has_ended()]:
+            programs.drop(entry)
 
 
 # -- functions that are compiled again and again

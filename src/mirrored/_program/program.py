@@ -74,7 +74,7 @@ def _collectives_in(jaxpr: jaxprs.Jaxpr, in_loop: bool = False) -> Iterator[Coll
             yield from _collectives_in(each.jaxpr, in_loop or name in LOOPS)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class Program:
     """A pure function of variables and arrays, compiled for a mesh, with the variables that it updates."""
 
@@ -87,7 +87,7 @@ class Program:
     constants: list[Any]  # the arrays that the function closes over, placed on the mesh
     watch: Watch | None  # compares the copies of the written variables now and then
     calls_host: bool  # may raise when it runs, so the arrays of written variables are not donated
-    has_run: list[bool]  # not empty when it has, so that JAX starts it without Python code
+    has_run: bool = dataclasses.field(default=False, init=False)  # so that JAX starts it without Python code
 
     @classmethod
     def compile(
@@ -115,7 +115,7 @@ class Program:
         closed_over = lifted.closed.consts
         constants = closed_over and placement.mirror_constants(mesh, closed_over, f"an array that {name} closes over")
         home, watch = storage.home_of(lifted.writes.slots), equal_copies.watch(mesh, lifted.variables)
-        return cls(name, mesh, lifted, home, compiled, jax_name, constants, watch, calls_host, [], **more)
+        return cls(name, mesh, lifted, home, compiled, jax_name, constants, watch, calls_host, **more)
 
     def execute(self, arrays: list[Any]) -> list[Any]:
         """Run on placed arrays, keep the new values of the variables, and return the arrays of the result."""
@@ -132,7 +132,7 @@ class Program:
                 self._refuse_too_large(arrays)
                 with _delaying_ctrl_c():
                     outputs = storage.overwrite(self.compiled, self.home, read_only, arrays, self.constants)
-                self.has_run.append(True)
+                self.has_run = True
         finally:
             if end_mark is not None:
                 end_mark(outputs[0])
@@ -188,7 +188,7 @@ def program_compiled(jax_name: str) -> Program | None:
     return running if running is not None and running.jax_name == jax_name else None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class StepProgram(Program):
     """The program of a step, proven."""
 

@@ -16,27 +16,10 @@ import jax
 import numpy as np
 
 from .._errors import CollectiveHangError
-from .._jax import jaxprs, user_code
+from .._jax import jaxprs, primitives, user_code
 from .._jax.interpreter import Analysis
 from .._jax.jaxprs import Equation, Jaxpr
 from .._jax.marks import Mark, Purpose, mark_p
-from .._jax.primitives import (
-    ADD_TO_FIRST,
-    ADDITIONS,
-    COMMUTATIVE,
-    DERIVATIVE_SUMS,
-    DIVISIONS,
-    DRAWS,
-    ELEMENTWISE,
-    LOOPS,
-    MAKE_SAME,
-    ONE_TO_ONE,
-    PURE,
-    SELECTS,
-    SIMPLE,
-    SPREADS,
-    SUMS,
-)
 from . import noise
 from .noise import Noise
 
@@ -182,7 +165,7 @@ class _Pass(Analysis[State]):
             findings=self.findings if is_final else None,
             gradients=self.gradients,
             within=self.within if decision is None or decision.is_mirrored else decision.origin,
-            in_loop=self.in_loop or equation.primitive.name in LOOPS,
+            in_loop=self.in_loop or equation.primitive.name in primitives.LOOPS,
             transforms=self.transforms + jaxprs.transforms_of(equation),
             around=(equation, *self.around),
         )
@@ -214,9 +197,9 @@ class _Pass(Analysis[State]):
     def plain(self, equation: Any, values: list[State]) -> Sequence[State]:
         if equation.primitive is mark_p:
             return [self.mark(equation, values[0])]
-        if equation.primitive.name in ONE_TO_ONE:
+        if equation.primitive.name in primitives.ONE_TO_ONE:
             return values
-        if equation.primitive.name in MAKE_SAME:  # over an axis of some vmap
+        if equation.primitive.name in primitives.MAKE_SAME:  # over an axis of some vmap
             return [join(values)] * len(equation.outvars)
         return [self.operation(equation, values)] * len(equation.outvars)
 
@@ -237,7 +220,7 @@ class _Pass(Analysis[State]):
     def operation(self, equation: Any, inputs: list[State]) -> State:
         """Return the state of the results of a primitive, which is VARYING unless it is known to be pure."""
         name = equation.primitive.name
-        inside = () if name in SIMPLE else jaxprs.inside(equation)
+        inside = () if name in primitives.SIMPLE else jaxprs.inside(equation)
         if inside:
             self.refuse_collectives(equation, inside)
         state = join(inputs)
@@ -246,13 +229,13 @@ class _Pass(Analysis[State]):
         # Whether a loss is finite is no loss, nor is its place.
         if not all(jax.numpy.issubdtype(getattr(atom.aval, "dtype", np.float32), np.inexact) for atom in equation.outvars):
             state = dataclasses.replace(state, said=min(state.said, Said.NOTHING), has_share=False)
-        if name in DRAWS or state.noise is not None:
+        if name in primitives.DRAWS or state.noise is not None:
             state = dataclasses.replace(state, noise=self.noise(equation, inputs, state))
         if state.old is not None:
             state = dataclasses.replace(state, old=_old(name, inputs, state.old))
         if state.sameness is Sameness.VARYING:
             return state
-        if name in PURE and all(map(jaxprs.is_plain, inside)):
+        if name in primitives.PURE and all(map(jaxprs.is_plain, inside)):
             return state
         if all(0 in getattr(atom.aval, "shape", (1,)) for atom in equation.outvars):
             return state  # nothing can differ in arrays without elements, such as `jnp.empty((0,))`
@@ -262,14 +245,14 @@ class _Pass(Analysis[State]):
         """Return the noise in the result of an operation, or note that it meets a replica's own rows there."""
         name = equation.primitive.name
         if state.is_mirrored:
-            is_drawn = name in DRAWS
+            is_drawn = name in primitives.DRAWS
             return (
                 noise.drawn(equation, self.line(equation)) if is_drawn else noise.result_of(equation, [i.noise for i in inputs])
             )
         operands = list(zip(inputs, equation.invars, strict=True))
         own = [one for one, atom in operands if not one.is_mirrored and noise.has_rows(atom)]
         has_rows = not all(one.gradient for one in own)  # a gradient has none
-        if self.findings is not None and name in ELEMENTWISE and has_rows:
+        if self.findings is not None and name in primitives.ELEMENTWISE and has_rows:
             lines = [one.noise.where for one, atom in operands if one.noise is not None and one.noise.is_for_rows(atom)]
             self.findings.noises.extend((where, self.line(equation)) for where in lines)
         return None
@@ -331,37 +314,38 @@ class _Pass(Analysis[State]):
             )
         if self.findings is not None:
             self.findings.collectives.append(Collective(name, jaxprs.num_bytes(equation), where, self.in_loop))
-        if name not in MAKE_SAME or jaxprs.is_over_groups(equation):
+        if name not in primitives.MAKE_SAME or jaxprs.is_over_groups(equation):
             return varying(f"`{name}` at {where}, which gives each replica its own part").saying(given.said)
-        if not given.is_mirrored and name in SUMS:
+        if not given.is_mirrored and name in primitives.SUMS:
             return State(Sameness.REDUCED, said=min(given.said, Said.COMBINED))
         if not given.is_mirrored:  # all_gather
             return State(Sameness.REDUCED, said=given.said, gradient=Gradient.TOTAL if given.gradient else Gradient.NONE)
         # In a backward pass also what was computed from a combined share, such as the derivative of its logarithm.
         highest = Said.NOTHING if is_of_step else Said.COMBINED
-        is_multiplied = name in SUMS and Said.ZERO < given.said <= highest
+        is_multiplied = name in primitives.SUMS and Said.ZERO < given.said <= highest
         return dataclasses.replace(given, origin="", has_share=False, said=Said.WHOLE if is_multiplied else given.said)
 
 
 def _old(name: str, inputs: Sequence[State], mixed: tuple[int, bool]) -> tuple[int, bool]:
     """Return which variable's old value is in a result, and whether all else was added to it."""
     first, *others = inputs
-    if name in SELECTS:
+    if name in primitives.SELECTS:
         return others[0].old or mixed if len({one.old for one in others}) == 1 and first.old is None else mixed
-    if name in COMMUTATIVE and first.old is None and len(others) == 1:
+    if name in primitives.COMMUTATIVE and first.old is None and len(others) == 1:
         first, others = others[0], [first]
-    is_sum = name in SPREADS or name in ADD_TO_FIRST
+    is_sum = name in primitives.SPREADS or name in primitives.ADD_TO_FIRST
     return first.old if is_sum and first.old is not None and all(one.old is None for one in others) else mixed
 
 
 def _linear(name: str, given: Sequence[State], state: State) -> State:
     """Return the state of the result of an operation that is linear in its numbers, given that of any other operation."""
-    if name in ADDITIONS or name in DERIVATIVE_SUMS:
-        return _sum(given, state, name in DERIVATIVE_SUMS)
-    factors = given[:1] if name in DIVISIONS else given
+    if name in primitives.ADDITIONS or name in primitives.DERIVATIVE_SUMS:
+        return _sum(given, state, name in primitives.DERIVATIVE_SUMS)
+    is_quotient = name in primitives.DIVISIONS
+    factors = given[:1] if is_quotient else given
     if any(one.said is Said.ZERO for one in factors):
         return state.saying(Said.ZERO)
-    if name in DIVISIONS and given[1:] and given[1].said is Said.WHOLE:  # a sum over the replicas: this does not multiply by R
+    if is_quotient and given[1:] and given[1].said is Said.WHOLE:  # a sum over the replicas: this does not multiply by R
         state = state.saying(given[0].said)
     gradients = [one.gradient for one in factors if one.gradient]
     return dataclasses.replace(state, gradient=gradients[0]) if len(gradients) == 1 else state

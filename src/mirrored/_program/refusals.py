@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import jax
 
@@ -77,27 +77,27 @@ def check_means(findings: Findings) -> None:
             )
 
 
-def check_gradients(findings: Findings, num_replicas: int) -> None:
+def check_gradients(marks: Sequence[tuple[Mark, State]], num_replicas: int) -> None:
     """Refuse or warn of gradients, shares of losses and states of metrics that are combined otherwise than they were divided."""
-    for note, _ in findings.marks:
+    for note, _ in marks:
         if note.purpose is Purpose.SHARE:
             raise FactorOfReplicasError(_DIVIDED_AGAIN.format(where=note.where))
-    for note, state in findings.marks:
+    for note, state in marks:
         if note.purpose is Purpose.REGULARIZATION and not state.is_mirrored:
             raise FactorOfReplicasError(_OWN_REGULARIZATION.format(where=note.where, origin=state.origin))
         if note.purpose is Purpose.ADDED and not state.is_mirrored and state.old != (note.number, True):
             raise FactorOfReplicasError(_NO_SUM.format(name=note.name, where=note.where))
-    given = [(note, state) for note, state in findings.marks if note.purpose in GIVEN_TO_OPTIMIZERS]
-    summed = [(note, state) for note, state in findings.marks if note.purpose in _SUMS and state.gradient]
+    given = [(note, state) for note, state in marks if note.purpose in GIVEN_TO_OPTIMIZERS]
+    summed = [(note, state) for note, state in marks if note.purpose in _SUMS and state.gradient]
     for note, state in given:
         _refuse_contradiction(note, state, num_replicas)
     for note, state in summed:
         if note.purpose is Purpose.SUM:
             _refuse_second_sum(note, state, num_replicas)
-    losses = [note.where for note, state in findings.marks if note.purpose is Purpose.LOSS and state.said < Said.WHOLE]
+    losses = [note.where for note, state in marks if note.purpose is Purpose.LOSS and state.said < Said.WHOLE]
     for where in dict.fromkeys(losses):
         user_code.warn(_UNSPOKEN_LOSS.format(where=where), FactorOfReplicasWarning)
-    means = [note.where for note, state in findings.marks if note.purpose is Purpose.MEAN and state.said is Said.SHARE]
+    means = [note.where for note, state in marks if note.purpose is Purpose.MEAN and state.said is Said.SHARE]
     for where in dict.fromkeys(means):
         user_code.warn(_MEAN_OF_SHARES.format(where=where, num_replicas=num_replicas), FactorOfReplicasWarning)
     gradients = given + summed
@@ -132,7 +132,7 @@ def check_noise(findings: Findings) -> None:
 def check_outside(given: Iterable[tuple[Mark, State | None]], num_replicas: int) -> None:
     """As `check_gradients`, of values that steps have returned: for each what it is combined for, and its state in the step."""
     marks = [(note, state) for note, state in given if state is not None]
-    check_gradients(Findings(marks=marks), num_replicas)
+    check_gradients(marks, num_replicas)
     if any(note.purpose is Purpose.MEAN and state.of_uneven and state.said is not Said.SHARE for note, state in marks):
         user_code.warn(_PLAIN_MEAN, UnevenReplicasWarning)
 

@@ -192,7 +192,7 @@ def _make_program(mesh: ReplicaMesh, call: Call, frame_with: Callable[[Any], Fra
     findings = findings or proof.prove(lifted.shown.jaxpr, _input_states(call, lifted))
     refusals.check_assignments(lifted, findings)
     if not call.is_uneven():  # else `lift_uneven` has looked at each kind of replicas
-        refusals.check_gradients(findings, mesh.num_replicas)
+        refusals.check_gradients(findings.marks, mesh.num_replicas)
         refusals.check_noise(findings)
     refusals.check_results(call, lifted, findings)
     is_mirrored = tuple(state.is_mirrored for state in findings.outputs[: lifted.num_results])

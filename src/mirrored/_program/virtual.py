@@ -104,7 +104,7 @@ class _Course:
             return [own[value] for value in outputs]
 
         if not one_by_one:
-            with contextlib.suppress(RuntimeError):  # JAX cannot batch an operation
+            with contextlib.suppress(NotImplementedError):  # JAX's word for what it cannot batch
                 stacks = jax.vmap(functools.partial(one, made))(self.numbers, rows)
                 self.known.update(zip(made, stacks, strict=True))
                 return

@@ -121,7 +121,7 @@ def function_programs(mesh: ReplicaMesh) -> list[tuple[FunctionProgram, str]]:
     return [(program, cause) for program, cause in _programs.causes() if program.mesh == mesh]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class FunctionProgram(Program):
     """The program of a cross-replica function."""
 

@@ -54,7 +54,7 @@ def lift_uneven(
     with tracing.room_for(lifted.shown for lifted in traces):
         closed = _merge_traces(traces, kinds, leaves, plan, frame_with(None), call.function)
     largest = max(range(len(traces)), key=kinds.most_rows)
-    refusals.check_gradients(found[largest], len(kinds.of_replica))  # merged, all comes out of a switch
+    refusals.check_gradients(found[largest].marks, len(kinds.of_replica))  # merged, all comes out of a switch
     refusals.check_noise(found[largest])
     lines_of = zip(*(lifted.write_lines for lifted in traces), strict=True)
     lines = tuple(next((line for line in lines if line != "<unknown>"), lines[0]) for lines in lines_of)
