@@ -4,16 +4,17 @@ OFFERS = {
     "_jax": """
         callbacks.forget_failed compilations.heard complaints.NEEDS_A_VALUE complaints.complaint_of
         complaints.needed_arguments costs.Products costs.costs_of costs.products_in dead_code.computing
-        dead_code.opened distributed.choose_cpu_collectives distributed.clear_backends distributed.client
-        distributed.has_backend distributed.is_known_platform distributed.known_devices distributed.late_devices
-        distributed.listen_at distributed.place distributed.swallows_sigterm forks.leave_to_parent interpreter.Analysis
-        interpreter.Evaluation interpreter.Flattening interpreter.Interpreter interpreter.evaluate
-        interpreter.run_parts interrupts.send_ignored_again jaxprs.Atom jaxprs.ClosedJaxpr jaxprs.Equation jaxprs.Jaxpr
-        jaxprs.Literal jaxprs.Loop jaxprs.Part jaxprs.Var jaxprs.has_collective jaxprs.has_host_callback
-        jaxprs.has_replica_number jaxprs.inexact_operands jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside
-        jaxprs.is_backward jaxprs.is_collective jaxprs.is_function_of_operands jaxprs.is_linear jaxprs.is_over_groups
-        jaxprs.is_plain jaxprs.is_replica_number jaxprs.is_sum jaxprs.levels_of jaxprs.loop_of jaxprs.meshes_in
-        jaxprs.num_bytes jaxprs.transforms_of marks.Mark marks.Purpose marks.mark marks.mark_p primitives.ADDITIONS
+        dead_code.opened distributed.before_shutdown distributed.choose_cpu_collectives distributed.clear_backends
+        distributed.client distributed.has_backend distributed.is_known_platform distributed.is_recoverable
+        distributed.known_devices distributed.late_devices distributed.listen_at distributed.place
+        distributed.swallows_sigterm forks.leave_to_parent interpreter.Analysis interpreter.Evaluation
+        interpreter.Flattening interpreter.Interpreter interpreter.evaluate interpreter.run_parts
+        interrupts.send_ignored_again jaxprs.Atom jaxprs.ClosedJaxpr jaxprs.Equation jaxprs.Jaxpr jaxprs.Literal
+        jaxprs.Loop jaxprs.Part jaxprs.Var jaxprs.has_collective jaxprs.has_host_callback jaxprs.has_replica_number
+        jaxprs.inexact_operands jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside jaxprs.is_backward
+        jaxprs.is_collective jaxprs.is_function_of_operands jaxprs.is_linear jaxprs.is_over_groups jaxprs.is_plain
+        jaxprs.is_replica_number jaxprs.is_sum jaxprs.levels_of jaxprs.loop_of jaxprs.meshes_in jaxprs.num_bytes
+        jaxprs.transforms_of marks.Mark marks.Purpose marks.mark marks.mark_p primitives.ADDITIONS
         primitives.ADD_TO_FIRST primitives.AXIS_SUMS primitives.BILINEAR primitives.BROADCASTS primitives.COMMUTATIVE
         primitives.CONVERSIONS primitives.CONVOLUTIONS primitives.CUSTOM_DERIVATIVE primitives.DERIVATIVE_SUMS
         primitives.DEVICE_RANDOM primitives.DIVISIONS primitives.DOT_PRODUCTS primitives.DRAWS primitives.ELEMENTWISE
