@@ -13,6 +13,7 @@ class FakeClient:
         self.counted: collections.Counter[str] = collections.Counter()
         self.reason = ""
         self.values: dict[str, str] = {}
+        self.dead: set[int] = set()
         self._changed = threading.Condition()
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
@@ -51,6 +52,18 @@ class FakeClient:
             value = int(self.values.get(key, "0")) + increment
             self.values[key] = str(value)
             return value
+
+    def get_live_nodes(self, workers: list[int]) -> dict[int, int]:
+        """Wait until all but one of these workers have died: no other worker asks."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self.dead.intersection(workers)) >= len(workers) - 1)
+        return {worker: 1 for worker in workers if worker not in self.dead}
+
+    def die(self, *workers: int) -> None:
+        """Let workers die, of whom nobody is told."""
+        with self._changed:
+            self.dead.update(workers)
+            self._changed.notify_all()
 
     def __getattribute__(self, name: str) -> Any:
         if "key_value" in name:

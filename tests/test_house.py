@@ -399,7 +399,7 @@ def test_sizes() -> None:
 #: and so are small wings that stand for one thing. `python tests/test_house.py` prints today's.
 BUDGETS = {
     "_program": 4623,  # 4,000
-    "_jax": 1585,  # 1,300
+    "_jax": 1601,  # 1,300
     "_replicas": 2646,  # 2,100
     "_variables": 1910,  # 1,700
     "_models": 1238,  # 1,050
@@ -407,8 +407,8 @@ BUDGETS = {
     "_strategy": 1168,  # 1,100
     "_transforms": 608,  # 600
     "data": 3451,  # 3,200
-    "_workers": 2344,  # 1,700
-    "_cluster": 1510,  # 1,080
+    "_workers": 2374,  # 1,700
+    "_cluster": 1521,  # 1,080
     "_checkpoint": 2010,  # 1,800
     "_report": 974,  # 800
     "_plan": 602,  # a feature of its own

@@ -248,6 +248,28 @@ def test_an_index_that_two_have_and_workers_that_differ_are_an_error_that_names_
         assert "worker 1 (127.0.0.1:" in str(error) and "was told of 4 workers, the chief" in str(error) and "of 3;" in str(error)
 
 
+def test_who_names_another_chief_is_turned_away_and_ends_nobody_but_itself(start: Start, caplog: Log) -> None:
+    """One line from anybody, such as a worker of another job with a wrong address, ended worker 0 with 76."""
+    workers = addresses(3)
+    jobs = [["10.0.0.1:2222", "b:1"], ["10.0.0.1:2222", "b:1", "c:1"], [f"localhost:{port_of(workers[0])}", *workers[1:]]]
+    chief = start(worker(workers, 0))
+    for job in jobs:
+        with connected(workers[0]) as sock:
+            sock.sendall(hello(worker(job, 1)))
+            error = _hello.parse_answer(sock.recv(_hello.MAX_LINE))
+            assert isinstance(error, ClusterConfigError) and "the same" in str(error), error
+    assert met(chief, *(start(worker(workers, i)) for i in (1, 2)))
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warning.startswith("worker 0 turns away what does not name it as its chief, and waits on: worker 1 (127.0.0.1:")
+    assert "was told of 2 workers, the chief" in warning
+    late = start(worker(workers, 0), timeout=0.5)
+    with connected(workers[0]) as sock:
+        sock.sendall(hello(worker(jobs[0], 1)))
+        sock.recv(1)
+    error = late.result(60)[0]
+    assert isinstance(error, ClusterStartError) and "Turned away: worker 1 (127.0.0.1:" in str(error)
+
+
 def test_the_first_difference_of_two_hellos_is_told() -> None:
     workers = ["h0:1", "h1:1", "h2:1"]
     mine = _hello.introduce(worker(workers, 0), VERSIONS, "p", "t")
@@ -268,7 +290,7 @@ def test_the_first_difference_of_two_hellos_is_told() -> None:
     assert difference(versions=VERSIONS | {"x": "1"}) == "they runs x '1', me runs 'none'; install the same version on both"
     many = [f"h{i}.example.org:1" for i in range(500)]
     mine, theirs = (_hello.introduce(worker(w, 0), {}, "p", "t") for w in (many, [*many[:-1], "other:1"]))
-    assert not mine.workers and len(mine.encode()) < _hello.MAX_LINE, "too many for a line: compared by digest"
+    assert [*mine.workers] == many[:1] and len(mine.encode()) < _hello.MAX_LINE, "too many for a line: compared by digest"
     assert _hello.first_difference("they", theirs, "me", mine) == "they was given another cluster than me; give both the same"
 
 

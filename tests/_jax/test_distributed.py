@@ -1,9 +1,11 @@
 """What is used of the private side of `jax.distributed` is still there, and does what it did."""
 
 import socket
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import SimpleNamespace
 
 import pytest
+from jax._src import distributed as jax_distributed
 from jax._src import xla_bridge
 from jax._src.lib import _jax
 
@@ -38,11 +40,46 @@ def test_gloo_listens_where_the_other_workers_reach_this_one(monkeypatch: pytest
     assert factories["cpu"]() == ("client", "10.0.0.1")
 
 
-def test_the_service_counts_together_and_removes_a_folder_with_all_that_is_in_it() -> None:
-    """What `_workers/coordination` relies on, and no documentation says; beside a folder, names that begin alike stay."""
+def free_address() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def test_a_worker_is_live_until_it_has_disconnected() -> None:
+    """What `Coordination.await_gone` relies on; and that a worker asks about others at several places at once."""
+    address = free_address()
+    service = _jax.get_distributed_runtime_service(address, 3, recoverable=True)
+    clients = [_jax.get_distributed_runtime_client(address, worker, init_timeout=30) for worker in range(3)]
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda client: client.connect(), clients))
+        of_two = threads.submit(clients[0].get_live_nodes, [0, 2])
+        of_all = threads.submit(clients[0].get_live_nodes, [0, 1, 2])
+        assert wait([of_two, of_all], 0.2).not_done == {of_two, of_all}
+        clients[2].shutdown()
+        assert of_two.result(30).keys() == {0}
+        assert wait([of_all], 0.1).not_done
+        clients[1].shutdown()
+        assert of_all.result(30).keys() == {0}
+    clients[0].shutdown()
+    service.shutdown()
+
+
+def test_what_comes_before_the_shutdown_comes_once_and_only_where_jax_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, order = jax_distributed.State(), []
+    monkeypatch.setattr(jax_distributed, "global_state", state)
+    distributed.before_shutdown(lambda: order.append("before"))
+    jax_distributed.shutdown()
+    assert order == []
+    state.client = SimpleNamespace(shutdown=lambda: order.append("client"))
+    for _ in range(2):
+        jax_distributed.shutdown()
+    assert order == ["before", "client"]
+
+
+def test_the_service_counts_together_and_removes_a_folder_with_all_that_is_in_it() -> None:
+    """What `_workers/coordination` relies on, and no documentation says; beside a folder, names that begin alike stay."""
+    address = free_address()
     service = _jax.get_distributed_runtime_service(address, 1)
     client = _jax.get_distributed_runtime_client(address, 0, init_timeout=30, use_compression=True)
     client.connect()

@@ -20,7 +20,7 @@ from unittest.mock import MagicMock
 import pytest
 from fake_service import FakeClient
 
-from mirrored._errors import WorkerLostError
+from mirrored._errors import VariableLostError, WorkerLostError
 from mirrored._text import escape, escape_lines
 from mirrored._workers.coordination import Coordination
 from mirrored._workers.guard import Guard
@@ -95,11 +95,10 @@ def make(monkeypatch: Patch) -> Iterator[Make]:
     def make(worker: int = 0, num_workers: int = 2, stall_seconds: float | None = None, is_started: bool = True) -> Guarded:
         service, progress, codes = FakeClient(), Progress(), queue.Queue()
         guard = Guard(Coordination(service, worker, num_workers), progress, stall_seconds=stall_seconds, exit=codes.put)
-        guarded = Guarded(guard, service, progress, codes, printed)
+        made.append(Guarded(guard, service, progress, codes, printed))
         if is_started:
-            made.append(guarded)
             guard.start()
-        return guarded
+        return made[-1]
 
     hook, exit_function = sys.excepthook, sys.exit
     yield make
@@ -107,6 +106,7 @@ def make(monkeypatch: Patch) -> Iterator[Make]:
         threads = guarded.guard._threads
         guarded.guard.stop(wait=False)
         assert not any(thread.is_alive() for thread in threads)
+        guarded.service.die(*range(guarded.guard._num_workers))  # ends the threads that wait for it
     assert (sys.excepthook, sys.exit) == (hook, exit_function)
 
 
@@ -259,6 +259,7 @@ def test_what_is_no_end_of_this_program_ends_nothing(make: Make, monkeypatch: Pa
 LOSSES = [
     WorkerLostError("worker 2 did not come"),
     ValueError("UNKNOWN: Gloo all-reduce failed: [external/gloo/pair.cc:547] Connection closed by peer [127.0.0.1]:42652"),
+    VariableLostError("the value of 'w' is lost: the program that was to compute it failed (JaxRuntimeError: UNKNOWN: Gloo ...)"),
     RuntimeError("UNAVAILABLE: ... remote target coordination_service while calling"),
 ]
 
@@ -604,6 +605,49 @@ def test_a_silent_worker_is_told_once_and_not_ended(make: Make, caplog: Log) -> 
     assert caplog.text.count("it was last seen so") == 1 and guarded.codes.empty()
 
 
+@pytest.mark.parametrize("end", [None, "done"])
+def test_a_silent_worker_whose_heartbeats_cease_is_lost_unless_all_have_come_to_their_ends(
+    make: Make, caplog: Log, end: str | None
+) -> None:
+    """JAX's heartbeats know; the kernel knows nothing of another host's processes. After the end, workers disconnect."""
+    guarded = make(num_workers=3, is_started=False)
+    for worker in (1, 2):
+        guarded.says(f"position/{worker}", OWN_CODE)
+    for _ in range(8):
+        guarded.guard._round(1.0)
+    assert set(guarded.guard._listening) == {frozenset({1}), frozenset({2})} and guarded.codes.empty()
+    if end:
+        guarded.says("call", end)
+    guarded.service.die(2)
+    guarded.guard._listening[frozenset({2})].join(10)
+    assert ("lost worker 2 at step 0: its heartbeats have ceased" in caplog.text) == (not end)
+    if end:
+        assert guarded.codes.empty() and guarded.of_key("verdict") is None
+    else:
+        assert guarded.codes.get() == 75 and guarded.verdict().lost == (2,) and guarded.of_key("call") == "leave"
+
+
+def test_only_worker_0_listens_to_heartbeats(make: Make) -> None:
+    guarded = make(worker=1, is_started=False)
+    guarded.says("position/0", OWN_CODE)
+    for _ in range(8):
+        guarded.guard._round(1.0)
+    assert guarded.guard._silent == {0} and not guarded.guard._listening
+
+
+def test_worker_0_ends_its_service_after_the_others_have_left_it_or_at_the_limit(make: Make) -> None:
+    for worker, dies, seconds in ((0, True, 30.0), (0, False, 0.05), (1, False, 30.0)):
+        guarded = make(worker, num_workers=3)
+        guarded.guard.stop(wait=False)
+        others = frozenset({0, 1, 2}) - {worker}
+        leaving = threading.Timer(0.1, guarded.service.die, others if dies else ())
+        leaving.start()
+        guarded.guard.outlive_others(seconds)
+        assert [thread.is_alive() for thread in guarded.guard._listening.values()] == [not dies] * (worker == 0)
+        assert guarded.codes.empty() and guarded.of_key("verdict") is None
+        leaving.join()
+
+
 def test_a_cut_between_two_workers_is_looked_for_while_a_step_waits(make: Make, monkeypatch: Patch) -> None:
     guarded = make(worker=1, is_started=False)
     monkeypatch.setattr(guarded.guard._links, "look", lambda step, elapsed: Verdict(f"lost the connection at step {step}"))
@@ -682,19 +726,6 @@ def test_a_service_that_is_gone_ends_this_worker_before_jax_does(make: Make, mon
         assert guarded.codes.get(timeout=5) == 75
     assert caplog.text.count("lost worker 0, which hosts the coordination service, at step 0") == 2
     assert "error of its own" not in caplog.text
-
-
-def test_after_jax_was_shut_down_the_guard_is_quiet(make: Make, child, caplog: Log) -> None:
-    guarded = make(worker=1)
-    guarded.says(f"process/{HOST}/0", child.process.encode())
-    while not guarded.guard._neighbours.near():
-        time.sleep(0.01)
-    guarded.service.reason = "CANCELLED: GetKeyValueAsync() was cancelled."
-    guarded.guard._threads[0].join(10)
-    child.die()
-    assert not guarded.guard._is_left_alone(), "the others may go"
-    guarded.guard.stop()
-    assert guarded.codes.empty() and not caplog.records
 
 
 @pytest.mark.parametrize(("num_workers", "waits"), [(2, False), (100, True)])

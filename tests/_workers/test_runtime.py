@@ -61,6 +61,7 @@ def test_jax_is_told_where_to_listen_and_how_soon_a_silent_worker_is_dead(monkey
         "coordinator_bind_address": "10.0.0.1:1", "gloo": "10.0.0.1", "initialization_timeout": 60,
         "heartbeat_timeout_seconds": 10, "shutdown_timeout_seconds": 30,
         "jax_enable_preemption_service": False, "jax_cpu_collectives_implementation": "gloo",
+        "jax_enable_recoverability": True,
     }  # fmt: skip
 
 
@@ -198,13 +199,19 @@ def test_the_guard_watches_from_the_start_to_the_end_of_the_program(monkeypatch:
     guard = MagicMock()
     monkeypatch.setattr(_runtime, "Guard", guard)
     monkeypatch.setattr(_runtime, "_current", None)
-    monkeypatch.setattr(distributed._distributed, "global_state", SimpleNamespace(client=object()))
+    state = SimpleNamespace(client=object(), shutdown=guard.shutdown)
+    monkeypatch.setattr(distributed._distributed, "global_state", state)
     monkeypatch.setattr(_runtime.atexit, "register", guard.at_exit)
     runtime = _runtime._begin(None, mr.CommunicationOptions(timeout_seconds=20), 1, 2)
     coordination = runtime.coordination
     assert (coordination.worker, coordination.num_workers) == (1, 2) and _runtime.current() is runtime
     made = call(coordination, progress, stall_seconds=20)
     assert guard.mock_calls == [made, call().start(), call.at_exit(guard.return_value.stop)]
+    for is_recoverable in (False, True):  # then JAX has no barrier of its own
+        guard.mock_calls.clear()
+        monkeypatch.setattr(distributed, "is_recoverable", lambda given=is_recoverable: given)
+        state.shutdown()
+        assert guard.mock_calls == [call().stop(), *[call().outlive_others(30)] * is_recoverable, call.shutdown()]
 
 
 def test_a_process_is_part_of_one_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

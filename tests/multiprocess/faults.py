@@ -44,7 +44,10 @@ if roles := given.get("roles"):  # of TF_CONFIG, instead of the variables that a
     task = {"type": names[mine], "index": names[:mine].count(names[mine])}
     cluster.pop("evaluator", None)
     os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
-if host := given.get("host"):  # whatever the kernel says, which is one in this test: this is another machine
+if host := given.get(
+    "host", ""
+):  # whatever the kernel says, which is one in this test: this is another machine; each, with "each"
+    host = os.environ["JAX_PROCESS_ID"] if host == "each" else host
     here = Process.own()
     Process.own = classmethod(lambda cls: cls(f"{here.host} {host}", here.number, here.began))
 strategy = mr.MultiWorkerMirroredStrategy(communication_options=mr.CommunicationOptions(timeout_seconds=limit or None))

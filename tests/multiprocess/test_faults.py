@@ -111,14 +111,30 @@ def test_an_exception_of_all_workers_is_its_own_on_each() -> None:
 
 
 @slow
-def test_a_worker_that_dies_while_the_others_are_outside_of_steps_is_named() -> None:
-    with workers(SCRIPT, 2, "fault=hang", "who=0") as running:
+@pytest.mark.parametrize(
+    ("host", "within", "how"), [("", SOON, "the process is gone"), ("each", 17.0, "its heartbeats have ceased")]
+)
+def test_a_worker_that_dies_while_the_others_are_outside_of_steps_is_named(host: str, within: float, how: str) -> None:
+    with workers(SCRIPT, 2, "fault=hang", "who=0", f"host={host}") as running:
         wait_for_line(running[0], "FAULT")
         running[1].signal(signal.SIGKILL)
         killed = time.time()
         one = running[0].wait(30)
-        assert one.code == 75 and one.time - killed < SOON, one
-        assert re.search(r"lost worker 1 at step \d: the process is gone", one.output), one.output
+        assert one.code == 75 and one.time - killed < within, one
+        assert re.search(rf"lost worker 1 at step \d: {how}", one.output), one.output
+
+
+#: Seconds within which JAX's heartbeat says that a process is gone.
+HEARTBEAT = 11.0
+
+
+@slow
+@pytest.mark.parametrize("name", [name for name, (*_, message) in ENDS.items() if message.startswith(LOST)])
+def test_a_worker_that_is_alone_on_its_host_is_named_when_it_is_killed(name: str) -> None:
+    """The kernel tells nobody, and XLA keeps gloo's error to itself where it has two devices: the heartbeat tells worker 0."""
+    args, num_workers, _, culprit, code, _ = ENDS[name]
+    ended = run(name, num_workers, *args, "host=each", devices=2, who=culprit)
+    require(ended, others(num_workers, culprit, code), f"(?m){LOST.format(culprit)}", within=HEARTBEAT + SOON)
 
 
 # ---- what takes too long
@@ -170,12 +186,14 @@ def test_a_chief_in_a_call_that_lets_no_other_python_run_is_named() -> None:
 
 
 @slow
-def test_a_short_stop_costs_only_time() -> None:
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_short_stop_costs_only_time(who: int) -> None:
     with workers(SCRIPT, 2, "steps=200") as running:
-        wait_for_line(running[0], "STEP 2")
-        running[0].signal(signal.SIGSTOP)
-        time.sleep(4.0)  # the stop is what is tested
-        running[0].signal(signal.SIGCONT)
+        wait_for_line(running[who], "STEP 2")
+        running[who].signal(signal.SIGSTOP)
+        # The stop is what is tested; worker 0 asks for the heartbeats of a silent one.
+        time.sleep(4.0) if who == 0 else wait_for_line(running[0], "worker 1 has been silent for 4 s")
+        running[who].signal(signal.SIGCONT)
         for worker in running:
             one = worker.wait(60)
             assert one.code == 0 and "END 200.0" in one.output, one.output

@@ -103,6 +103,7 @@ class Gathering:
         self.peers: dict[_Peer, None] = {}  # in the order in which they came
         self.present: dict[int, _Peer] = {}
         self.failure: Exception | None = None  # for all workers
+        self.turned_away = ""  # why the first one was that is none of this job's
 
     def run(self) -> None:
         """Return when all workers are there and know it, with all connections closed."""
@@ -110,7 +111,8 @@ class Gathering:
             self.selector.register(self.listener, selectors.EVENT_READ)
             while not self.failure and self._missing():
                 if self.clock.left <= 0:
-                    text = f"{self._waiting()} after {self.clock.waited}{self._hint()}. {self._advice()}"
+                    turned_away = f". Turned away: {self.turned_away}" if self.turned_away else ""
+                    text = f"{self._waiting()} after {self.clock.waited}{self._hint()}. {self._advice()}{turned_away}"
                     self.failure = ClusterStartError(text)
                 else:
                     self.clock.report(self._waiting())
@@ -189,13 +191,22 @@ class Gathering:
             peer.buffer += data
 
     def _judge(self, peer: _Peer, hello: Hello) -> None:
-        """Take a worker, which may have come before. One that differs is an error of all, or of the later one of two jobs."""
+        """Take a worker, which may have come before. One that differs is an error of all, or of the later one of two jobs.
+
+        One that was given another cluster, with another chief, is an error of its own only: it may be anybody.
+        """
         before = self.present.get(hello.index)
         difference = self._difference(peer, hello, before)
-        if hello.digest != self.hello.digest and (hello.is_late or self.hello.is_late):
+        is_foreign = [*hello.workers[:1]] != [*self.hello.workers[:1]]
+        if difference and hello.digest != self.hello.digest and (is_foreign or hello.is_late or self.hello.is_late):
             port = split_address(self.cluster.coordinator_address or "")[1]
             if hello.is_late:
                 peer.answer(ClusterStartError(f"port {port} is taken: another cluster starts there ({difference})"))
+            elif is_foreign:
+                peer.answer(difference)
+                if not self.turned_away:
+                    _logger.warning("worker 0 turns away what does not name it as its chief, and waits on: %s", difference)
+                self.turned_away = self.turned_away or str(difference)
             else:
                 text = f"{difference}. Or port {port} belongs to another job, which has started again: give each its own"
                 self.failure = self.failure or ClusterStartError(text)

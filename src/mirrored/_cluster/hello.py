@@ -35,7 +35,7 @@ class Hello:
     index: int
     num_workers: int
     digest: str  # of its description of the cluster
-    workers: Sequence[str]  # the addresses in that description, to show a difference; empty when they are too long
+    workers: Sequence[str]  # the addresses in that description, to show a difference; the chief's alone when they are too long
     versions: Mapping[str, str]
     process: str  # its host and process number, for a person
     token: str  # tells a process that connects again from another one with the same index
@@ -49,7 +49,7 @@ class Hello:
 def introduce(cluster: Cluster, versions: Mapping[str, str], process: str, token: str) -> Hello:
     """Make the hello of this worker."""
     workers = tuple(address or "" for address in cluster.workers)
-    workers = workers if sum(map(len, workers)) + 4 * len(workers) <= MAX_TEXT else ()
+    workers = workers if sum(map(len, workers)) + 4 * len(workers) <= MAX_TEXT else workers[:1]
     return Hello(cluster.worker_index, cluster.num_workers, cluster.digest(), workers, dict(versions), process, token)
 
 

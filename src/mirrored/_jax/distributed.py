@@ -30,6 +30,23 @@ def place() -> tuple[int, int]:
     return int(state.process_id or 0), int(state.num_processes or 1)
 
 
+def before_shutdown(do: Callable[[], object]) -> None:
+    """Let something be done first by JAX's shutdown, which comes at the end of the program, or where the program calls it."""
+    state, shutdown = _distributed.global_state, _distributed.global_state.shutdown
+
+    def end() -> None:
+        if state.client is not None:
+            do()
+        shutdown()
+
+    state.shutdown = end
+
+
+def is_recoverable() -> bool:
+    """Tell whether JAX leaves a job alone when one of its workers is gone; then its shutdown waits for no other worker."""
+    return bool(jax.config.jax_enable_recoverability)  # pyrefly: ignore[missing-attribute]
+
+
 def swallows_sigterm() -> bool:
     """Tell whether JAX's preemption service runs: it keeps SIGTERM for itself."""
     return _distributed.global_state.preemption_sync_manager is not None

@@ -11,7 +11,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 from .._errors import ProgramMismatchError, WorkerLostError
@@ -119,6 +119,11 @@ class Coordination:
         """Remove a key, and all keys that begin with it and a slash."""
         if self._client is not None:
             self._client.key_value_delete(_ROOT + key)
+
+    def await_gone(self, workers: Iterable[int]) -> None:
+        """Wait until each of these other workers has disconnected, or the service has not heard of it for its limit."""
+        if self._client is not None:
+            self._client.get_live_nodes(sorted((self.worker, *workers)))  # whoever lives has to ask too: no other worker does
 
     def count(self, key: str) -> int:
         """Add one to the number under a key, of all workers together, and return it."""

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -69,6 +69,7 @@ class Guard:
         self._round_seconds = seconds_of_round(self._num_workers)
         self._own, self._others = Own(progress, stall_seconds), Others(2 * (self._round_seconds - ROUND_SECONDS))
         self._silent: set[int] = set()
+        self._listening: dict[frozenset[int], threading.Thread] = {}  # on worker 0: to the heartbeats of these workers
         self._process = 0  # the one that is watched, and not a child that it forks
         self._threads: list[threading.Thread] = []
         self._stopped, self._failing, self._has_ended = threading.Event(), threading.Event(), False
@@ -121,6 +122,14 @@ class Guard:
             sys.excepthook = self._hooks[0]
         if sys.exit == self._on_sys_exit:
             sys.exit = self._hooks[1]
+
+    def outlive_others(self, seconds: float) -> None:
+        """Wait, as worker 0 after `stop`, until the others have left its service or are dead: JAX aborts who still needs it."""
+        if self._worker == 0:
+            self._listen_to(self._coordination.others)
+            deadline = time.monotonic() + seconds
+            for thread in self._listening.values():  # in a native call at the interpreter's end, one would abort the process
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     # ---- the main thread
 
@@ -316,7 +325,24 @@ class Guard:
                 "worker %d has been silent for %.0f s: it is stopped, cut off, dead, or in one long call that lets no other "
                 "Python thread run; it was last seen so:\n%s", worker, view.silence(worker), view,
             )  # fmt: skip
+        for worker in () if self._worker else self._silent:
+            self._listen_to(frozenset({worker}))
         return view
+
+    def _listen_to(self, workers: frozenset[int]) -> None:
+        if workers not in self._listening:
+            thread = threading.Thread(target=self._listen, args=(workers,), name=f"{THREADS}listen", daemon=True)
+            self._listening[workers] = thread
+            thread.start()
+
+    def _listen(self, workers: Collection[int]) -> None:
+        """Leave when JAX's native heartbeats, which no call of Python holds up, say that silent workers are gone."""
+        try:
+            self._coordination.await_gone(workers)
+            if not self._stopped.is_set() and self._coordination.peek(CALL) != DONE:
+                self._fail(self._shutdown.gone(tuple(workers), ": its heartbeats have ceased"))
+        except Exception as error:  # jaxlib's errors have no classes of their own
+            self._on_service_error(error)
 
     def _follow(self, call: str) -> None:
         """Answer a call, and leave with the verdict that follows."""
@@ -333,17 +359,11 @@ class Guard:
         """Leave when worker 0 is gone: JAX ends this process 0.1 s later, with a code and a text that name nobody."""
         if self._stopped.is_set():
             return
-        if 0 not in self._neighbours.dead():
-            try:
+        if 0 not in self._neighbours.dead() and not tells_of_lost_service(error):
+            with contextlib.suppress(Exception):  # jaxlib's errors have no classes of their own
                 self._coordination.get(CALL, _PROBE_SECONDS)
-            except Exception as second:  # jaxlib's errors have no classes of their own
-                if "CANCELLED" in str(second):  # somebody called jax.distributed.shutdown(): the job has no guard any more
-                    self._neighbours.forget()
-                    return
-            else:
-                if not tells_of_lost_service(error):
-                    _logger.error("the guard of worker %d ends, because of an error of its own", self._worker, exc_info=error)
-                    return
+                _logger.error("the guard of worker %d ends, because of an error of its own", self._worker, exc_info=error)
+                return
         self._fail(self._shutdown.gone((0,), "", str(error)))
 
     # ---- leaving

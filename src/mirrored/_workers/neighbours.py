@@ -108,10 +108,6 @@ class Neighbours:
                 self._handles.remove(handle)
                 os.close(handle)
 
-    def forget(self) -> None:
-        """Take nobody for dead any more: the job is over, and the others may go."""
-        self._found.clear()
-
     def wake(self) -> None:
         """End the waiting for a death, for ever."""
         os.write(self._wakes, b"1")

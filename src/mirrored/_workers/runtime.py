@@ -123,6 +123,7 @@ def start(cluster: Cluster, options: CommunicationOptions) -> Runtime | None:
         meeting = meet(cluster, _versions(), seconds)
         _choose_collectives(options)
         jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
+        jax.config.update("jax_enable_recoverability", True)  # else JAX aborts all workers when one is gone; the guard ends them
         _env.MIRRORED_WORKER.set(f"{os.getpid()} {_name_of(cluster)}")  # now: C code of JAX's threads reads the environment
         _connect(cluster, meeting, min(seconds, CONNECT_SECONDS))
         distributed.listen_at(meeting.host)
@@ -203,8 +204,15 @@ def _begin(cluster: Cluster | None, options: CommunicationOptions, worker: int, 
     coordination = Coordination(distributed.client(), worker, num_workers)
     guard = Guard(coordination, progress, stall_seconds=options.timeout_seconds)
     _current = Runtime(coordination, Agreement(coordination), cluster)
+
+    def end() -> None:
+        guard.stop()
+        if distributed.is_recoverable():
+            guard.outlive_others(SHUTDOWN_SECONDS)
+
     guard.start()
     atexit.register(guard.stop)  # before JAX's own function, which was registered earlier
+    distributed.before_shutdown(end)
     return _current
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 
-from .._errors import FAILED, INTERRUPTED, RESTART, WorkerLostError
+from .._errors import FAILED, INTERRUPTED, RESTART, VariableLostError, WorkerLostError
 from .._text import escape, escape_titled
 from .messages import parse
 
@@ -68,7 +68,8 @@ def last_error() -> BaseException | None:
 def tells_of_loss(error: BaseException) -> bool:
     """Tell whether it follows from another worker's death."""
     is_native = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError", "ValueError", "RuntimeError")
-    return isinstance(error, WorkerLostError) or (is_native and any(sign in _text_of(error) for sign in _SIGNS_OF_LOSS))
+    may_follow = is_native or isinstance(error, VariableLostError)  # which says why the step before has failed
+    return isinstance(error, WorkerLostError) or (may_follow and any(sign in _text_of(error) for sign in _SIGNS_OF_LOSS))
 
 
 def tells_of_lost_service(error: BaseException) -> bool:
