@@ -9,7 +9,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 from . import _tf_names
 
-#: The names of `ReduceOp`'s members, in lower and upper case.
+#: The names that users may pass for the members of the enums below; any other case works too.
 ReduceOpName: TypeAlias = Literal["sum", "mean", "SUM", "MEAN"]
 SynchronizationName: TypeAlias = Literal["auto", "on_write", "on_read", "AUTO", "ON_WRITE", "ON_READ"]
 AggregationName: TypeAlias = Literal["none", "sum", "mean", "only_first_replica", "NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA"]

@@ -51,7 +51,7 @@ def products_in(jaxpr: Jaxpr) -> Products:
 
 
 def repeats_in(jaxpr: Jaxpr) -> float:
-    """Return how many times more elements a function makes than when the body of each `scan` runs once, as XLA counts it."""
+    """Return by which factor a function makes more elements than XLA counts, which counts the body of each `scan` once."""
     made, once = _elements_in(jaxpr)
     return made / once if once else 1.0
 

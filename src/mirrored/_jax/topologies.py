@@ -1,4 +1,4 @@
-"""Tells devices that run programs from those of a topology, for which JAX only compiles. JAX promises no way to ask."""
+"""Tells a topology's devices, for which JAX only compiles, from devices that run programs; JAX promises no way to ask."""
 
 from __future__ import annotations
 

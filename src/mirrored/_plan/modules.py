@@ -14,10 +14,10 @@ _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?(\S+) = (.+?) ([a-z][a-z-]*)\(")
 _FUSED = ("fused_computation", "async_collective_fusion")
 #: The instruction that ends a TPU's sum which ran inside other fusions.
 _CARRIED = "async-collective-done"
-#: The instructions that count as work, and the texts that mark matrix products and convolutions among them.
+#: The instructions that count as work; the texts of `_PRODUCTS` mark matrix products and convolutions among them.
 _WORK = frozenset({"convolution", "custom-call", "dot", "fusion"})
 _NAME = re.compile(r"%([\w.-]+)")
-#: A loop, and how often it runs where XLA says so; a TPU's compiler leaves only the number in the loop's condition.
+#: A loop, and how often it runs, if XLA says it; for a TPU, only a number in the loop's condition says it.
 _LOOP = re.compile(r" while\(.*condition=%(?P<condition>[\w.-]+), body=%(?P<body>[\w.-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _NUMBER = re.compile(r" s32\[\]\S* constant\((\d+)\)")
@@ -32,7 +32,7 @@ class Sent:
         num_bytes: bytes of the whole operand, on each device.
         is_overlapped: whether other work runs meanwhile.
         later: the number of matrix products and convolutions after it in the schedule.
-        times: how often it runs: in a loop more than once.
+        times: how often it runs; in a loop more than once.
     """
 
     kind: str
@@ -68,7 +68,7 @@ def collectives_in(text: str) -> list[Sent]:
 
 
 def _lines_of(text: str) -> Iterator[tuple[str, str]]:
-    """Yield each line with the computation that it is in."""
+    """Yield each line, after the name of its computation."""
     computation = ""
     for line in text.splitlines():
         if line[:1].strip():
@@ -77,13 +77,13 @@ def _lines_of(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _times_in(text: str) -> dict[str, int]:
-    """Return how often each computation runs: a loop's body as often as XLA says, or as the number in the loop's condition."""
+    """Return how often each computation runs: a loop's body as often as XLA says, or the number in the loop's condition."""
     limits: dict[str, int] = {}  # the largest number in each computation
     for computation, line in _lines_of(text):
         match = _NUMBER.search(line)
         limits[computation] = max(limits.get(computation, 1), int(match[1]) if match else 1)
     times: dict[str, int] = {}
-    for computation, line in reversed(list(_lines_of(text))):  # the caller of a computation stands after it
+    for computation, line in reversed(list(_lines_of(text))):  # callers come after the computations that they call
         loop, trips = _LOOP.search(line), _TRIPS.search(line)
         for callee in limits.keys() & set(_NAME.findall(line)):
             is_body = loop is not None and callee == loop["body"]
