@@ -85,11 +85,15 @@ KEEP_AXES = ELEMENTWISE | {
 }  # fmt: skip
 TRANSPOSES = frozenset({"transpose"})
 RESHAPES = frozenset({"reshape", "squeeze"})
-#: Linear in their operand, or in all operands together.
-LINEAR = frozenset({
-    "add", "add_any", "broadcast_in_dim", "concatenate", "copy", "mirrored_mark", "neg", "reshape", "rev", "slice", "squeeze",
-    "sub", "transpose",
+#: Linear in all their operands, and as exact as these.
+MOVES = frozenset({
+    "broadcast_in_dim", "concatenate", "copy", "mirrored_mark", "neg", "reshape", "rev", "slice", "split", "squeeze", "stack",
+    "transpose", "unstack",
 })  # fmt: skip
+#: Linear in their operand, or in all operands together.
+LINEAR = MOVES | DERIVATIVE_SUMS | {"add", "sub"}
+#: Linear in the first operand, if the other is zero.
+PADS = frozenset({"pad"})
 #: Linear in each of two operands.
 BILINEAR = frozenset({"dot_general", "mul"})
 #: Add up along axes of their operands, as a sum over the replicas adds up along another one.
