@@ -1,7 +1,7 @@
 """What do steps cost on this machine's GPUs, next to the same by hand? In at most five minutes; a CPU is for trying it.
 
 The small workloads of the other benchmarks, GPT with 124 million parameters in bfloat16, and ResNet-50 (needs flax), on one GPU;
-GPT again with four replicas on it; and with several GPUs the GPT on all of them. docs/speed.md has the figures of one H200.
+both again with four replicas on it; and with several GPUs on all of them. docs/speed.md has the figures of one H200.
 """
 
 from __future__ import annotations
@@ -97,9 +97,8 @@ def ours(model: Model, devices: Sequence[jax.Device], name: str = "mirrored", **
 
 
 def several_replicas(model: Model, device: jax.Device) -> Iterator[Contender]:
-    if model.name.startswith("GPT"):
-        for schedule in ("together", "one_by_one"):
-            yield ours(model, [device], f"4 replicas, {schedule}", num_replicas=4, schedule=schedule)
+    for schedule in ("together", "one_by_one") if model.name.startswith("GPT") else ("together",):
+        yield ours(model, [device], f"4 replicas, {schedule}", num_replicas=4, schedule=schedule)
 
 
 def by_hand(model: Model, devices: Sequence[jax.Device]) -> Contender:
@@ -174,12 +173,12 @@ def gpt(vocabulary: int = 32768, length: int = 512, width: int = 768, heads: int
     return Model(f"GPT, {millions:.0f} M parameters, {rows} x {length} tokens", params, losses, tokens, optax.adamw(1e-4))
 
 
-def resnet(stages: Sequence[int] = (3, 4, 6, 3), size: int = 224, rows: int = 128) -> Model:
-    """Make a ResNet in bfloat16, whose BatchNorm layers use the statistics of the rows of a replica."""
+def resnet(stages: Sequence[int] = (3, 4, 6, 3), size: int = 224, rows: int = 128, dtype: Any = jnp.bfloat16) -> Model:
+    """Make a ResNet, whose BatchNorm layers use the statistics of all rows."""
     import flax.linen as nn
 
-    conv = functools.partial(nn.Conv, use_bias=False, dtype=jnp.bfloat16)
-    norm = functools.partial(nn.BatchNorm, use_running_average=False, dtype=jnp.bfloat16)
+    conv = functools.partial(nn.Conv, use_bias=False, dtype=dtype)
+    norm = functools.partial(nn.BatchNorm, use_running_average=False, dtype=dtype)
 
     class Block(nn.Module):
         filters: int
@@ -197,7 +196,7 @@ def resnet(stages: Sequence[int] = (3, 4, 6, 3), size: int = 224, rows: int = 12
     class ResNet(nn.Module):
         @nn.compact
         def __call__(self, x: jax.Array) -> jax.Array:
-            x = nn.relu(norm()(conv(64, (7, 7), (2, 2))(x.astype(jnp.bfloat16) / 255)))
+            x = nn.relu(norm()(conv(64, (7, 7), (2, 2))(x.astype(dtype) / 255)))
             x = nn.max_pool(x, (3, 3), (2, 2), "SAME")
             for stage, num_blocks in enumerate(stages):
                 for number in range(num_blocks):
@@ -213,7 +212,7 @@ def resnet(stages: Sequence[int] = (3, 4, 6, 3), size: int = 224, rows: int = 12
         logits, _ = net.apply({"params": params}, pictures, mutable=["batch_stats"])
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
 
-    name = f"ResNet of {1 + 3 * sum(stages)} convolutions, bfloat16, {rows} pictures of {size} x {size}"
+    name = f"ResNet of {1 + 3 * sum(stages)} convolutions, {jnp.dtype(dtype)}, {rows} pictures of {size} x {size}"
     return Model(name, params, losses, (pictures, labels), optax.sgd(0.1, 0.9))
 
 

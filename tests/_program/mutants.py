@@ -5,6 +5,7 @@ REFUSALS = "tests/_program/test_refusals.py::test_"
 GUARDS = "tests/_program/test_guards.py::test_"
 TRACES = "tests/_program/uneven/test_traces.py::test_"
 PROPERTIES = "tests/_program/uneven/test_properties.py::test_"
+SINKS = "tests/_program/test_sink_reductions.py::test_"
 MEANS = "tests/_program/uneven/test_means.py::test_"
 
 MUTANTS = [
@@ -40,4 +41,12 @@ MUTANTS = [
     # -- several replicas on a device
     ("_program/virtual.py", "_swap(operands[k], is_own[k])", "operands[k]",
      "tests/_program/test_virtual.py::test_collectives_and_loops_are_those_of_as_many_devices"),
+    ("_program/sink_reductions.py", "is_wider=dtype != value.aval.dtype", "is_wider=False",
+     SINKS + "a_wide_sum_of_narrow_values_is_as_exact_as_that_of_devices[rounded-2]"),
+    ("_program/sink_reductions.py", "jnp.finfo(avals[0].dtype).maxexp >= jnp.finfo(avals[1].dtype).maxexp", "True",
+     SINKS + "a_wide_sum_of_narrow_values_is_as_exact_as_that_of_devices[large-2]"),
+    ("_program/sink_reductions.py", "jnp.asarray(zeros, dtype), updates.astype(dtype)", "zeros, updates",
+     SINKS + "a_wide_sum_of_narrow_values_is_as_exact_as_that_of_devices[counted-2]"),
+    ("_program/sink_reductions.py", "dtype=dtype)", "dtype=stack.dtype)",
+     SINKS + "a_wide_sum_of_narrow_values_is_as_exact_as_that_of_devices[counted-2]"),
 ]  # fmt: skip

@@ -85,11 +85,15 @@ KEEP_AXES = ELEMENTWISE | {
 }  # fmt: skip
 TRANSPOSES = frozenset({"transpose"})
 RESHAPES = frozenset({"reshape", "squeeze"})
-#: Functions that are linear in their operand, or in all operands together.
-LINEAR = frozenset({
-    "add", "add_any", "broadcast_in_dim", "concatenate", "copy", "mirrored_mark", "neg", "reshape", "rev", "slice", "squeeze",
-    "sub", "transpose",
+#: Functions that are linear in all their operands, and as exact as these.
+MOVES = frozenset({
+    "broadcast_in_dim", "concatenate", "copy", "mirrored_mark", "neg", "reshape", "rev", "slice", "split", "squeeze", "stack",
+    "transpose", "unstack",
 })  # fmt: skip
+#: Functions that are linear in their operand, or in all operands together.
+LINEAR = MOVES | DERIVATIVE_SUMS | {"add", "sub"}
+#: Functions that are linear in the first operand, if the other is zero.
+PADS = frozenset({"pad"})
 #: Functions that are linear in each of two operands.
 BILINEAR = frozenset({"dot_general", "mul"})
 #: Sums along axes of their operands; a sum over the replicas is one along another axis.

@@ -4,6 +4,9 @@ A gradient of a weight is a product over the rows of a batch. Made for each repl
 Its sum over the replicas is one product over the rows of all: the replicas' axis is summed over like the rows'. So a sum
 sinks through what is linear, down to a product, a convolution, a scatter or another sum, and is made there. XLA removes the
 products of single replicas, which nobody uses.
+
+Where a value is in bfloat16 and its sum in float32, the product of all rows is rounded once, as on one device, and not for each
+replica; what else would be rounded by each replica is.
 """
 
 from __future__ import annotations
@@ -15,16 +18,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._jax import jaxprs, tracing
+from .._jax import tracing
 from .._jax.primitives import (
     AXIS_SUMS,
     BILINEAR,
     BROADCASTS,
     CONVERSIONS,
     CONVOLUTIONS,
+    DERIVATIVE_SUMS,
     DIVISIONS,
     DOT_PRODUCTS,
     LINEAR,
+    MOVES,
+    PADS,
     SCATTER_SUMS,
 )
 from .uneven.nodes import Node, Value
@@ -41,54 +47,58 @@ def _add_rows(stack: jax.Array) -> jax.Array:
     return stack[0] if rest is None else stack[0] + rest
 
 
-def sum_over_replicas(value: Value, read: Callable[[Value], Any]) -> jax.Array:
+def sum_over_replicas(value: Value, read: Callable[[Value], Any], dtype: np.dtype | None = None) -> jax.Array:
     """Return the sum of a per-replica value over the replicas of a device.
 
-    `read` returns the array of a value, `[v, ...]` if it is one for each replica; None while it is unknown.
+    `read` returns the array of a value, `[v, ...]` if it is one for each replica; None while it is unknown. The sum is made in
+    `dtype`, by default the value's; a wider one is for a value that is shown in it later.
     """
-    node = value.maker
-    if node is None or not node.is_own:
-        return _add_rows(read(value))
-    operands = list(map(read, node.inputs))
-    if any(operand is None for operand in operands):
-        return _add_rows(read(value))
-    if (rule := _rule_of(node)) is not None:
-        return rule(node, operands)
-    if not _is_linear(node):
-        return _add_rows(read(value))
-    for position, part in enumerate(node.inputs):
-        if part.is_own:  # a value of an earlier level was computed for each replica anyway
-            sinks = part.stage == value.stage
-            operands[position] = sum_over_replicas(part, read) if sinks else _add_rows(operands[position])
-    return tracing.bind(node.equation, operands)[0]
+    node, dtype = value.maker, dtype or value.aval.dtype
+    operands = [] if node is None or not node.is_own else list(map(read, node.inputs))
+    if node is not None and operands and all(operand is not None for operand in operands):
+        if (rule := _rule_of(node)) is not None:
+            return rule(node, operands, dtype).astype(dtype)
+        if _sinks(node, is_wider=dtype != value.aval.dtype):
+            for position, part in enumerate(node.inputs):
+                own = part.aval.dtype
+                wide = dtype if dtype.itemsize > own.itemsize else own
+                operands[position] = sum_over_replicas(part, read, wide) if part.is_own else operands[position]
+            if node.equation.primitive.name in CONVERSIONS:
+                return operands[0].astype(dtype)
+            return tracing.bind(node.equation, operands)[node.outputs.index(value)]
+    return _add_rows(read(value).astype(dtype))
 
 
-def _is_linear(node: Node) -> bool:
+def _sinks(node: Node, is_wider: bool) -> bool:
+    """Tell whether a node is linear, so that it may be made of sums; of wider ones, where it would not round otherwise."""
     name, own = node.equation.primitive.name, [value.is_own for value in node.inputs]
     avals: list[Any] = [atom.aval for atom in (*node.equation.invars, *node.equation.outvars)]
     if not _is_of_floats(avals):
         return False  # the sum of integers may be made in another type
-    if name in LINEAR:
+    if name in (MOVES | DERIVATIVE_SUMS if is_wider else LINEAR) | AXIS_SUMS:
         return all(own)
-    if name in CONVERSIONS:  # a sum in a narrower type would be less exact
-        return avals[0].dtype.itemsize >= avals[1].dtype.itemsize
-    if name in DIVISIONS:
+    if is_wider:
+        return False
+    if name in CONVERSIONS:  # the sum of replicas may be infinite where one replica's value, in float16, is not
+        return jnp.finfo(avals[0].dtype).maxexp >= jnp.finfo(avals[1].dtype).maxexp
+    if name in DIVISIONS or (name in PADS and _is_zero(node.inputs[1])):
         return own == [True, False]
-    return name in BILINEAR and sum(own) == 1
+    return name in BILINEAR and sum(own) == 1 and len({aval.dtype for aval in avals}) == 1
 
 
-def _rule_of(node: Node) -> Callable[[Node, Sequence[jax.Array]], jax.Array] | None:
+def _rule_of(node: Node) -> Callable[[Node, Sequence[jax.Array], np.dtype], jax.Array] | None:
     """Return the function that makes the sum over the replicas of a product or sum, given the operands of all replicas."""
     name, own, params = node.equation.primitive.name, [value.is_own for value in node.inputs], node.equation.params
     if not _is_of_floats([variable.aval for variable in node.equation.outvars]):
         return None
     if name in DOT_PRODUCTS and all(own) and params.get("out_sharding") is None:
         return _dot
-    if name in CONVOLUTIONS and all(own) and params["feature_group_count"] == params["batch_group_count"] == 1:
+    if name in CONVOLUTIONS and all(own) and params["feature_group_count"] == 1:
         return _convolution
     if name in SCATTER_SUMS and own[2] and _is_zero(node.inputs[0]) and not params["dimension_numbers"].operand_batching_dims:
         return _scatter
-    return _reduction if name in AXIS_SUMS else None
+    is_sum = name in AXIS_SUMS and node.inputs[0].aval.size > node.outputs[0].aval.size  # else it changes the shape only
+    return _reduction if is_sum else None
 
 
 def _is_of_floats(avals: Sequence[Any]) -> bool:
@@ -96,14 +106,13 @@ def _is_of_floats(avals: Sequence[Any]) -> bool:
 
 
 def _is_zero(value: Value) -> bool:
-    maker = value.maker
-    if value.is_own or maker is None or maker.equation.primitive.name not in BROADCASTS:
-        return False
-    atom = maker.equation.invars[0]
-    return isinstance(atom, jaxprs.Literal) and bool(np.asarray(atom.val) == 0)
+    if value.maker is not None and value.maker.equation.primitive.name in BROADCASTS:
+        [value, *_] = value.maker.inputs
+    content = value.content
+    return content is not None and not isinstance(content, jax.Array) and not np.any(content)  # the number of a literal
 
 
-def _dot(node: Node, operands: Sequence[jax.Array]) -> jax.Array:
+def _dot(node: Node, operands: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
     (left, right), (left_batch, right_batch) = node.equation.params["dimension_numbers"]
     if (0, 0) in zip(left, right, strict=True):  # the rows of all replicas lie together: XLA need not transpose them
         return tracing.bind(node.equation, [_merge(operand, 0) for operand in operands])[0]
@@ -113,7 +122,7 @@ def _dot(node: Node, operands: Sequence[jax.Array]) -> jax.Array:
     return tracing.bind(node.equation.replace(params=params), operands)[0]
 
 
-def _convolution(node: Node, operands: Sequence[jax.Array]) -> jax.Array:
+def _convolution(node: Node, operands: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
     """Convolve with the replicas as further input features, which are summed over."""
     numbers = node.equation.params["dimension_numbers"]
     features = (numbers.lhs_spec[1], numbers.rhs_spec[1])
@@ -125,8 +134,9 @@ def _merge(stack: jax.Array, axis: int) -> jax.Array:
     return moved.reshape(*moved.shape[:axis], moved.shape[axis] * moved.shape[axis + 1], *moved.shape[axis + 2 :])
 
 
-def _scatter(node: Node, operands: Sequence[jax.Array]) -> jax.Array:
+def _scatter(node: Node, operands: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
     zeros, indices, updates = operands
+    zeros, updates = jnp.asarray(zeros, dtype), updates.astype(dtype)
     if not node.inputs[1].is_own:
         indices = jnp.broadcast_to(indices, (updates.shape[0], *indices.shape))
     numbers = node.equation.params["dimension_numbers"]
@@ -136,9 +146,9 @@ def _scatter(node: Node, operands: Sequence[jax.Array]) -> jax.Array:
     return jax.lax.scatter_add(zeros, indices, updates, shifted, mode=node.equation.params["mode"])
 
 
-def _reduction(node: Node, operands: Sequence[jax.Array]) -> jax.Array:
+def _reduction(node: Node, operands: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
     [stack] = operands
-    return jnp.sum(stack, axis=(0, *_shift(node.equation.params["axes"])), dtype=stack.dtype)
+    return jnp.sum(stack, axis=(0, *_shift(node.equation.params["axes"])), dtype=dtype)
 
 
 def _shift(axes: Sequence[int]) -> tuple[int, ...]:

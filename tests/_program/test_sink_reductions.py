@@ -1,0 +1,200 @@
+"""Sums over the replicas of a device: one product over the rows of all, as exact as the sum of what each replica has."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from parameters import slow
+from strategies import all_reduce, numbers, strategy_of, variable
+
+import mirrored as mr
+from mirrored._jax.costs import costs_of
+from mirrored._variables import storage
+
+TOKENS, WIDTH, OUT, SIDE = 24, 16, 40, 5
+RNG = np.random.default_rng(0)
+#: A network of an embedding, which is its last layer too, a matrix, a convolution, and one of each channel alone.
+SHAPES = {"embedding": (TOKENS, WIDTH), "matrix": (WIDTH, OUT), "kernel": (3, 3, WIDTH, OUT), "channels": (3, 3, 1, OUT)}
+PARAMS = {name: (RNG.normal(size=shape) / 4).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def losses(params, tokens, dtype):
+    """Return the losses of rows of [SIDE, SIDE] tokens, computed in another type."""
+    embedding, matrix, kernel, channels = (params[name].astype(dtype) for name in SHAPES)
+    h = embedding[tokens]
+    convolve = lambda h, kernel, groups: jax.lax.conv_general_dilated(  # noqa: E731
+        h, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups
+    )
+    h = jnp.tanh(convolve(h, kernel, 1) + h @ matrix)
+    h = jnp.tanh(convolve(h, channels, OUT)) @ matrix.T @ embedding.T
+    return (h - h.mean()).astype(jnp.float32).mean((1, 2, 3)) ** 2 + jnp.sin(h[..., 0].astype(jnp.float32)).mean((1, 2))
+
+
+def gradients_of(strategy, dtype, num_rows):
+    """Return the step that sums gradients, and its arguments."""
+    params = variable(PARAMS, strategy)
+    tokens = np.random.default_rng(1).integers(0, TOKENS, (num_rows, SIDE, SIDE), np.int32)
+    [tokens] = strategy.distribute_dataset(strategy.make_numpy_dataset(tokens).batch(num_rows))
+
+    def step(tokens):
+        return all_reduce("sum", mr.grad(lambda: losses(params.value, tokens, dtype), params)())
+
+    return step, (tokens,)
+
+
+def lowered(strategy, args):
+    """Lower the program of the only step that a strategy has run, which writes no variable."""
+    [program] = strategy._steps.programs
+    with storage.lent(program.lifted.reads.slots) as values:
+        return program.compiled.lower([], values, [arg._array for arg in args], program.constants)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_no_replica_has_a_gradient_of_its_own(dtype):
+    strategy = strategy_of(1, num_replicas=8)
+    step, args = gradients_of(strategy, dtype, 16)
+    strategy.run(step, args=args)
+    text = lowered(strategy, args).as_text()
+    of_each = ["x".join(map(str, (8, *shape))) for shape in SHAPES.values()]
+    assert [shape for shape in of_each if shape in text] == []
+    groups = set(map(int, re.findall(r"(?:feature|batch)_group_count = (\d+)", text)))
+    assert groups == {1, OUT}  # and not those of eight replicas
+    assert f"8x2x{SIDE}x{SIDE}x{WIDTH}" in text  # but of its rows
+
+
+EVEN = [(jnp.bfloat16, 1, 4), (jnp.bfloat16, 2, 4)]
+MORE = [(jnp.bfloat16, 3, 7), (jnp.bfloat16, 8, 16), (jnp.float32, 3, 7), (jnp.float32, 8, 16)]
+
+
+@pytest.mark.parametrize(("dtype", "num_replicas", "num_rows"), [*EVEN, *slow(*MORE)])
+def test_gradients_are_those_of_as_many_devices(dtype, num_replicas, num_rows):
+    found = []
+    for devices in (1, num_replicas):
+        strategy = strategy_of(devices, num_replicas=num_replicas)
+        step, args = gradients_of(strategy, dtype, num_rows)
+        found.append(strategy.run(step, args=args))
+    tolerance = 1e-5 if dtype == jnp.float32 else 4 * float(jnp.finfo(dtype).eps)
+    for name, expected in found[1].items():
+        np.testing.assert_allclose(found[0][name], expected, rtol=0, atol=tolerance * np.abs(expected).max(), err_msg=name)
+
+
+# -- what is in a narrow type, and its sum in a wide one
+
+
+def summed(step, num_replicas):
+    """Sum what a step makes over the replicas of one device, and over as many devices."""
+    for num_devices in (1, num_replicas):
+        strategy = strategy_of(num_devices, num_replicas=num_replicas)
+        yield strategy.run(lambda own: all_reduce("sum", step(own)), args=(numbers(strategy),))
+
+
+def counted(own):
+    """Count to more than a narrow type can: 256 and 1 are 256 in bfloat16."""
+    ones = jnp.ones(200, jnp.bfloat16) + 0 * own.astype(jnp.bfloat16)
+    at_one_place = jnp.zeros((2, 3), jnp.bfloat16).at[0, 1].add(ones.sum())
+    scattered = jnp.zeros(2, jnp.bfloat16).at[jnp.zeros(200, int)].add(ones)
+    padded = jnp.pad(ones.reshape(20, 10)[::-1].T, 1)
+    odd = jax.lax.reduce_sum((jnp.arange(201) < 200 + own).astype(jnp.bfloat16), [0])
+    return [each.astype(jnp.float32) for each in (ones, scattered, at_one_place, padded, jnp.sum(ones), odd)]
+
+
+def rounded(own):
+    """Round for each replica, as the user has written it."""
+    fine = (0.3 + own * jnp.arange(7.0)) / 7
+    coarse = fine.astype(jnp.bfloat16)
+    return [each.astype(jnp.float32) for each in (coarse, coarse + coarse[::-1], 3 * coarse, coarse / 3)]
+
+
+def large(own):
+    """Make products which float16 has, and whose sum it has not."""
+    wide = jnp.full((4, 4), 100, jnp.float16) + own.astype(jnp.float16)
+    kernel = jax.lax.conv(wide[None, None], wide[None, None, :2, :2], (1, 1), "VALID")
+    return [(wide @ wide).astype(jnp.float32), kernel.astype(jnp.float32)]
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, *slow(3, 8)])
+@pytest.mark.parametrize("step", [counted, rounded, large])
+def test_a_wide_sum_of_narrow_values_is_as_exact_as_that_of_devices(step, num_replicas):
+    on_one, on_many = summed(step, num_replicas)
+    for found, expected in zip(on_one, on_many, strict=True):
+        assert np.isfinite(expected).all()
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+# -- what it costs
+
+
+@pytest.fixture
+def benchmarks(monkeypatch):
+    """The modules of the benchmarks."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    gpu, contenders, workloads = map(__import__, ("gpu", "_jax_contenders", "_workloads"))
+
+    def model_of(name):
+        if name == "GPT":
+            return gpu.gpt(vocabulary=4096, length=128, width=256, heads=4, layers=2)
+        if name == "ResNet":
+            return gpu.resnet(stages=(1, 1), size=64, rows=32, dtype=jnp.float32)
+        workload = workloads.WORKLOADS[name]
+        losses_of = lambda params, rows: contenders.LOSSES[name](params, *rows)  # noqa: E731
+        return gpu.Model(name, workload.parameters(), losses_of, workload.batches()[0], optax.adam(1e-3))
+
+    return model_of
+
+
+def by_hand(model):
+    """Lower the training step of a model by plain JAX."""
+    num_rows = len(jax.tree.leaves(model.rows)[0])
+
+    def step(params, state, rows):
+        loss, gradients = jax.value_and_grad(lambda params: model.losses(params, rows).sum() / num_rows)(params)
+        updates, state = model.tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    state = jax.eval_shape(model.tx.init, model.params)
+    return jax.jit(step, donate_argnums=(0, 1)).lower(model.params, state, model.rows)
+
+
+def with_replicas(model, num_replicas):
+    """Lower the same step for several replicas of one device, after it has run."""
+    strategy = strategy_of(1, num_replicas=num_replicas)
+    with strategy.scope():
+        params = mr.Variable(model.params)
+        optimizer = mr.Optimizer(model.tx, params)
+
+    def step(rows):
+        loss, gradients = mr.value_and_grad(lambda: model.losses(params.value, rows), params)()
+        optimizer.apply_gradients(gradients)
+        return loss
+
+    [rows] = strategy.distribute_dataset([model.rows])
+    strategy.run(step, args=(rows,))
+    [program] = strategy._steps.programs
+    written, read = program.lifted.writes.slots, program.lifted.reads.slots
+    with storage.lent([*written, *read]) as values:
+        count = len(written)
+        arrays = [leaf._array for leaf in jax.tree.leaves(rows, is_leaf=lambda leaf: isinstance(leaf, mr.PerReplica))]
+        return program.compiled.lower(values[:count], values[count:], arrays, program.constants)
+
+
+def price_of(lowered):
+    """Count operations, bytes that move, the bytes of temporaries, and the lines of the program, for which it is compiled."""
+    compiled = lowered.compile()
+    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    return np.array([*costs_of(compiled).values(), temporaries, len(compiled.as_text().splitlines())])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["W2", "W3", "W4", "GPT", "ResNet"])
+def test_replicas_of_a_device_cost_what_it_costs_without(name, benchmarks):
+    if name == "ResNet":
+        pytest.importorskip("flax")
+    model = benchmarks(name)
+    of_one = price_of(by_hand(model))
+    for num_replicas in (2, 8):
+        ratios = price_of(with_replicas(model, num_replicas)) / of_one
+        assert (ratios <= (1.05, 1.05, 1.05, 1.5)).all(), f"{num_replicas} replicas: {ratios}"
