@@ -77,7 +77,7 @@ class InputOptions:
             batch of n rows, and the remaining rows of other workers when one has no more records.
             Default False: every row is used, and the replicas really see different numbers of rows.
         prefetch: how many batches a thread prepares and moves to the devices ahead of the one in use; each needs the device
-            memory of one batch. 0 prepares each batch when the program takes it, in that thread. Default 2: one to hide the
+            memory of one batch. 0 prepares each batch in the thread that takes it, when it does. Default 2: one to hide the
             preparation, and one for batches that take longer.
         auto_shard_policy: how several workers divide the records: `mr.AutoShardPolicy` or its name.
 
@@ -180,7 +180,7 @@ class AllReduce:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class NcclAllReduce(AllReduce):
-    """Let NCCL sum over GPUs, as XLA does without this option. With CPU devices it is an error.
+    """TensorFlow's option for sums by NCCL, which XLA uses between GPUs anyway. With CPU devices it is an error.
 
     Args:
         num_packs: TensorFlow's number of packs of gradients. It changes nothing: small arrays travel together, up to
@@ -199,7 +199,7 @@ class NcclAllReduce(AllReduce):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class HierarchicalCopyAllReduce(AllReduce):
-    """Let XLA, and NCCL between GPUs, choose the way over the links, as they do without this option.
+    """TensorFlow's option for sums in a hierarchy. XLA, and NCCL between GPUs, choose the way over the links with or without it.
 
     Args:
         num_packs: see `mr.NcclAllReduce`.
@@ -217,7 +217,7 @@ class HierarchicalCopyAllReduce(AllReduce):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ReductionToOneDevice:
-    """Gather the replicas' arrays, and call a function on them in place of their sum.
+    """An option that gathers the replicas' arrays, and calls a function on them in place of their sum.
 
     One program runs on all devices, so each device gathers all arrays and computes the same result; none waits for another.
     This needs R times the memory of each array. Without a function the option changes nothing.
@@ -271,7 +271,7 @@ class ReduceOp(NamedChoice):
 
 
 class VariableSynchronization(NamedChoice):
-    """When the copies of a variable are combined.
+    """The time at which the copies of a variable are combined.
 
     * `AUTO`: the same as `ON_WRITE`.
     * `ON_WRITE`: mirrored. Every write leaves the same value on all replicas.
@@ -291,7 +291,7 @@ class VariableSynchronization(NamedChoice):
 
 
 class VariableAggregation(NamedChoice):
-    """How the replicas' values of one variable become one value.
+    """The rule that makes one value of the replicas' values of a variable.
 
     * `NONE`: not at all. A mirrored variable then takes only values that are provably the same on every
       replica; a sync-on-read variable cannot be read outside a replica.

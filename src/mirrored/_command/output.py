@@ -154,7 +154,7 @@ class LogFile(io.FileIO):
 
 
 class LineCutter:
-    """Cuts a pipe's output into lines, and keeps the unfinished rest."""
+    """A cutter of a pipe's output into lines, which keeps the unfinished rest."""
 
     def __init__(self) -> None:
         self._rest = b""

@@ -29,7 +29,7 @@ _NEEDED = re.compile(r"\(([\d.]+[KMGT])\) exceeds available HBM \(([\d.]+[KMGT])
 
 @dataclasses.dataclass(frozen=True)
 class ProgramPlan:
-    """What one compiled program would do on each device.
+    """The plan of one compiled program: what it would do on each device.
 
     Attributes:
         arguments: the kinds of its array arguments, with the rows of all replicas, such as `float32[2048,784]`.

@@ -23,7 +23,7 @@ _WAYS_OUT = """it has one value for each replica. Write one of
 
 
 class Origin(NamedTuple):
-    """Where a batch comes from: its dataset."""
+    """The origin of a batch: its dataset."""
 
     dataset: object  # equal only for batches of one dataset
     is_auto_by_file: bool  # whether AUTO chose to divide the data by file

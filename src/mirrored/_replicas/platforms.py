@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Platform(NamedTuple):
-    """What this library does itself on a platform.
+    """The choices of this library on a platform.
 
     Attributes:
         packs: small arrays travel together in one buffer. On TPUs and GPUs XLA itself combines the sums of single arrays into

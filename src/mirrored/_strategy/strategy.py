@@ -226,8 +226,8 @@ class Strategy:
     def run(self, fn: UserFunction, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> PyTree:
         """Call `fn` on every replica, as one compiled program.
 
-        In the arguments, each PerReplica leaf becomes this replica's value; an array (jax, numpy) or a Python number
-        goes whole to every replica; everything else (bools, strings, None, functions, variables) is compiled in, and
+        In the arguments, each PerReplica leaf becomes this replica's value. An array (jax, numpy) or a Python number
+        goes whole to every replica. Everything else (bools, strings, None, functions, variables) is compiled in, and
         so are values that the code of `fn` names, such as `self.lr`: each new value makes another program. In the
         result, an array that is provably the same on all replicas comes back as an ordinary array, any other array
         as a PerReplica, and everything else unchanged.

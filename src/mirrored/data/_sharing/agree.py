@@ -104,7 +104,7 @@ def _common_step(every: Sequence[Any], like: PyTree, num_local: int) -> CommonSt
 
 
 class SameBatches:
-    """Compares the workers' global batches in one pass; if progress notes each batch, only the first and the end are sent."""
+    """The comparison of the workers' batches in one pass; if progress notes each batch, only the first and the end are sent."""
 
     def __init__(self, worker: InputWorker) -> None:
         self._worker = worker

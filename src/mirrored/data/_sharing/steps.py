@@ -165,7 +165,7 @@ def _regroup(
 
 
 class _ReadAhead:
-    """Reads this worker's next steps ahead, so that it can tell the others several at once."""
+    """This worker's next steps, read ahead so that it can tell the others several at once."""
 
     def __init__(self, own: Iterator[OwnStep]) -> None:
         self._own = own
