@@ -358,7 +358,7 @@ class Program:
             self.attention, self.condition, self.loop, self.by_row, self.experts, self.all_rows, self.embedding, self.convolution,
         ]  # fmt: skip
         self.add(f"h = b['x'] @ {self.weight(4, 4)}")
-        for _ in range(self.random.choice([1, 1, 2, 2, 3])):
+        for _ in range(self.random.choice([1, 1, 1, 2, 2, 3])):
             self.random.choice(layers)()
         kind = self.losses()
         if self.chance(0.3):
