@@ -6,6 +6,7 @@ once; of what leaves a step as such, the copies must be equal bit by bit.
 """
 
 import contextlib
+import functools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -184,6 +185,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "cumsum": _cumulated(np.cumsum), "cummax": _cumulated(np.maximum.accumulate), "cumprod": _cumulated(np.cumprod),
     "bitcast_convert_type": lambda x, p: x.view(p["new_dtype"]),
     "optimization_barrier": _same, "mirrored_mark": _same, "stop_gradient": _same, "copy": _same, "name": _same,
+    "psum": lambda *a: [np.sum(x, a[-1]["axes"]) for x in a[:-1]],
     "unstack": lambda x, p: [np.take(x, i, p["axis"]) for i in range(x.shape[p["axis"]])],
 }  # fmt: skip
 
@@ -194,16 +196,14 @@ def _collective(name: str, values: list[Any], p: dict[str, Any]) -> Any:
         raise NotImplementedError("groups of replicas")
     if name in ("psum", "pmax", "pmin"):
         function = {"psum": np.add, "pmax": np.maximum, "pmin": np.minimum}[name]
-        total = values[0]
-        for value in values[1:]:
-            total = function(total, value)
-        return total
+        own = tuple(axis for axis in p["axes"] if isinstance(axis, int))  # of a `vmap`
+        return functools.reduce(function, [function.reduce(value, own) for value in values])
     if name == "all_gather":
         axis = p["all_gather_dimension"]
         return np.concatenate(values, axis) if p["tiled"] else np.stack(values, axis)
     if name == "reduce_scatter":
         axis = p["scatter_dimension"]
-        total = _collective("psum", values, {})
+        total = functools.reduce(np.add, values)
         parts = np.split(total, len(values), axis)
         return Each(parts if p["tiled"] else [np.squeeze(part, axis) for part in parts])
     if name == "ppermute":
@@ -246,7 +246,7 @@ class Lockstep:
             return self.closed(inner, values)
         if name == "axis_index":
             return [Each(np.int32(number) for number in self.numbers)]
-        if name in COLLECTIVES:
+        if name in COLLECTIVES and any(isinstance(axis, str) for axis in jaxprs.axis_names(equation)):  # else of a `vmap` only
             if len(self.numbers) != self.of:
                 raise NotImplementedError(f"{name} where the replicas do not go the same way")
             return [_collective(name, self.each(value), p) for value in values]

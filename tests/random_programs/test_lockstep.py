@@ -154,6 +154,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "convolutions": lambda x, i: jax.lax.conv_general_dilated(
         x[None], jnp.ones((2, 6, 3)), (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
     ),
+    "named axes": lambda x, i: jax.vmap(lambda x: x - jax.lax.pmean(x, "rows"), axis_name="rows")(x),
     "names": lambda x, i: (checkpoint_name(x, "x"), jnp.copy(x), jnp.empty((0,))),
 }
 
