@@ -37,7 +37,7 @@ LIBRARIES = (
     "LINEN_STACK.apply({{'params': {{'Dense_0': {{'kernel': jnp.stack([{w}, {w}.T])}}}}}}, {h}, None)[0]",
     "jax.vmap(with_weights(eqx.nn.Linear(4, 4, False, key=jax.random.key(0)), weight={w}))({h})",
     "jax.vmap(with_weights(eqx.nn.LayerNorm(4, eps=0.1), weight={w}[0] + 1, bias={w}[1]))({h}) @ {w}",
-    "jax.vmap(with_weights(eqx.nn.Conv1d(4, 4, 1, use_bias=False, key=jax.random.key(0)), weight={w}[..., None]))(b['seq'].swapaxes(1, 2)).mean(2) + {h}",
+    "jax.vmap(with_weights(eqx.nn.Conv1d(4, 4, 1, use_bias=False, key=jax.random.key(0)), weight={w}[..., None].astype(jnp.float32)))(b['seq'].swapaxes(1, 2)).mean(2) + {h}",
     "jax.vmap(lambda x, h: with_weights(eqx.nn.GRUCell(4, 4, False, key=jax.random.key(0)), weight_ih=jnp.concatenate([{w}] * 3), weight_hh=jnp.concatenate([{w}.T] * 3))(x, h))(b['x'], {h})",
     "with_weights(nnx.Linear(4, 4, use_bias=False, rngs=nnx.Rngs(0)), kernel=nnx.Param({w}))({h})",
     "with_weights(nnx.LayerNorm(4, epsilon=0.1, use_bias=False, rngs=nnx.Rngs(0)), scale=nnx.Param({w}[0] + 1))({h} @ {w})",
@@ -329,7 +329,7 @@ class Program:
 
     def convolution(self) -> None:
         self.add(
-            f"c = jax.lax.conv_general_dilated(b['seq'], {self.weight(2, 4, 4)}, (1,), 'SAME', dimension_numbers=('NWC', 'WIO', 'NWC'))"
+            f"c = jax.lax.conv_general_dilated(b['seq'], {self.weight(2, 4, 4)}.astype(jnp.float32), (1,), 'SAME', dimension_numbers=('NWC', 'WIO', 'NWC'))"
         )
         self.add(self.one("h = h + jax.nn.relu(c).max(1)", "h = jnp.tanh(c.mean(1)) + h"))
 
