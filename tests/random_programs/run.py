@@ -73,15 +73,18 @@ def main() -> int:
             print(*chunk([seed], math.inf, args.compile), sep="\n", flush=True)
         return 0
     context = multiprocessing.get_context("spawn")
+    causes = set[str]()
     with ProcessPoolExecutor(args.jobs, context, start, max_tasks_per_child=40) as pool:
         futures = [pool.submit(chunk, list(seeds[i : i + CHUNK]), until, args.compile) for i in range(0, len(seeds), CHUNK)]
         for future in as_completed(futures):
-            if len(outcomes) % 1000 > 1000 - 2 * CHUNK:
+            if len(outcomes) % 200 > 200 - 2 * CHUNK - 1:
                 print(f"{len(outcomes) // 2} programs in {time.monotonic() - began:.0f} s", flush=True)
             outcomes += future.result()
             for seed, way, outcome in future.result():
-                if outcome.kind not in ("ok", "refused"):
+                is_new = outcome.kind != "refused" or cause(outcome.words) not in causes
+                if outcome.kind != "ok" and is_new:
                     print(f"{outcome.kind}: seed {seed}, {way}: {outcome.words}", flush=True)
+                    causes.add(cause(outcome.words))
     return report(outcomes, time.monotonic() - began)
 
 

@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +47,10 @@ def test_all_of_the_grammar_is_used() -> None:
     libraries = [re.split(r"\{\w\}", pattern.replace("{{", "{").replace("}}", "}"))[0] for pattern in LIBRARIES]
     assert [pattern for pattern in (*map(last, MAPS + SMALL_MAPS), *libraries, *TRANSFORMATIONS) if pattern not in text] == []
     assert [word for word in WORDS.split() if word not in text] == []
-    assert {name for program in programs for name in ways_of(program)} == {*ODD, *EVEN}
+    ways = [ways_of(program) for program in programs[:300]]
+    counts = Counter(name for pair in ways for name in pair)
+    assert set(counts) == {*ODD, *EVEN} and min(counts.values()) > 20
+    assert len({tuple(pair) for pair in ways}) > 0.9 * len(ODD) * len(EVEN)
 
 
 @pytest.mark.slow
