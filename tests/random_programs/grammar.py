@@ -447,16 +447,18 @@ class Program:
             )
         self.add(f"penalty = 0.01 * ({' + '.join(self.penalties) or '0.0'})")
         alone, share, how = self.divided(kind)
-        return "\n".join([self.head(), self.losses_text(alone, share), self.make(share, how)])
+        made = self.make(share, how)
+        return "\n".join([self.head(), self.losses_text(alone, share), made])
 
     def head(self) -> str:
         params = "".join(f"    {name!r}: {value},\n" for name, value in self.params.items())
+        fits = [tx for tx in TRANSFORMATIONS if "p.items()" not in tx or not self.is_nnx]  # a mask of NNX' tree is another
         if self.is_small and self.chance(0.3):
             params = params.replace("),\n", ").astype(jnp.bfloat16),\n")
         return f"""PARAMS = {{
 {params}}}
 NOT_TRAINED = {sorted({*self.frozen, *self.stats})!r}
-tx = {self.random.choice(TRANSFORMATIONS)}
+tx = {self.random.choice(fits)}
 
 """
 
