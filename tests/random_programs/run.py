@@ -77,9 +77,9 @@ def main() -> int:
     with ProcessPoolExecutor(args.jobs, context, start, max_tasks_per_child=40) as pool:
         futures = [pool.submit(chunk, list(seeds[i : i + CHUNK]), until, args.compile) for i in range(0, len(seeds), CHUNK)]
         for future in as_completed(futures):
-            if len(outcomes) % 200 > 200 - 2 * CHUNK - 1:
-                print(f"{len(outcomes) // 2} programs in {time.monotonic() - began:.0f} s", flush=True)
-            outcomes += future.result()
+            before, outcomes = len(outcomes), outcomes + future.result()
+            if len(outcomes) // 200 > before // 200:
+                print(f"{len({seed for seed, *_ in outcomes})} programs in {time.monotonic() - began:.0f} s", flush=True)
             for seed, way, outcome in future.result():
                 is_new = outcome.kind != "refused" or cause(outcome.words) not in causes
                 if outcome.kind != "ok" and is_new:

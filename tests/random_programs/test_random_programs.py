@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from random_programs import lockstep
 from random_programs.grammar import LIBRARIES, MAPS, SMALL_MAPS, TRANSFORMATIONS, Program
-from random_programs.harness import EVEN, ODD, Outcome, alone, check, executed, judge, ways_of
+from random_programs.harness import EVEN, ODD, Outcome, alone, check, executed, follow, judge, ways_of
 from random_programs.run import report
 
 import mirrored as mr
@@ -48,9 +49,8 @@ def test_all_of_the_grammar_is_used() -> None:
     assert [pattern for pattern in (*map(last, MAPS + SMALL_MAPS), *libraries, *TRANSFORMATIONS) if pattern not in text] == []
     assert [word for word in WORDS.split() if word not in text] == []
     ways = [ways_of(program) for program in programs[:300]]
-    counts = Counter(name for pair in ways for name in pair)
-    assert set(counts) == {*ODD, *EVEN} and min(counts.values()) > 20
-    assert len({tuple(pair) for pair in ways}) > 0.9 * len(ODD) * len(EVEN)
+    counts = Counter(name for chosen in ways for name in chosen)
+    assert set(counts) == {*ODD, *EVEN} and min(counts.values()) > 10
 
 
 @pytest.mark.slow
@@ -71,6 +71,20 @@ def test_a_damaged_step_is_found(old: str) -> None:
     right = alone(program, executed(program.seed, program.text), way.sizes)
     outcome = judge(program, executed(program.seed, program.text.replace(old, new)), way, right)
     assert outcome.kind in kinds, (program.text, outcome)
+
+
+@pytest.mark.slow
+def test_a_refusal_counts_as_one_if_the_line_that_it_says_works() -> None:
+    way, own = ODD["R3, empty"], "mr.losses.mean_over_own_rows(l.mean())"
+    program = next(p for p in map(Program, range(1000)) if own in p.text and "rows.gather" in p.text)
+    right = alone(program, executed(program.seed, program.text), way.sizes, lockstep.jit)
+    with lockstep.patched():
+        outcome = judge(program, executed(program.seed, program.text), way, right)
+        assert outcome.kind == "refused"
+        assert follow(program, way, right, outcome) == outcome
+        assert follow(program, way, right, Outcome("refused", "ValueError: no")).kind == "stuck"
+        program.text = program.text.replace("b['y']", "(b['y'] + 1)").replace("b['x'] @", "b['x'] * 2 @")
+        assert follow(program, way, right, outcome).kind == "stuck"
 
 
 def test_a_masked_loop_that_gives_what_it_masks() -> None:
