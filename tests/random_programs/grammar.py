@@ -404,9 +404,13 @@ class Program:
             (f"l.mean(){plus}", f"mr.losses.already_divided(l.sum() / rows.sum(l.shape[0])){scaled}", ""),
             (f"l.mean(){plus}", f"0.5 * mr.losses.compute_average_loss(l) + 0.5 * mr.losses.compute_average_loss(l){scaled}", ""),
         ]  # fmt: skip
-        if not self.has_collective:
+        if not self.has_collective and not self.cuts_gradients():
             forms += [(f"l.mean(){plus}", f"l.mean(){plus}", "mean"), ("l.mean()", "l.sum() / rows.sum(l.shape[0])", "sum")]
         return self.random.choice(forms)
+
+    def cuts_gradients(self) -> bool:
+        """Tell whether gradients of rows are cut off: by how much depends on what the loss is divided by, and when."""
+        return any("clipped(" in line for line in self.lines)
 
     def in_parts(self, kind: str) -> tuple[str, str, str]:
         """Return losses that are accumulated over parts of the rows: of a part, with the total of all parts."""
@@ -487,7 +491,7 @@ def loss_of_a_replica(p, b, t, total=None):
         totals, how = (how, "") if how.startswith("rows.") else ("", how)
         told = f", aggregate='{how}'" if how else ""
         is_scalar = share.startswith(("mr.losses", "0.5 * mr.losses")) or bool(how)
-        of_scalars = ["jax", "tree", "scan", "twice", "arguments", "nnx"] * is_scalar
+        of_scalars = ["jax", "tree", "twice", "arguments", "nnx", *["scan"] * (not self.cuts_gradients())] * is_scalar
         forms = ["mr", "mr", "function"] + (["norm", *of_scalars] if not how else [])
         form = self.one(*forms)  # a sum by hand of gradients of a loss that has no word is warned of
         if not self.stats and self.chance(0.3):
