@@ -153,6 +153,21 @@ def summed_by_hand(loss, times=1):
     return step
 
 
+def one_row(g):
+    [batch] = g.strategy.distribute_dataset([np.ones(1, np.float32)])
+    return batch
+
+
+def with_its_own_derivative(x, w):
+    @jax.custom_jvp
+    def both(x, w):
+        return x * w, jnp.sin(w)
+
+    both.defjvp(lambda primals, tangents: (both(*primals), tangents))
+    rows, other = both(x, w)
+    return ctx().all_reduce("sum", rows.sum()) + other
+
+
 #: Which error a program raises, for each message on the page.
 CASES: list[tuple[str, str, Case]] = [
     ("ReplicasDivergeError", "own rows", lambda g: g.run(lambda x: g.w.assign(x), g.batch)),
@@ -164,6 +179,10 @@ CASES: list[tuple[str, str, Case]] = [
     ("FactorOfReplicasError", "summed twice", lambda g: g.run(summed_by_hand(mr.losses.compute_average_loss, 2), g.batch)),
     ("UnevenReplicasError", "reduce", lambda g: g.strategy.reduce("sum", g.odd)),
     ("UnevenReplicasError", "all_reduce", lambda g: g.run(lambda x: ctx().all_reduce("sum", x), g.odd)),
+    ("UnevenReplicasError", "a mean over no rows", lambda g: g.run(
+        summed_by_hand(lambda x: mr.losses.mean_over_own_rows(jnp.mean(x - ctx().all_gather(x, axis=0)))), one_row(g))),
+    ("UnevenReplicasError", "a derivative from outside", lambda g: jax.grad(
+        lambda w: g.run(with_its_own_derivative, g.odd, w))(1.0)),
     ("PlanError", "an unknown topology", lambda g: mr.topology("v5e:16")),
     ("PerReplicaError", "use as one array", lambda g: g.batch + 1),
     ("OneProgramError", "branch", lambda g: g.run(lambda x: x if ctx().replica_id_in_sync_group == 0 else -x, g.batch)),

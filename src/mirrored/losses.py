@@ -157,7 +157,8 @@ def mean_over_own_rows(loss: _ArrayLike) -> jax.Array:
     if own:
         return _share(_scalar(loss, "mean_over_own_rows") * (own / total))
     nothing = _as_floats(loss, "the loss given to mean_over_own_rows")  # NaN, or Keras' array without elements
-    return _share(jnp.zeros((), nothing.dtype))
+    note = _marks.Mark(_marks.Purpose.NO_ROWS, "mr.losses.mean_over_own_rows", _user_code.user_line())
+    return _share(_marks.mark(jnp.zeros((), nothing.dtype), note))
 
 
 def already_divided(loss: _ArrayLike) -> jax.Array:

@@ -6,6 +6,7 @@ GUARDS = "tests/_program/test_guards.py::test_"
 TRACES = "tests/_program/uneven/test_traces.py::test_"
 PROPERTIES = "tests/_program/uneven/test_properties.py::test_"
 SINKS = "tests/_program/test_sink_reductions.py::test_"
+LOOPS = "tests/_program/uneven/test_loops.py::test_"
 MEANS = "tests/_program/uneven/test_means.py::test_"
 
 MUTANTS = [
@@ -36,6 +37,10 @@ MUTANTS = [
      PROPERTIES + "padding_is_never_seen_along_any_axis"),
     ("_program/uneven/match_collectives.py", "other is None or _key(own) != _key(other):", "other is None:",
      TRACES + "steps_that_uneven_replicas_cannot_take_together_are_refused"),
+    ("_program/uneven/match_collectives.py", "_without_gradient(traces, differing) or explain", "explain",
+     "tests/_program/uneven/test_match_collectives.py::test_a_replica_without_rows_takes_no_gradient_of_a_mean_over_its_own_rows"),
+    ("_jax/marks.py", "note.purpose is Purpose.NO_DERIVATIVE and type(tangent)", "False and type(tangent)",
+     LOOPS + "a_derivative_of_the_whole_step_is_refused_where_a_call_with_its_own_is_taken_apart"),
     ("_replicas/collectives.py", "by_rows and op is ReduceOp.MEAN and axis", "op is ReduceOp.MEAN and axis",
      MEANS + "whatever_it_is_each_replica_weighs_as_much_as_it_has_rows"),
     # -- several replicas on a device

@@ -22,6 +22,27 @@ MAPS = (
     "jax.lax.stop_gradient({h}) @ {w}", "{h} @ jax.lax.stop_gradient({w}) + {h}",
 )  # fmt: skip
 
+#: The same in 16 bits.
+SMALL_MAPS = (
+    "(small({h}) @ small({w})).astype(jnp.float32)", "jax.nn.gelu(small({h}) @ small({w})).astype(jnp.float32)",
+    "{h} + jnp.tanh(small({h}) @ small({w}))", "norm((small({h}) @ small({w})).astype(jnp.float32))",
+)  # fmt: skip
+
+#: Layers of model libraries, whose weights are those of the program: from `{h}` by `{w}`.
+LIBRARIES = (
+    "linen.Dense(4, use_bias=False).apply({{'params': {{'kernel': {w}}}}}, {h})",
+    "linen.LayerNorm(use_bias=False, epsilon=0.1).apply({{'params': {{'scale': {w}[0] + 1}}}}, {h}) @ {w}",
+    "linen.RNN(linen.SimpleCell(4, residual=True)).apply({{'params': {{'cell': {{'i': {{'kernel': {w}, 'bias': {w}[0]}}, 'h': {{'kernel': {w}.T}}}}}}}}, b['seq'], seq_lengths=b['mask'].sum(1))[:, -1] + {h}",
+    "linen.MultiHeadDotProductAttention(2, use_bias=False).apply({{'params': {{**{{k: {{'kernel': {w}.reshape(4, 2, 2)}} for k in ('query', 'key', 'value')}}, 'out': {{'kernel': {w}.reshape(2, 2, 4)}}}}}}, b['seq'] + {h}[:, None], mask=b['mask'][:, None, None]).mean(1)",
+    "LINEN_STACK.apply({{'params': {{'Dense_0': {{'kernel': jnp.stack([{w}, {w}.T])}}}}}}, {h}, None)[0]",
+    "jax.vmap(with_weights(eqx.nn.Linear(4, 4, False, key=jax.random.key(0)), weight={w}))({h})",
+    "jax.vmap(with_weights(eqx.nn.LayerNorm(4, eps=0.1), weight={w}[0] + 1, bias={w}[1]))({h}) @ {w}",
+    "jax.vmap(with_weights(eqx.nn.Conv1d(4, 4, 1, use_bias=False, key=jax.random.key(0)), weight={w}[..., None].astype(jnp.float32)))(b['seq'].swapaxes(1, 2)).mean(2) + {h}",
+    "jax.vmap(lambda x, h: with_weights(eqx.nn.GRUCell(4, 4, False, key=jax.random.key(0)), weight_ih=jnp.concatenate([{w}] * 3), weight_hh=jnp.concatenate([{w}.T] * 3))(x, h))(b['x'], {h})",
+    "with_weights(nnx.Linear(4, 4, use_bias=False, rngs=nnx.Rngs(0)), kernel=nnx.Param({w}))({h})",
+    "with_weights(nnx.LayerNorm(4, epsilon=0.1, use_bias=False, rngs=nnx.Rngs(0)), scale=nnx.Param({w}[0] + 1))({h} @ {w})",
+)  # fmt: skip
+
 TRANSFORMATIONS = (
     "optax.sgd(0.1)", "optax.sgd(0.1, momentum=0.9)", "optax.sgd(0.1, momentum=0.9, nesterov=True)", "optax.adam(0.05, eps=1e-2)",
     "optax.adamw(0.05, eps=1e-2, weight_decay=0.1)", "optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1))",
@@ -43,6 +64,7 @@ class Program:
 
     def __init__(self, seed: int) -> None:
         self.seed, self.random = seed, random.Random(seed)
+        self.is_small = self.chance(0.1)  # computes in 16 bits
         self.params: dict[str, str] = {}
         self.frozen: set[str] = set()
         self.stats: list[str] = []
@@ -82,7 +104,8 @@ class Program:
         return f"p['{name}']"
 
     def mapped(self, h: str = "h", w: str | None = None) -> str:
-        return self.random.choice(MAPS).format(h=h, w=w or self.weight(4, 4))
+        maps = SMALL_MAPS if self.is_small and self.chance(0.3) else MAPS
+        return self.random.choice(maps).format(h=h, w=w or self.weight(4, 4))
 
     def key(self) -> str:
         key = f"jax.random.key({self.random.randrange(9)})"
@@ -274,9 +297,39 @@ class Program:
             )
         )
 
+    def of_a_library(self) -> None:
+        self.add(f"h = {self.random.choice(LIBRARIES).format(h='h', w=self.weight(4, 4))}")
+
+    def norm_of_a_library(self) -> None:
+        self.has_collective = True
+        if self.chance(0.5):
+            self.add("h = jax.vmap(EQX_NORM, axis_name='rows', in_axes=(0, None), out_axes=(0, None))(h, EQX_STATE)[0]")
+            return
+        name, other = (f"stats{len(self.stats) + i}" for i in range(2))
+        self.stats += [name, other]
+        self.params |= {name: "zeros(4)", other: "ones(4)"}
+        self.add(f"""
+            norm_of_all = linen.BatchNorm(use_running_average=False, momentum=0.9, epsilon=0.1, use_bias=False, use_scale=False)
+            h, new = norm_of_all.apply({{'batch_stats': {{'mean': p['{name}'], 'var': p['{other}']}}}}, h, mutable=['batch_stats'])
+            aux['{name}'], aux['{other}'] = new['batch_stats']['mean'], new['batch_stats']['var']
+            """)
+
+    def our_loop(self) -> None:
+        """Use the control flow of `mirrored`, which in a step is that of JAX."""
+        w = self.weight(4, 4)
+        self.add(
+            self.one(
+                f"h, ys = rows.scan(lambda h, w: ({self.mapped('h', 'w')}, h.sum(-1)), h, {self.weight(2, 4, 4)})\nh = h + ys.mean(0)[:, None]",
+                f"h = rows.fori_loop(0, 2, lambda i, h: {self.mapped('h', w)}, h)",
+                f"h = rows.cond(t % 2 == 0, lambda h: {self.mapped('h', w)}, lambda h: h * 0.5, h)",
+                f"h = h * rows.cond(jnp.sum({w}) > 0, lambda w: jnp.tanh(w).sum(0), lambda w: w[0], {w})",
+                f"h, ys = rows.scan(lambda c, xm: ((jnp.where(xm[1][:, None], jnp.tanh(c[0] @ {w} + xm[0]), c[0]), c[1] + 1), c[1]), (h, jnp.int32(0)), (b['seq'].swapaxes(0, 1), b['mask'].T))[0]",
+            )
+        )
+
     def convolution(self) -> None:
         self.add(
-            f"c = jax.lax.conv_general_dilated(b['seq'], {self.weight(2, 4, 4)}, (1,), 'SAME', dimension_numbers=('NWC', 'WIO', 'NWC'))"
+            f"c = jax.lax.conv_general_dilated(b['seq'], {self.weight(2, 4, 4)}.astype(jnp.float32), (1,), 'SAME', dimension_numbers=('NWC', 'WIO', 'NWC'))"
         )
         self.add(self.one("h = h + jax.nn.relu(c).max(1)", "h = jnp.tanh(c.mean(1)) + h"))
 
@@ -298,6 +351,9 @@ class Program:
                     "l = optax.softmax_cross_entropy(h @ rows.gather(h).T, b['id'][:, None] == rows.gather(b['id']))",
                     "z = h / jnp.sqrt(1 + jnp.sum(h**2, -1, keepdims=True))\neveryone = rows.gather({'z': z, 'id': b['id']})\n"
                     "l = optax.softmax_cross_entropy(5 * z @ everyone['z'].T, b['id'][:, None] == everyone['id'])",
+                    "e = jnp.tanh(b['seq'].mean(1)) + 0.1 * h\n"
+                    "same = b['id'][:, None] == rows.gather(b['id'])\n"
+                    "l = (optax.softmax_cross_entropy(h @ rows.gather(e).T, same) + optax.softmax_cross_entropy(e @ rows.gather(h).T, same)) / 2",
                     "l = jnp.mean(jnp.abs(h[:, None, 0] - rows.gather(h)[None, :, 1]), axis=1) + h[:, 2] ** 2",
                 )
             )
@@ -320,6 +376,8 @@ class Program:
 
     def divided(self, kind: str) -> tuple[str, str, str]:
         """Return the loss on one device, in a step, and what the optimizer is told."""
+        if not self.penalties and not self.has_collective and self.chance(0.25):
+            return self.in_parts(kind)
         plus = " + penalty" if self.penalties else ""
         scaled = " + mr.losses.scale_regularization_loss(penalty)" if self.penalties else ""
         if kind == "tokens":
@@ -346,9 +404,32 @@ class Program:
             (f"l.mean(){plus}", f"mr.losses.already_divided(l.sum() / rows.sum(l.shape[0])){scaled}", ""),
             (f"l.mean(){plus}", f"0.5 * mr.losses.compute_average_loss(l) + 0.5 * mr.losses.compute_average_loss(l){scaled}", ""),
         ]  # fmt: skip
-        if not self.has_collective:
+        if not self.has_collective and not self.cuts_gradients():
             forms += [(f"l.mean(){plus}", f"l.mean(){plus}", "mean"), ("l.mean()", "l.sum() / rows.sum(l.shape[0])", "sum")]
         return self.random.choice(forms)
+
+    def cuts_gradients(self) -> bool:
+        """Tell whether gradients of rows are cut off: by how much depends on what the loss is divided by, and when."""
+        return any("clipped(" in line for line in self.lines)
+
+    def in_parts(self, kind: str) -> tuple[str, str, str]:
+        """Return losses that are accumulated over parts of the rows: of a part, with the total of all parts."""
+        count = "rows.sum(b['y'].shape[0])"
+        if kind == "tokens":
+            return self.random.choice(
+                [
+                    ("(l * b['mask']).sum() / b['mask'].sum()", "mr.losses.weighted_mean(l, b['mask'], total=total)", "rows.sum(b['mask'].sum())"),
+                    ("l.sum() / l.shape[0]", "mr.losses.compute_average_loss(l.sum(1), global_batch_size=total)", count),
+                ]
+            )  # fmt: skip
+        return self.random.choice(
+            [
+                ("(l * b['weight']).sum() / b['weight'].sum()", "mr.losses.weighted_mean(l, b['weight'], total=total)", "rows.sum(b['weight'].sum())"),
+                ("l.mean()", "mr.losses.compute_average_loss(l, global_batch_size=total)", count),
+                ("(l * b['weight']).mean()", "mr.losses.compute_average_loss(l, b['weight'], global_batch_size=total)", count),
+                ("l.mean()", "mr.losses.already_divided(l.sum() / total)", count),
+            ]
+        )  # fmt: skip
 
     # -- the whole
 
@@ -356,9 +437,10 @@ class Program:
         layers: list[Callable[[], None]] = [
             self.plain_layer, self.biased, self.remat, self.own_norm, self.dropout, self.batch_norm, self.scan_over_layers, self.recurrent,
             self.attention, self.condition, self.loop, self.by_row, self.experts, self.all_rows, self.embedding, self.convolution,
+            self.of_a_library, self.of_a_library, self.norm_of_a_library, self.our_loop,
         ]  # fmt: skip
         self.add(f"h = b['x'] @ {self.weight(4, 4)}")
-        for _ in range(self.random.choice([1, 1, 2, 2, 3])):
+        for _ in range(self.random.choice([1, 1, 1, 2, 2, 3])):
             self.random.choice(layers)()
         kind = self.losses()
         if self.chance(0.3):
@@ -369,14 +451,18 @@ class Program:
             )
         self.add(f"penalty = 0.01 * ({' + '.join(self.penalties) or '0.0'})")
         alone, share, how = self.divided(kind)
-        return "\n".join([self.head(), self.losses_text(alone, share), self.make(share, how)])
+        made = self.make(share, how)
+        return "\n".join([self.head(), self.losses_text(alone, share), made])
 
     def head(self) -> str:
         params = "".join(f"    {name!r}: {value},\n" for name, value in self.params.items())
+        fits = [tx for tx in TRANSFORMATIONS if "p.items()" not in tx or not self.is_nnx]  # a mask of NNX' tree is another
+        if self.is_small and self.chance(0.3):
+            params = params.replace("),\n", ").astype(jnp.bfloat16),\n")
         return f"""PARAMS = {{
 {params}}}
 NOT_TRAINED = {sorted({*self.frozen, *self.stats})!r}
-tx = {self.random.choice(TRANSFORMATIONS)}
+tx = {self.random.choice(fits)}
 
 """
 
@@ -393,7 +479,7 @@ def loss_on_one_device(p, b, t):
     return {alone}, (h, aux)
 
 
-def loss_of_a_replica(p, b, t):
+def loss_of_a_replica(p, b, t, total=None):
     rows = replicas
     l, penalty, h, aux = model(p, b, rows, t)
     return {share}, (h, aux)
@@ -402,14 +488,21 @@ def loss_of_a_replica(p, b, t):
 
     def make(self, share: str, how: str) -> str:
         """Return the text of the function that makes the variables and the step of one replica."""
+        totals, how = (how, "") if how.startswith("rows.") else ("", how)
         told = f", aggregate='{how}'" if how else ""
         is_scalar = share.startswith(("mr.losses", "0.5 * mr.losses")) or bool(how)
-        forms = ["mr", "mr", "function", *["norm"] * (not how)] + ["jax", "tree", "scan", "twice"] * is_scalar * (not how)
-        form = self.one(*(forms[:3] if how else forms))  # a sum by hand of gradients of a loss that has no word is warned of
+        of_scalars = ["jax", "tree", "twice", "arguments", "nnx", *["scan"] * (not self.cuts_gradients())] * is_scalar
+        forms = ["mr", "mr", "function"] + (["norm", *of_scalars] if not how else [])
+        form = self.one(*forms)  # a sum by hand of gradients of a loss that has no word is warned of
         if not self.stats and self.chance(0.3):
             form = "minimize"
-        t = "state.value['t']" if form == "tree" else "optimizer.iterations.value"
-        self.has_optimizer = form != "tree"
+        if totals:
+            form = "parts"
+        self.is_nnx = form == "nnx"
+        by_hand = form in ("tree", "arguments")
+        t = {"tree": "state.value['t']", "arguments": "carry['t']", "nnx": "carry[1].step[...]"}.get(
+            form, "optimizer.iterations.value"
+        )
         trained = "trained = {name: p[name] for name in PARAMS if name not in NOT_TRAINED}"
         whole = "def loss(trained):\n    return loss_of_a_replica({**p, **trained}, b, t)"
         own = "own = {name: v[name] for name in PARAMS if name not in NOT_TRAINED}"
@@ -433,6 +526,19 @@ def loss_of_a_replica(p, b, t):
                      "    return jax.tree.map(jnp.add, total, (value, g)), out",
                      "(value, gradients), (h, aux) = jax.lax.scan(add, (0.0, jax.tree.map(jnp.zeros_like, trained)), jnp.array([0.25, 0.75]))",
                      "h, aux = jax.tree.map(lambda a: a[-1], (h, aux))", apply],
+            "parts": [p, trained, whole.replace("(trained):", "(trained, b):").replace("b, t)", "b, t, total)"), f"total = {totals.replace('rows', 'replicas')}",
+                      "def add(so_far, part):", "    (value, _), g = jax.value_and_grad(loss, has_aux=True)(trained, part)",
+                      "    return jax.tree.map(jnp.add, so_far, (value, g)), None",
+                      "zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, trained)",
+                      "(value, gradients), _ = jax.lax.scan(add, zeros, jax.tree.map(lambda a: a[:, None], b))", "h, aux = b['y'], {}", apply],
+            "arguments": ["p = carry['p']", trained, whole, "(value, (h, aux)), gradients = jax.value_and_grad(loss, has_aux=True)(trained)",
+                          "value, gradients = mr.get_replica_context().all_reduce('sum', (value, gradients))",
+                          "updates, tx_state = tx.update(gradients, carry['tx'], trained)",
+                          "carry = {'p': {**p, **optax.apply_updates(trained, updates), **aux}, 'tx': tx_state, 't': t + 1}", "aux = {}"],
+            "nnx": ["net, its = carry", "def loss(net):", "    return loss_of_a_replica({name: net.weights[name][...] for name in PARAMS}, b, t)",
+                    "(value, (h, aux)), gradients = nnx.value_and_grad(loss, has_aux=True)(net)",
+                    "value, gradients = mr.get_replica_context().all_reduce('sum', (value, gradients))", "its.update(net, gradients)",
+                    "for name, new in aux.items():", "    net.weights[name][...] = new", "aux, carry = {}, ()"],
             "tree": ["p = state.value['p']", trained, whole, "(value, (h, aux)), gradients = jax.value_and_grad(loss, has_aux=True)(trained)",
                      self.one("gradients = mr.get_replica_context().all_reduce('sum', gradients)",
                               "gradients, value = mr.get_replica_context().all_reduce('sum', (gradients, value))",
@@ -447,44 +553,64 @@ def loss_of_a_replica(p, b, t):
         result = {"loss": "value"}
         if form == "norm":
             result["norm"] = "norm"
-        if self.stats:
+        if self.stats and not by_hand and not self.is_nnx:
             step += ["for name, new in aux.items():", "    v[name].assign(new)"]
-        self.results = [name for name in ("rows", "seen", "error") if self.chance(0.25)]
-        if form == "minimize":
-            self.results = [name for name in self.results if name != "rows"]
-        self.has_ema = form != "tree" and self.chance(0.25)
+        self.results = [name for name in ("rows", "seen", "error", "right", "last") if self.chance(0.2)]
+        if form in ("minimize", "parts"):
+            self.results = [name for name in self.results if name not in ("rows", "right")]
+        ema = "" if by_hand or self.is_nnx else self.one("", "", "", "", "", "always", "sometimes")
         variables = ""
-        if self.has_ema:
+        if ema:
             variables += "        ema = {name: mr.Variable(value, trainable=False) for name, value in PARAMS.items()}\n"
-            step += ["for name, average in ema.items():", "    average.assign(0.9 * average + 0.1 * v[name])"]
+            follow = ["for name, average in ema.items():", "    average.assign(0.9 * average + 0.1 * v[name])"]
+            if ema == "sometimes":
+                follow = ["def follow():", *(f"    {line}" for line in follow), "mr.cond(t % 2 == 0, follow, lambda: None)"]
+            step += follow
         if "seen" in self.results:
             variables += "        seen = mr.Variable(0.0, synchronization='on_read', aggregation='sum')\n"
             step.append("seen.assign_add(b['weight'].sum())")
+        if "right" in self.results:
+            variables += "        right = mr.Variable(0, synchronization='on_read', aggregation='sum')\n"
+            step.append("right.assign_add((h[:, 0] > 0).sum())")
+        if "last" in self.results:
+            variables += "        last = mr.Variable(0.0, aggregation='mean')\n"
+            step.append("last.assign(b['y'].mean())")
         if "rows" in self.results:
             result["rows"] = "h"
         if "error" in self.results:
             result["error"] = "replicas.sum(jnp.abs(b['y']).sum()) / replicas.sum(b['y'].shape[0])"
-        step.append("return {" + ", ".join(f"{name!r}: {value}" for name, value in result.items()) + "}")
+        step.append("return carry, {" + ", ".join(f"{name!r}: {value}" for name, value in result.items()) + "}")
+        made, start = "", "()"
+        trained = "{name: PARAMS[name] for name in PARAMS if name not in NOT_TRAINED}"
         if form == "tree":
-            made = "        trained = {name: PARAMS[name] for name in PARAMS if name not in NOT_TRAINED}\n"
-            made += "        state = mr.Variable({'p': PARAMS, 'tx': tx.init(trained), 't': np.int32(0)})\n"
+            made += f"        state = mr.Variable({{'p': PARAMS, 'tx': tx.init({trained}), 't': np.int32(0)}})\n"
             read = "        p = state.value['p']\n"
+        elif form == "arguments":
+            start = f"{{'p': {{**PARAMS}}, 'tx': tx.init({trained}), 't': np.int32(0)}}"
+            read = "        p = carry['p']\n"
+        elif self.is_nnx:
+            start = "start"
+            made += "        net = Net(PARAMS, NOT_TRAINED)\n        start = net, nnx.Optimizer(net, tx, wrt=nnx.Param)\n"
+            read = "        p = {name: net.weights[name][...] for name in PARAMS}\n"
         else:
-            made = "        v = {name: mr.Variable(value, name=name) for name, value in PARAMS.items()}\n"
+            made += "        v = {name: mr.Variable(value, name=name) for name, value in PARAMS.items()}\n"
             made += "        own = {name: v[name] for name in PARAMS if name not in NOT_TRAINED}\n"
             made += "        optimizer = mr.Optimizer(tx, own, shard_state=shard_state)\n"
             read = "        p = {name: a.value for name, a in v.items()}\n"
-        made += variables
-        read += "        return {'p': p" + ", 'ema': {name: a.value for name, a in ema.items()}" * self.has_ema
-        read += ", 'seen': seen.value" * ("seen" in self.results) + "}\n"
+        made += variables or "        pass\n" * (not made)
+        read += "        return {'p': p" + ", 'ema': {name: a.value for name, a in ema.items()}" * bool(ema)
+        read += "".join(f", {name!r}: {name}.value" for name in ("seen", "right", "last") if name in self.results) + "}\n"
         return f"""
+EMA_EVERY = {2 if ema == "sometimes" else 1}
+
+
 def make(strategy, shard_state):
     with strategy.scope():
 {made}
-    def step(b):
+    def step(carry, b):
 {textwrap.indent(chr(10).join(step), " " * 8)}
 
-    def read():
+    def read(carry):
 {read}
-    return step, read
+    return step, read, {start}
 """

@@ -32,14 +32,15 @@ def start() -> None:
     import random_programs.harness  # noqa: F401
 
     gc.freeze()
+    gc.disable()  # a collection for each chunk of programs is enough
 
 
-def chunk(seeds: list[int], until: float) -> list[Any]:
+def chunk(seeds: list[int], until: float, one_compiled_of: int) -> list[Any]:
     """Check programs, as many as begin before a time."""
     import jax
     from random_programs.harness import check
 
-    outcomes = [outcome for seed in seeds if time.time() < until for outcome in check(seed)]
+    outcomes = [outcome for seed in seeds if time.time() < until for outcome in check(seed, one_compiled_of)]
     gc.collect()
     if seeds[0] % (20 * CHUNK) == 0:
         jax.clear_caches()
@@ -57,6 +58,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no more programs after so many")
+    parser.add_argument("--compile", type=int, default=20, metavar="N", help="let XLA compile one of N programs")
     parser.add_argument("--show", action="store_true", help="print the text of each program and how it ends")
     args = parser.parse_args()
     seeds = range(args.seed, args.seed + args.num)
@@ -68,18 +70,21 @@ def main() -> int:
 
         for seed in seeds:
             print(Program(seed).text)
-            print(*chunk([seed], math.inf), sep="\n", flush=True)
+            print(*chunk([seed], math.inf, args.compile), sep="\n", flush=True)
         return 0
     context = multiprocessing.get_context("spawn")
+    causes = set[str]()
     with ProcessPoolExecutor(args.jobs, context, start, max_tasks_per_child=40) as pool:
-        futures = [pool.submit(chunk, list(seeds[i : i + CHUNK]), until) for i in range(0, len(seeds), CHUNK)]
+        futures = [pool.submit(chunk, list(seeds[i : i + CHUNK]), until, args.compile) for i in range(0, len(seeds), CHUNK)]
         for future in as_completed(futures):
-            if len(outcomes) % 1000 > 1000 - 2 * CHUNK:
-                print(f"{len(outcomes) // 2} programs in {time.monotonic() - began:.0f} s", flush=True)
-            outcomes += future.result()
+            before, outcomes = len(outcomes), outcomes + future.result()
+            if len(outcomes) // 200 > before // 200:
+                print(f"{len({seed for seed, *_ in outcomes})} programs in {time.monotonic() - began:.0f} s", flush=True)
             for seed, way, outcome in future.result():
-                if outcome.kind not in ("ok", "refused"):
+                is_new = outcome.kind != "refused" or cause(outcome.words) not in causes
+                if outcome.kind != "ok" and is_new:
                     print(f"{outcome.kind}: seed {seed}, {way}: {outcome.words}", flush=True)
+                    causes.add(cause(outcome.words))
     return report(outcomes, time.monotonic() - began)
 
 

@@ -2,18 +2,26 @@
 
 import re
 import warnings
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from random_programs.grammar import MAPS, TRANSFORMATIONS, Program
-from random_programs.harness import EVEN, ODD, Outcome, alone, check, executed, judge, ways_of
+from random_programs import lockstep
+from random_programs.grammar import LIBRARIES, MAPS, SMALL_MAPS, TRANSFORMATIONS, Program
+from random_programs.harness import EVEN, ODD, Outcome, alone, check, executed, follow, judge, ways_of
 from random_programs.run import report
 
 import mirrored as mr
 
+#: What further programs must have.
+WORDS = """
+    checkpoint fori_loop while_loop switch vmap associative_scan stop_gradient ys.mean weighted_mean minimize psum ema mr.cond
+    rows.scan rows.cond rows.fori_loop so_far total=total global_batch_size=total bfloat16), EQX_NORM linen.BatchNorm
+    nnx.Optimizer carry['tx'] right.assign_add last.assign follow
+"""
 #: Words of a step that is right -> words that damage it, and how it must end then.
 DAMAGES = {
     "mr.losses.compute_average_loss(l)": ("mr.losses.already_divided(l.mean())", {"wrong"}),
@@ -22,7 +30,7 @@ DAMAGES = {
     "optimizer.apply_gradients(gradients)": ("optimizer.apply_gradients(jax.tree.map(lambda g: 0.5 * g, gradients))", {"wrong"}),
     "average.assign(0.9 * average": ("average.assign(0.8 * average", {"wrong"}),
     "b['weight']), (h, aux)": ("b['weight'] ** 2), (h, aux)", {"wrong"}),
-    "return l + penalty, (h": ("return l + 2 * penalty, (h", {"wrong"}),
+    "return l + penalty, (h": ("return l + 50 * penalty, (h", {"wrong"}),
     "v[name].assign(new)": ("v[name].assign(0.5 * new)", {"wrong"}),
     "return mr.losses.mean_over_own_rows(l.mean())": ("return l.mean()", {"wrong", "warned"}),
 }
@@ -37,10 +45,12 @@ def test_all_of_the_grammar_is_used() -> None:
     programs = [Program(seed) for seed in range(600)]
     text = "\n".join(program.text for program in programs)
     last = lambda pattern: max(re.split(r"\{[hw]\}", pattern), key=len)  # noqa: E731  (of a map, its longest part)
-    assert [pattern for pattern in (*map(last, MAPS), *TRANSFORMATIONS) if pattern not in text] == []
-    words = "checkpoint fori_loop while_loop switch vmap associative_scan stop_gradient ys.mean weighted_mean minimize psum ema"
-    assert [word for word in words.split() if word not in text] == []
-    assert {name for program in programs for name in ways_of(program)} == {*ODD, *EVEN}
+    libraries = [re.split(r"\{\w\}", pattern.replace("{{", "{").replace("}}", "}"))[0] for pattern in LIBRARIES]
+    assert [pattern for pattern in (*map(last, MAPS + SMALL_MAPS), *libraries, *TRANSFORMATIONS) if pattern not in text] == []
+    assert [word for word in WORDS.split() if word not in text] == []
+    ways = [ways_of(program) for program in programs[:300]]
+    counts = Counter(name for chosen in ways for name in chosen)
+    assert set(counts) == {*ODD, *EVEN} and min(counts.values()) > 10
 
 
 @pytest.mark.slow
@@ -52,12 +62,29 @@ def test_programs_are_those_of_one_device() -> None:
 @pytest.mark.parametrize("old", DAMAGES)
 def test_a_damaged_step_is_found(old: str) -> None:
     new, kinds = DAMAGES[old]
-    is_simple = lambda p: old in p.text and ("rows." in p.text or "replicas" not in old) and "stop_gradient" not in p.text  # noqa: E731
+
+    def is_simple(p: Program) -> bool:
+        return old in p.text and ("rows." in p.text or "replicas" not in old) and not ("stop_gradient" in p.text or p.is_small)
+
     program = next(program for program in map(Program, range(1000)) if is_simple(program))
     way = ODD["R2, odd only"]
     right = alone(program, executed(program.seed, program.text), way.sizes)
     outcome = judge(program, executed(program.seed, program.text.replace(old, new)), way, right)
     assert outcome.kind in kinds, (program.text, outcome)
+
+
+@pytest.mark.slow
+def test_a_refusal_counts_as_one_if_the_line_that_it_says_works() -> None:
+    way, own = ODD["R3, empty"], "mr.losses.mean_over_own_rows(l.mean())"
+    program = next(p for p in map(Program, range(1000)) if own in p.text and "rows.gather" in p.text)
+    right = alone(program, executed(program.seed, program.text), way.sizes, lockstep.jit)
+    with lockstep.patched():
+        outcome = judge(program, executed(program.seed, program.text), way, right)
+        assert outcome.kind == "refused"
+        assert follow(program, way, right, outcome) == outcome
+        assert follow(program, way, right, Outcome("refused", "ValueError: no")).kind == "stuck"
+        program.text = program.text.replace("b['y']", "(b['y'] + 1)").replace("b['x'] @", "b['x'] * 2 @")
+        assert follow(program, way, right, outcome).kind == "stuck"
 
 
 def test_a_masked_loop_that_gives_what_it_masks() -> None:

@@ -1,9 +1,10 @@
 """Collectives of several traces are paired by the user's line, dtype and shape, in order; else the step is refused."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from _program.uneven.rows import STRATEGIES, ctx, split, total
+from _program.uneven.rows import STRATEGIES, ctx, data, split, strategy_of, total
 
 import mirrored as mr
 
@@ -93,3 +94,30 @@ def test_collectives_in_one_order_are_taken(rows):
         results = STRATEGY.run(step, args=(split(STRATEGY, rows),))
         for result, value in zip(results, expected(parts), strict=True):
             np.testing.assert_allclose(result, value, rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_a_replica_without_rows_takes_no_gradient_of_a_mean_over_its_own_rows(num_replicas):
+    """With losses that see the rows of all replicas the message names the loss that has one."""
+    strategy, x = STRATEGIES[num_replicas], data(max(1, num_replicas - 1))
+
+    def gradient_of(word):
+        def loss(w, x):
+            everyone = ctx().all_gather(jnp.tanh(x * w), axis=0)
+            return word(jnp.mean((x[:, None] * w - everyone) ** 2, axis=(1, 2)))
+
+        return lambda x: total(jax.grad(loss)(jnp.float32(0.5), x))
+
+    def own_mean(losses):
+        return mr.losses.mean_over_own_rows(losses.mean())
+
+    one = strategy_of(1).run(gradient_of(own_mean), args=(split(STRATEGIES[1], x),))
+    kept = strategy.run(gradient_of(mr.losses.compute_average_loss), args=(split(strategy, x),))
+    np.testing.assert_allclose(kept, one, rtol=1e-5)
+    if num_replicas == 1:
+        return
+    message = r"no gradient of mr\.losses\.mean_over_own_rows, at .*py:\d+, .*write mr\.losses\.compute_average_loss\(per_ex"
+    with pytest.raises(mr.UnevenReplicasError, match=message):
+        strategy.run(gradient_of(own_mean), args=(split(strategy, x),))
+    no_collective = lambda x: total(jax.grad(lambda w: own_mean((x * w).sum(1)))(2.0))  # noqa: E731
+    np.testing.assert_allclose(strategy.run(no_collective, args=(split(strategy, x),)), x.sum(1).mean(), rtol=1e-5)

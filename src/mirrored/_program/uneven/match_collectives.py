@@ -13,6 +13,7 @@ from typing import Any
 
 from ..._errors import UnevenReplicasError
 from ..._jax import jaxprs, user_code
+from ..._jax.marks import Mark, Purpose
 from .nodes import Node, Trace, Value
 from .structural_hash import equation_key
 
@@ -40,7 +41,8 @@ def check(traces: Sequence[Trace]) -> None:
                 explain = _in_other_places
             else:
                 continue
-            raise UnevenReplicasError(explain(f"{name} {_describe(own)}, {trace.name} {_describe(other)}"))
+            differing = f"{name} {_describe(own)}, {trace.name} {_describe(other)}"
+            raise UnevenReplicasError(_without_gradient(traces, differing) or explain(differing))
 
 
 def _kind(node: Node) -> Any:
@@ -85,3 +87,16 @@ def _in_other_places(differing: str) -> str:
         "them in one order, whatever x.shape[0] is: compute what goes in under the `if`, and call ctx.all_reduce(...) behind it, "
         f"once for all. Or leave the odd rows out: {DROP}."
     )
+
+
+def _without_gradient(traces: Sequence[Trace], differing: str) -> str:
+    """Return the message for a loss that has no gradient where there are no rows; empty if there is no such loss."""
+    notes = [node.equation.params.get("note") for trace in traces for node in trace.nodes]
+    for note in notes:
+        if isinstance(note, Mark) and note.purpose is Purpose.NO_ROWS and note.name:
+            return (
+                f"{BEGINNING}do not reach the same collectives: {differing}. A replica without rows takes no gradient of "
+                f"{note.name}, at {note.where}, and reaches none of the collectives in it. Keep one loss for each example, of "
+                f"no rows there, and write mr.losses.compute_average_loss(per_example_loss). Or leave the odd rows out: {DROP}."
+            )
+    return ""

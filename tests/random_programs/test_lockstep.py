@@ -1,0 +1,238 @@
+"""What computes random programs without XLA computes what XLA does, and finds copies that differ."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+from random_programs import lockstep
+
+import mirrored as mr
+from mirrored._jax import jaxprs
+
+X = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
+I = np.arange(-12, 12, dtype=np.int32).reshape(4, 6)  # noqa: E741
+
+
+def differentiated(x: jax.Array) -> jax.Array:
+    """Go to and fro through loops, conditions and calls."""
+
+    @jax.checkpoint
+    def layer(c: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.tanh(c + row), jax.lax.cond(row[0] > 0, jnp.sin, jnp.cos, c)
+
+    def loss(x: jax.Array) -> jax.Array:
+        c, ys = jax.lax.scan(layer, jnp.zeros(6), x, reverse=True)
+        return jnp.sum(c * ys.mean(0)) + jax.nn.relu(x).max()
+
+    return jax.grad(loss)(x)
+
+
+#: Functions whose primitives are all that `lockstep` has a rule for.
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "arithmetic": lambda x, i: (
+        x + 1,
+        x - i,
+        x * x,
+        x / 3,
+        -x,
+        jnp.maximum(x, 0.2),
+        jnp.minimum(x, 0.2),
+        jnp.abs(x),
+        jnp.sign(x),
+    ),
+    "integers": lambda x, i: (
+        jax.lax.div(i, jnp.int32(5)),
+        jax.lax.rem(i, jnp.int32(5)),
+        i & 3,
+        i | 3,
+        i ^ 3,
+        ~i,
+        i << 2,
+        jax.lax.shift_right_logical(i, jnp.int32(3)),
+    ),
+    "exponents": lambda x, i: (
+        jnp.exp(x),
+        jnp.exp2(x),
+        jnp.expm1(x),
+        jnp.log(x**2),
+        jnp.log1p(x**2),
+        jnp.sqrt(x**2),
+        jax.lax.rsqrt(x**2),
+        jnp.power(jnp.abs(x), 1.5),
+    ),
+    "powers": lambda x, i: (
+        jax.lax.integer_pow(x, 3),
+        jax.lax.integer_pow(x, -2),
+        jnp.square(x),
+        jax.grad(lambda x: jnp.tanh(x).sum())(x),
+    ),
+    "curves": lambda x, i: (
+        jnp.tanh(x),
+        jnp.sin(x),
+        jnp.cos(x),
+        jnp.floor(x),
+        jnp.ceil(x),
+        jax.nn.sigmoid(x),
+        jax.lax.clamp(jnp.float32(-0.5), x, jnp.float32(0.5)),
+    ),
+    "comparisons": lambda x, i: (
+        x < 0,
+        x <= 0,
+        x > 0,
+        x >= 0,
+        i == 2,
+        i != 2,
+        jnp.isfinite(1 / i),
+        jnp.where(x > 0, x, i),
+        jax.lax.select_n(i % 3, x, -x, 2 * x),
+    ),
+    "products": lambda x, i: (x @ x.T, jnp.einsum("ni,nj->nij", x, x), x.T @ x),
+    "batched": lambda x, i: jnp.einsum("nij,njk->nik", x.reshape(2, 2, 6), x.reshape(2, 6, 2)),
+    "shapes": lambda x, i: (
+        x.reshape(3, 8),
+        jax.lax.reshape(x, (3, 8), (1, 0)),
+        x.T,
+        x[None],
+        x[:1].squeeze(0),
+        x[1:3, ::2],
+        jnp.broadcast_to(x[0], (2, 6)),
+        jnp.flip(x, 0),
+        jnp.split(x, [1, 3]),
+    ),
+    "joins": lambda x, i: (
+        jnp.concatenate([x, 2 * x], 1),
+        jnp.stack([x, x]),
+        jnp.pad(x, ((1, 0), (0, 2))),
+        jax.lax.pad(x, 0.0, ((0, 0, 2), (-1, 1, 0))),
+        list(x),
+    ),
+    "places": lambda x, i: (
+        jax.lax.dynamic_slice(x, (i[3, 5], 1), (2, 3)),
+        jax.lax.dynamic_update_slice(x, x[:2, :2], (1, i[0, 0])),
+        jnp.arange(5),
+        jnp.sort(x, 0),
+        jnp.argsort(x),
+    ),
+    "reductions": lambda x, i: (
+        x.sum(0),
+        x.prod(1),
+        x.max(1),
+        x.min(),
+        (x > 0).any(0),
+        (x > 0).all(),
+        jnp.argmax(x, 1),
+        jnp.argmin(x, 0),
+        jnp.cumsum(x, 1),
+        jax.lax.cummax(x, 0, reverse=True),
+        jnp.cumprod(x, 0),
+    ),
+    "empty": lambda x, i: (x[:0].sum(0), x[:0].max(initial=-1.0), x[:0] @ x.T, jax.lax.scan(lambda c, r: (c + 1, r), 0.0, x[:0])),
+    "types": lambda x, i: (
+        x.astype(jnp.int32),
+        i.astype(jnp.float32),
+        x.astype(jnp.bfloat16),
+        jax.lax.bitcast_convert_type(x, jnp.int32),
+        jax.lax.optimization_barrier((x, i)),
+        jax.lax.stop_gradient(x),
+    ),
+    "small types": lambda x, i: (
+        (x.astype(jnp.bfloat16) @ x.T.astype(jnp.bfloat16)),
+        x.astype(jnp.bfloat16).sum(0),
+        jnp.tanh(x.astype(jnp.bfloat16)),
+    ),
+    "random": lambda x, i: (
+        jax.random.normal(jax.random.fold_in(jax.random.key(1), i[3, 3]), (3,))
+        + jax.vmap(lambda k: jax.random.bits(k))(jax.random.split(jax.random.key(2), 3))
+    ),
+    "gathers": lambda x, i: (x[i % 4, 1], x.at[i[2] % 4].add(1.0), jnp.take_along_axis(x, i % 6, 1)),
+    "loops": lambda x, i: (differentiated(x), jax.lax.while_loop(lambda c: c.sum() < 50, lambda c: c * 2, jnp.abs(x))),
+    "convolutions": lambda x, i: jax.lax.conv_general_dilated(
+        x[None], jnp.ones((2, 6, 3)), (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+    ),
+    "named axes": lambda x, i: jax.vmap(lambda x: x - jax.lax.pmean(x, "rows"), axis_name="rows")(x),
+    "names": lambda x, i: (checkpoint_name(x, "x"), jnp.copy(x), jnp.empty((0,))),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_it_computes_what_xla_does(name: str) -> None:
+    ours, theirs = lockstep.jit(FUNCTIONS[name])(X, I), jax.jit(FUNCTIONS[name])(X, I)
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), ours) == jax.tree.map(lambda a: (a.shape, a.dtype), theirs)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        is_small = a.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.float64(a), np.float64(b), rtol=1e-2 if is_small else 1e-5, atol=1e-6)
+
+
+def mapped(function: Callable[..., Any], out: PartitionSpec, count: int = 3) -> Callable[..., Any]:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:count]), ("replica",))
+    return jax.shard_map(function, mesh=mesh, in_specs=PartitionSpec("replica"), out_specs=out, check_vma=False)
+
+
+def own_way(x: jax.Array) -> jax.Array:
+    """Go another way on each replica."""
+    i = jax.lax.axis_index("replica")
+    x = jax.lax.switch(i, [lambda x: x, lambda x: 2 * x, lambda x: x + 1], x)
+    return jax.lax.while_loop(lambda c: c.max() < 10 * (i + 1), lambda c: c + 1, x)
+
+
+COLLECTIVES: dict[str, Callable[[jax.Array], Any]] = {
+    "sums": lambda x: jax.lax.psum((x, jnp.float32(1), x[0]), "replica")[0],
+    "extremes": lambda x: jax.lax.pmax(x, "replica") - jax.lax.pmin(x, "replica"),
+    "gathered": lambda x: jax.lax.all_gather(x, "replica").sum(0) + jax.lax.all_gather(x, "replica", axis=1, tiled=True).mean(),
+    "scattered": lambda x: jax.lax.psum_scatter(x, "replica", scatter_dimension=1, tiled=True),
+    "sent": lambda x: jax.lax.ppermute(x, "replica", [(0, 1), (1, 2)]),
+    "numbered": lambda x: x + jax.lax.axis_index("replica"),
+    "own way": own_way,
+    "in a loop": lambda x: jax.lax.scan(lambda c, row: (c + jax.lax.psum(row, "replica"), row * c), x[0], x)[1],
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_replicas_in_lockstep_compute_what_devices_do(name: str) -> None:
+    x, step = np.arange(36, dtype=np.float32).reshape(6, 6), mapped(COLLECTIVES[name], PartitionSpec("replica"))
+    ours, theirs = lockstep.jit(step)(x), jax.jit(step)(x)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+    assert ours.sharding == theirs.sharding
+
+
+def test_copies_that_differ_are_found() -> None:
+    x = np.arange(3, dtype=np.float32)
+    same = lockstep.jit(mapped(lambda x: jax.lax.psum(x, "replica"), PartitionSpec()))(x)
+    np.testing.assert_array_equal(same, [3.0])
+    with pytest.raises(lockstep.Diverged):
+        lockstep.jit(mapped(lambda x: x, PartitionSpec()))(x)
+
+
+def test_every_rule_is_tried() -> None:
+    tried: set[str] = set()
+
+    def note(jaxpr: Any) -> None:
+        for equation in jaxpr.eqns:
+            tried.add(equation.primitive.name)
+            for inner in jaxprs.inner_jaxprs(equation):
+                note(inner.jaxpr)
+
+    for function in FUNCTIONS.values():
+        note(jax.make_jaxpr(function)(X, I).jaxpr)
+    assert set(lockstep.RULES) - tried == {"mirrored_mark"}  # which the last test has
+
+
+def test_steps_are_computed_without_compiling_them() -> None:
+    strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        w = mr.Variable(np.float32(1.0))
+    [x] = strategy.distribute_dataset([np.arange(5, dtype=np.float32)])
+
+    def step(x: jax.Array) -> jax.Array:
+        w.assign_add(mr.get_replica_context().all_reduce("sum", x.sum()))
+        return x * w
+
+    with lockstep.patched():
+        own = strategy.run(step, args=(x,))
+    assert float(w) == 11.0
+    np.testing.assert_array_equal(strategy.gather(own, axis=0), np.arange(5) * 11.0)
