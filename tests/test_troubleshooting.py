@@ -22,6 +22,7 @@ import mirrored as mr
 from mirrored._cluster.meeting import meet
 from mirrored._cluster.spec import Cluster, ClusterSpec
 from mirrored._replicas import mesh
+from mirrored._variables import equal_copies
 from mirrored._workers import runtime
 from mirrored._workers.coordination import Coordination
 from mirrored._workers.same_program import require_same_history
@@ -71,6 +72,18 @@ def copies_differ(g):
     arrays = [jax.device_put(np.float32([0, i]), device) for i, device in enumerate(g.strategy.devices)]
     g.w.assign(jax.make_array_from_single_device_arrays((2,), g.w.value.sharding, arrays))
     g.strategy.assert_mirrored()
+
+
+def machines_differ(g):
+    def exchange(_mesh, own):  # as if each of the two copies were on a worker of its own
+        specs, words = own
+        if words is None:
+            return [own]
+        first, second = ([[number, [copies[worker]]] for number, copies in specs] for worker in range(2))
+        return [[first, ["avx2", "cpu", "fma"]], [second, ["cpu"]]]
+
+    g.monkeypatch.setattr(equal_copies, "_exchange", exchange)
+    copies_differ(g)
 
 
 def next_batch_in_a_step(g):
@@ -173,6 +186,7 @@ CASES: list[tuple[str, str, Case]] = [
     ("ReplicasDivergeError", "own rows", lambda g: g.run(lambda x: g.w.assign(x), g.batch)),
     ("ReplicasDivergeError", "a PerReplica", lambda g: g.w.assign(g.batch)),
     ("ReplicasDivergeError", "copies differ", copies_differ),
+    ("ReplicasDivergeError", "machines differ", machines_differ),
     ("CollectiveHangError", "under a condition", lambda g: g.run(
         lambda x: jax.lax.cond(x.sum() > 2, lambda: ctx().all_reduce("sum", x.sum()), lambda: 0.0), g.batch)),
     ("FactorOfReplicasError", "reduced twice", lambda g: g.run(step_of(g, mr.losses.compute_average_loss, True), g.batch)),

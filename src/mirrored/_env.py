@@ -38,7 +38,7 @@ CPU_THREADS = EnvironmentVariable(
     "PJRT_NPROC", "XLA's CPU threads. Raised while the backend starts, never lowered: a CPU client with too few can deadlock."
 )
 CPU_THREADS_FALLBACK = EnvironmentVariable("NPROC", "What XLA reads when PJRT_NPROC is unset; respected, never set.")
-XLA_FLAGS = EnvironmentVariable("XLA_FLAGS", "Read: --xla_force_host_platform_device_count is the number of CPU devices.")
+XLA_FLAGS = EnvironmentVariable("XLA_FLAGS", "Read: the number of CPU devices there; workers compare the other flags.")
 NCCL_ALGO = EnvironmentVariable("NCCL_ALGO", "Set to Ring for CommunicationImplementation.RING, unless it is set already.")
 DEBUG = EnvironmentVariable("MIRRORED_DEBUG", "Read: `detail` compares the workers' programs at every start, not the first only.")
 TF_CONFIG = EnvironmentVariable(

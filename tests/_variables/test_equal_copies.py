@@ -1,5 +1,6 @@
 """Copies that differ are found on the devices, and named."""
 
+import re
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -21,7 +22,8 @@ class FakeMesh(SimpleNamespace):
     """Two workers with two devices each, which are not there."""
 
     num_replicas, per_device, is_alone = 4, 1, False
-    devices = tuple(SimpleNamespace(process_index=i // 2) for i in range(4))
+    devices = tuple(SimpleNamespace(process_index=i // 2, device_kind="cpu") for i in range(4))
+    local_devices = devices[:2]
     __hash__ = object.__hash__
 
 
@@ -215,12 +217,12 @@ def test_threads_that_run_one_program_do_not_all_compare(strategy2, monkeypatch)
 def others(monkeypatch: pytest.MonkeyPatch):
     """Let other workers come to the comparison: one of two answers to what this one says first, and to its checksums."""
 
-    def come(first: Callable[..., list[Any]], sums: Callable[..., list[Any]] = list) -> list[Any]:
+    def come(first: Callable[..., list[Any]], sums: Callable[..., list[Any]] = lambda *own: list(own)) -> list[Any]:
         said: list[Any] = []
 
         def exchange(mesh: Any, own: Any) -> list[Any]:
             said.append(own)
-            return [own, first(*own) if len(said) == 1 else sums(own)]
+            return [own, first(*own) if len(said) == 1 else sums(*own)]
 
         monkeypatch.setattr(equal_copies, "_exchange", exchange)
         return said
@@ -250,13 +252,32 @@ def test_a_variable_that_another_worker_has_forgotten_is_left_out_and_the_others
     assert len(digest) == 32, "one digest tells of equal copies"
     said = others(
         lambda history, digest: [history, "other"],
-        lambda sums: [entry for entry in sums if entry[0] != pair[0]._spec.number],
+        lambda sums, words: [[entry for entry in sums if entry[0] != pair[0]._spec.number], words],
     )
     equal_copies.check(strategy2._mesh, pair)
     assert len(said) == 2
-    others(lambda history, digest: [history, "other"], lambda sums: [[number, [0 for _ in own]] for number, own in sums[1:]])
+    others(
+        lambda history, digest: [history, "other"],
+        lambda sums, words: [[[number, [0 for _ in own]] for number, own in sums[1:]], words],
+    )
     with pytest.raises(mr.ReplicasDivergeError, match=r"'kept' differ: replicas \[2, 3\] \(worker 1\) from replica 0"):
         equal_copies.check(FakeMesh(), pair)
+
+
+@pytest.mark.parametrize(("copies", "words", "why"), [
+    ((0, 0), ["avx9"], "Programs may compute other last bits where machines differ from worker 0's: worker 1 with avx9. Use"),
+    ((0, 1), ["avx9"], "They were changed behind the library's back"),
+    ((0, 0), [], "They were changed behind the library's back"),
+])  # fmt: skip
+def test_copies_that_differ_by_worker_only_are_blamed_on_machines_that_differ(
+    strategy2, others, copies: tuple[int, int], words: list[str], why: str
+) -> None:
+    others(
+        lambda history, digest: [history, "other"],
+        lambda sums, own: [[[number, list(copies)] for number, _ in sums], sorted([*own, *words])],
+    )
+    with pytest.raises(mr.ReplicasDivergeError, match=re.escape(why)):
+        equal_copies.check(FakeMesh(), made(strategy2, "w"))
 
 
 def test_workers_that_did_other_things_are_told(strategy2, others, monkeypatch: pytest.MonkeyPatch) -> None:

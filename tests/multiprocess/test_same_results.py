@@ -7,6 +7,7 @@ import pytest
 from processes import run_workers
 
 SCRIPT = Path(__file__).parent / "same_results.py"
+OTHER_CPU = Path(__file__).parent / "other_cpu.py"
 
 
 def found(folder: Path, num_workers: int, devices: int) -> list[dict[str, np.ndarray]]:
@@ -37,3 +38,22 @@ def assert_same(several: list[dict[str, np.ndarray]], one: dict[str, np.ndarray]
 def test_three_workers_give_in_64_bits_what_one_gives_without_a_warning(tmp_path: Path) -> None:
     [one] = found(tmp_path, 1, 3)
     assert_same(found(tmp_path, 3, 1), one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_a_worker_with_another_cpu_is_named_when_they_meet_and_when_copies_differ(num_workers: int, tmp_path: Path) -> None:
+    """Another CPU, as XLA sees it: without the flag, all machines are the same here."""
+    last = f"worker {num_workers - 1} with --xla_cpu_max_isa=SSE4_2"
+    for one in run_workers(OTHER_CPU, num_workers, f"folder={tmp_path}", "other=--xla_cpu_max_isa=SSE4_2"):
+        assert one.code == 1 and "SAVED" not in one.output, one.output
+        warning = f"WARNING the machines of the workers differ from worker 0's: {last}. So results may differ in the last bit"
+        assert one.output.count(warning) == (one.index == 0), one.output
+        assert f"ReplicasDivergeError: the copies of variable 'w' differ: replicas [{num_workers - 1}]" in one.output, one.output
+        assert f"where machines differ from worker 0's: {last}. Use machines of one kind" in one.output, one.output
+
+
+@pytest.mark.slow
+def test_a_flag_that_changes_no_number_may_differ(tmp_path: Path) -> None:
+    for one in run_workers(OTHER_CPU, 2, f"folder={tmp_path}", "other=--xla_dump_hlo_as_text=true"):
+        assert one.code == 0 and "SAVED" in one.output and "WARNING" not in one.output, one.output

@@ -26,7 +26,7 @@ from .._options import (
 )
 from .._replicas import placement
 from .._replicas.mesh import ReplicaMesh, cluster_mesh, make_mesh, raising_cpu_threads, resolve_devices, with_replicas
-from .._workers import runtime
+from .._workers import machine, runtime
 from .._workers.progress import progress
 from .._workers.runtime import Runtime
 from .strategy import Strategy
@@ -146,7 +146,10 @@ class MultiWorkerMirroredStrategy(Strategy):
             self._coordination = joined.coordination
             # The first collective on a set of devices waits only 30 s for all workers: so all run one now, together.
             with progress.phase("the barrier after the exchange of devices", waits=True):
-                self._coordination.barrier("MultiWorkerMirroredStrategy")
+                own = machine.words(device.device_kind for device in mesh.local_devices)
+                machines = self._coordination.barrier("MultiWorkerMirroredStrategy", own)
+            if self.is_chief and (difference := machine.difference(machines)):
+                machine.warn_once(difference)
             placement.mirror(mesh, [np.zeros((), np.int32)])[0].block_until_ready()
 
     def _join(self, cluster: ClusterResolver | None, options: CommunicationOptions) -> Runtime | None:

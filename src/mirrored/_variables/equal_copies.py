@@ -18,7 +18,7 @@ from .._errors import ReplicasDivergeError
 from .._replicas.mesh import PlannedMesh, ReplicaMesh
 from .._replicas.placement import checksum
 from .._text import numbered
-from .._workers import joint_programs
+from .._workers import joint_programs, machine
 from .._workers.coordination import digest
 from .._workers.progress import progress
 from .._workers.same_program import require_same_history
@@ -78,12 +78,15 @@ def check(mesh: ReplicaMesh, variables: Sequence[Variable], every: int = 0) -> i
 
 def _find_difference(mesh: ReplicaMesh, variables: Sequence[Variable], own: list[Any]) -> str:
     """Compare copies one by one, and describe the first difference; a variable that some worker has no more is left out."""
-    by_worker = [dict(sums) for sums in _exchange(mesh, own)]
+    told = _exchange(mesh, [own, machine.words(device.device_kind for device in mesh.local_devices)])
+    by_worker = [dict(sums) for sums, _ in told]
     for variable in variables:
         if all(spec_of(variable).number in sums for sums in by_worker):
-            column = np.array([value for sums in by_worker for value in sums[spec_of(variable).number]], np.uint32)
+            copies = [sums[spec_of(variable).number] for sums in by_worker]
+            column = np.array([value for of_worker in copies for value in of_worker], np.uint32)
             if (column != column[0]).any():
-                return _describe(mesh, variable, column)
+                is_by_worker = all(len(set(of_worker)) == 1 for of_worker in copies)
+                return _describe(mesh, variable, column, machine.difference([words for _, words in told]) if is_by_worker else "")
     return ""
 
 
@@ -96,7 +99,7 @@ def _exchange(mesh: ReplicaMesh, own: Any) -> Sequence[Any]:
     return [own] if mesh.is_alone else joint_programs.exchange(_NAME, own)
 
 
-def _describe(mesh: ReplicaMesh, variable: Variable, column: np.ndarray) -> str:
+def _describe(mesh: ReplicaMesh, variable: Variable, column: np.ndarray, machines: str) -> str:
     values, counts = np.unique(column, return_counts=True)
     is_tie = list(counts).count(max(counts)) > 1
     usual = column[0] if is_tie else values[np.argmax(counts)]  # of most replicas, else of replica 0
@@ -105,9 +108,12 @@ def _describe(mesh: ReplicaMesh, variable: Variable, column: np.ndarray) -> str:
     workers = sorted({mesh.devices[place].process_index for place in differing})
     holder = "replica" if mesh.per_device == 1 else "device"
     where = "" if mesh.is_alone else f" ({numbered(workers)})"
+    why = "They were changed behind the library's back, or a device computes wrongly"
+    if machines:
+        why = f"Programs may compute other last bits where machines differ from worker 0's: {machines}. {machine.REMEDY}"
     return (
-        f"the copies of variable {variable.name!r} differ: {holder}s {differing}{where} from {holder} {others}. They were "
-        f"changed behind the library's back, or a device computes wrongly. Restore the last checkpoint. {variable!r}"
+        f"the copies of variable {variable.name!r} differ: {holder}s {differing}{where} from {holder} {others}. {why}. Restore "
+        f"the last checkpoint. {variable!r}"
     )
 
 

@@ -128,7 +128,7 @@ class Guard:
         if self._worker == 0:
             self._listen_to(self._coordination.others)
             deadline = time.monotonic() + seconds
-            for thread in self._listening.values():  # in a native call at the interpreter's end, one would abort the process
+            for thread in [*self._listening.values()]:  # in a native call at the interpreter's end, one would abort the process
                 thread.join(max(0.0, deadline - time.monotonic()))
 
     # ---- the main thread
