@@ -166,18 +166,34 @@ def test_a_variable_that_dies_frees_its_array_while_others_of_its_home_live():
     step = adding_one(a, b)
     strategy.run(step)
     strategy.run(step)
-    home, array = home_of(b), weakref.ref(a._array)
+    home, array, slot = home_of(b), weakref.ref(a._array), a._slot
     assert home_of(a) is home
+    slot.note_held()
     del a
     gc.collect()
     assert array() is not None  # the program holds its variables
     del step, strategy
     gc.collect()
     assert array() is None
-    assert home.arrays[0] is None
+    assert home.arrays[0] is None and slot not in storage.held
     assert first(b) == 2
     TWO.run(adding_one(b))
     assert first(b) == 3
+
+
+def test_programs_that_overwrite_the_same_variables_in_the_same_order_share_a_home():
+    a, b = variables([0, 0])
+
+    def step(x):
+        a.assign_add(jnp.sum(x) + jnp.zeros(3))
+        b.assign_add(jnp.ones(3))
+
+    homes = []
+    for size in (1, 2, 1):
+        TWO.run(step, args=(jnp.ones(size),))
+        homes.append(home_of(a))
+    assert homes[0] is homes[1] is homes[2] is home_of(b) and homes[0].is_whole
+    assert (first(a), first(b)) == (4, 3)
 
 
 def test_variables_that_live_to_the_end_of_a_program_end_without_a_word():

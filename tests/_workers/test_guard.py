@@ -673,13 +673,25 @@ def test_the_error_at_the_limit_says_which_worker_reaches_which_other_not(make: 
     assert guarded.verdict().title.endswith("timeout_seconds=...). worker 2 cannot reach worker 1 at 10.0.0.1:41234")
 
 
-def test_a_connection_that_the_kernel_has_given_up_is_named(make: Make) -> None:
+UNREACHED = "worker 0 cannot reach worker 1 at 10.0.0.1:41234"
+
+
+@pytest.mark.parametrize(
+    ("answers", "warning", "end"),
+    [
+        (True, UNREACHED, f"all workers answered. {UNREACHED}"),
+        (True, "", "all workers answered"),
+        (False, UNREACHED, "worker 1 has not answered"),  # it is dead, and so does not answer
+    ],
+)
+def test_a_connection_that_the_kernel_has_given_up_is_named(make: Make, answers: bool, warning: str, end: str) -> None:
     guarded = make(is_started=False)
-    guarded.says("here/1")
-    guarded.guard._links.warning = "worker 0 cannot reach worker 1 at 10.0.0.1:41234"
+    if answers:
+        guarded.says("here/1")
+    guarded.guard._links.warning = warning
     guarded.guard._fail_with(RuntimeError("Gloo context initialization failed"))
     assert guarded.codes.get(timeout=5) == 75
-    assert guarded.verdict().title.endswith("all workers answered. worker 0 cannot reach worker 1 at 10.0.0.1:41234")
+    assert guarded.verdict().title.endswith(end)
 
 
 def test_a_chief_that_does_not_speak_while_its_service_answers_is_named_to_all(make: Make, caplog: Log) -> None:

@@ -67,6 +67,10 @@ def test_a_worker_that_goes_on_takes_back_what_it_has_published(monkeypatch: pyt
     job.links[1].rest()
     job.links[0].rest()
     assert job.client.counted.total() == num_calls
+    job.of[1] = [Connection(A, B, STUCK_RETRIES)]
+    for _ in range(3):  # in three steps, each time for less than the limit
+        assert [job.look(1), job.look(2), job.look(2, LOST_SECONDS - 1)] == ["", "", ""]
+        job.links[2].rest()
 
 
 HINT = (
@@ -88,6 +92,9 @@ def test_the_two_ends_of_a_connection_that_is_not_answered_are_named_once(
     job.look(2)
     for links_ in job.links:
         assert links_.describe() == f"worker 2 cannot reach worker 0 at {A} (8 tries), worker 2 cannot reach {C} (4 tries){HINT}"
+    of[2] = [Connection(B, f"{C}{number}", 3, UNANSWERED) for number in range(5)]
+    job.look(2)
+    assert f"reach {C}4 (4 tries): nobody answers" in job.links[0].describe()
     of[2] = [Connection(B, f"{C}{number}", 3, UNANSWERED) for number in range(7)]
     job.look(2)
     assert f"reach {C}4 (4 tries), and 2 more: nobody answers" in job.links[0].describe()
@@ -112,7 +119,10 @@ def test_a_job_whose_ports_are_open_says_nothing(
     job = Job(monkeypatch, [[Connection(A, "", 0, LISTENING)], [], sockets])
     for _ in range(5):
         assert [job.look(worker, LOST_SECONDS) for worker in range(3)] == ["", "", ""]
+        job.links[0].rest()
     assert not caplog.messages
+    told = {f"mirrored/guard/links/{worker}" for worker in range(3)} & job.client.values.keys()
+    assert bool(told) == any(one.retries >= UNANSWERED_RETRIES for one in sockets), "else nobody says anything"
 
 
 def test_what_arrives_again_or_is_only_slow_ends_nothing(
@@ -191,6 +201,9 @@ def test_the_kernel_s_table_says_where_a_connection_without_an_answer_goes() -> 
         )
     )
     assert unanswered_ends(table) == {11: "10.0.0.1:41234", 14: "10.0.0.7:80", 15: "fd00::1:2:65535"}
+    header, line = table.splitlines()[:2]
+    for count, found in ((9, {}), (10, {11: "10.0.0.1:41234"})):  # of the fields that are there
+        assert unanswered_ends(f"{header}\n{' '.join(line.split()[:count])}") == found
     assert unanswered_ends("") == unanswered_ends("header\n\n  1: cut off") == {}
 
 

@@ -43,15 +43,15 @@ class Home:
     Attributes:
         slots, every: of the variables that the program overwrites, in its order and as a set.
         arrays: in the order of `slots`; None where the array is in another home, or the variable is gone.
-        is_whole: whether all variables have their arrays here.
+        is_whole: whether all variables are known to have their arrays here.
     """
 
     __slots__ = ("arrays", "every", "is_whole", "slots")
 
-    def __init__(self, slots: tuple[Slot, ...], is_whole: bool = False) -> None:
+    def __init__(self, slots: tuple[Slot, ...]) -> None:
         self.slots, self.every = slots, frozenset(slots)
         self.arrays: list[Any] = [None] * len(slots)
-        self.is_whole = is_whole
+        self.is_whole = False
 
 
 class Slot:
@@ -61,7 +61,7 @@ class Slot:
 
     def __init__(self) -> None:
         self.name = ""
-        self.place = (Home((self,), is_whole=True), 0)
+        self.place = (Home((self,)), 0)
 
     @property
     def array(self) -> Any:
