@@ -169,9 +169,9 @@ class NumpyDataset:
 
     def _num_batches(self, at_least: int) -> int:
         """Return how many batches of `at_least` rows one pass yields."""
+        num_whole, rest = divmod(self.num_rows, self._rows_per_batch())
         per_epoch = self._num_batches_of_epoch()
         count = num_steps(per_epoch, (("repeat", self.num_epochs), ("take", self.batches_per_pass)))
-        num_whole, rest = divmod(self.num_rows, self._rows_per_batch())
         num_smaller = count // per_epoch if per_epoch > num_whole and rest < at_least else 0  # the last ones of epochs
         return 0 if self._rows_per_batch() < at_least else count - num_smaller
 
