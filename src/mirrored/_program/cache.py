@@ -37,9 +37,8 @@ MAX_SILENT_RECOMPILATIONS = 8
 listeners: list[Callable[[Any, str], None]] = []
 
 _all: weakref.WeakSet[Programs[Any]] = weakref.WeakSet()
-
-
-#: By `id`, what holds and returns an object without weak references, such as a dict; one for all programs.
+#: By `id`, what holds and returns an object without weak references, one for all programs. Such as a dict of parameters, which a
+#: step closes over: it and its arrays may not live until the cache is full, so a pin that alone holds its object ends.
 _pins: weakref.WeakValueDictionary[int, Callable[[], Any]] = weakref.WeakValueDictionary()
 
 

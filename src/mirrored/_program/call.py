@@ -118,34 +118,37 @@ def key_of(
     static: list[Any] = []
     kinds: list[ArrayLeaf | Hashable] = []  # for each leaf, an ArrayLeaf or a static key
     is_uneven = any(type(leaf) is PerReplica and uneven_shapes(leaf) is not None for leaf in flat)
-    for leaf in flat:
-        if isinstance(leaf, PerReplica):
-            array = stack_of(leaf)
-            shapes = uneven_shapes(leaf)
-            is_batch = is_uneven and shapes is None and origin_of(leaf) is not None
-            kinds.append(_array_leaf((array.shape[1:], array.dtype, False, True, shapes, is_batch)))
-        elif isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-            array = leaf
-            is_weak = getattr(array, "weak_type", False)  # random keys have none
-            kinds.append(_array_leaf((array.shape, array.dtype, is_weak, False, None, False)))
-        elif type(leaf) in NUMBERS and len(kinds) not in compiled_in:
-            array = leaf
-            kinds.append(_number_leaf(type(leaf), tracing.is_wide()))
-            if type(leaf) is int and leaf.bit_length() > 31:
-                in_64_bits = min(max(leaf, -(2**63)), 2**63 - 1)  # numpy makes an object of what is larger
-                check_range(np.asarray(in_64_bits), lambda: f"the argument {name_of(len(kinds) - 1)} holds")
-        elif _gives_array(type(leaf)):
-            array = _host_array(leaf, lambda: name_of(len(kinds)))
-            kinds.append(_array_leaf((array.shape, jax.dtypes.canonicalize_dtype(array.dtype), False, False, None, False)))
-        else:
-            kinds.append(static_key(leaf))
+    for position, leaf in enumerate(flat):
+        is_static = position in compiled_in and type(leaf) in NUMBERS
+        if is_static or (found := _as_array(leaf, is_uneven, functools.partial(name_of, position))) is None:
             static.append(leaf)
-            continue
-        arrays.append(array)
+            kinds.append(static_key(leaf))
+        else:
+            arrays.append(found[0])
+            kinds.append(found[1])
     functions: tuple[UserFunction, ...] = (function,)
     if static:
         functions = (_with_objects(function, args, kwargs, static), *(leaf for leaf in static if isinstance(leaf, FUNCTIONS)))
     return (id(_code_of(function)), structure, tuple(kinds), tracing.settings()), functions, arrays
+
+
+def _as_array(leaf: object, is_uneven: bool, name: Callable[[], str]) -> tuple[Any, ArrayLeaf] | None:
+    """Return an argument as an array, and its type; None for an object that is compiled in."""
+    if isinstance(leaf, PerReplica):
+        array, shapes = stack_of(leaf), uneven_shapes(leaf)
+        is_batch = is_uneven and shapes is None and origin_of(leaf) is not None
+        return array, _array_leaf((array.shape[1:], array.dtype, False, True, shapes, is_batch))
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):  # random keys have no `weak_type`
+        return leaf, _array_leaf((leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False), False, None, False))
+    if type(leaf) in NUMBERS:
+        if type(leaf) is int and leaf.bit_length() > 31:
+            in_64_bits = min(max(leaf, -(2**63)), 2**63 - 1)  # numpy makes an object of what is larger
+            check_range(np.asarray(in_64_bits), lambda: f"the argument {name()} holds")
+        return leaf, _number_leaf(type(leaf), tracing.is_wide())
+    if not _gives_array(type(leaf)):
+        return None
+    array = _host_array(leaf, name)
+    return array, _array_leaf((array.shape, jax.dtypes.canonicalize_dtype(array.dtype), False, False, None, False))
 
 
 def _with_objects(function: UserFunction, args: Sequence[Any], kwargs: dict[str, Any], static: Sequence[Any]) -> UserFunction:

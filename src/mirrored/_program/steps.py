@@ -56,26 +56,25 @@ class Steps:
         frame = frames.current()
         is_traced = (frame is not None and frame.bindings is not None) or tracing.current_trace() is not tracing.NO_TRACE
         is_plain = not is_traced and not is_eager.get()
-        if is_plain and not kwargs and (fast_path := self.programs.fast_path) is not None:
-            arrays = fast_path.arrays_of(function, args)
-            if arrays is not None:
-                result = fast_path.program.run(arrays)
-                self._took(start, waited_before)
-                return result
-        if "flax.nnx" in sys.modules and nnx.holds_objects((args, kwargs)):
+        fast_path = self.programs.fast_path if is_plain and not kwargs else None
+        if fast_path is not None and (arrays := fast_path.arrays_of(function, args)) is not None:
+            program = fast_path.program
+        elif "flax.nnx" in sys.modules and nnx.holds_objects((args, kwargs)):
             return nnx.run_with_objects(functools.partial(self.run, strategy), self._mesh, function, args, kwargs)
-        if frame is not None and frame.axis is not None:
+        elif frame is not None and frame.axis is not None:
             return _run_merged(strategy, frame, function, args, kwargs)
-        key, functions, arrays = key_of(function, args, kwargs)
-        program = self.programs.get(key, functions, args if is_plain and not kwargs else None)
-        if program is not None and is_plain:
+        else:
+            key, functions, given = key_of(function, args, kwargs)
+            program = self.programs.get(key, functions, args if is_plain and not kwargs else None)
+            if program is None or not is_plain:
+                self.spent.last = None
+                coming = of_last_batch((tuple(args), kwargs)) if program is None and is_plain and (args or kwargs) else None
+                return self._run_otherwise(strategy, program, take_apart(function, args, kwargs), coming)
             names = lambda: argument_names(take_apart(function, args, kwargs))  # noqa: E731
-            result = program.run(place(self._mesh, arrays, lambda: array_leaves(key), names))
-            self._took(start, waited_before)
-            return result
-        self.spent.last = None
-        coming = of_last_batch((tuple(args), kwargs)) if program is None and is_plain and (args or kwargs) else None
-        return self._run_otherwise(strategy, program, take_apart(function, args, kwargs), coming)
+            arrays = place(self._mesh, given, lambda: array_leaves(key), names)
+        result = program.run(arrays)
+        self._took(start, waited_before)
+        return result
 
     def _took(self, start: float, waited_before: float) -> None:
         """Note the time of a warm step, and of the rest of the loop before it."""

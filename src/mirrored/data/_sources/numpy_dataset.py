@@ -169,8 +169,7 @@ class NumpyDataset:
 
     def _num_batches(self, at_least: int) -> int:
         """Return how many batches of at least `at_least` rows one pass yields."""
-        rows_per_batch = self._rows_per_batch()
-        num_whole, rest = divmod(self.num_rows, rows_per_batch)
+        num_whole, rest = divmod(self.num_rows, self._rows_per_batch())
         per_epoch = self._num_batches_of_epoch()
         count = num_steps(per_epoch, (("repeat", self.num_epochs), ("take", self.batches_per_pass)))
         num_smaller = count // per_epoch if per_epoch > num_whole and rest < at_least else 0  # the last ones of epochs
