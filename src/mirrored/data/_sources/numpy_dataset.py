@@ -173,7 +173,7 @@ class NumpyDataset:
         per_epoch = self._num_batches_of_epoch()
         count = num_steps(per_epoch, (("repeat", self.num_epochs), ("take", self.batches_per_pass)))
         num_smaller = count // per_epoch if per_epoch > num_whole and rest < at_least else 0  # the last ones of epochs
-        return 0 if rows_per_batch < at_least else count - num_smaller
+        return 0 if self._rows_per_batch() < at_least else count - num_smaller
 
     def __iter__(self) -> Iterator[PyTree]:
         self._rows_per_batch()
