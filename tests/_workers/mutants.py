@@ -7,6 +7,8 @@ MUTANTS = [
      "tests/_workers/test_guard.py::test_no_job_ends_well_whose_workers_have_done_different_things"),
     ("_workers/guard.py", "told.detail == verdict.detail[-MAX_TEXT:]", "bool(told.detail)",
      "tests/_workers/test_guard.py::test_a_traceback_that_all_workers_print_is_printed_once"),
+    ("_workers/guard.py", " and self._coordination.peek(CALL) != DONE", "",
+     "tests/_workers/test_guard.py::test_a_silent_worker_whose_heartbeats_cease_is_lost_unless_all_have_come_to_their_ends[done]"),
     ("_workers/shutdown.py", "self.arm_last_resort(code)", "pass",
      "tests/_workers/test_guard.py::test_whatever_blocks_while_a_worker_leaves_does_not_keep_it"),
     ("_workers/stall.py", "is_patient and worker not in silent", "is_patient",
