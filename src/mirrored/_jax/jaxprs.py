@@ -130,7 +130,7 @@ def loop_of(equation: Equation) -> Loop:
     """
     name, num_operands = equation.primitive.name, len(equation.invars)
     parts, start, end = list[Part](), 0, 0
-    if name == "scan":
+    if is_scan(equation):
         [closed] = inner_jaxprs(equation)
         end = num_operands - _num_longer(equation.invars, closed.jaxpr.invars)
         start = end - (len(equation.outvars) - _num_longer(equation.outvars, closed.jaxpr.outvars))
@@ -143,6 +143,11 @@ def loop_of(equation: Equation) -> Loop:
         parts = [Part(closed, range(1, num_operands)) for closed in equation.params["branches"]]
         return Loop(parts, range(1), range(1, 1), range(1, 1))
     return Loop(parts, range(start, start), range(start, end), range(end, num_operands))
+
+
+def is_scan(equation: Equation) -> bool:
+    """Tell whether an equation is a loop over rows, or of a known number of rounds."""
+    return equation.primitive.name == "scan"
 
 
 def _num_longer(outer: Sequence[Atom], inner: Sequence[Atom]) -> int:

@@ -90,8 +90,8 @@ MOVES = frozenset({
     "broadcast_in_dim", "concatenate", "copy", "mirrored_mark", "neg", "reshape", "rev", "slice", "split", "squeeze", "stack",
     "transpose", "unstack",
 })  # fmt: skip
-#: Functions that are linear in their operand, or in all operands together.
-LINEAR = MOVES | DERIVATIVE_SUMS | {"add", "sub"}
+#: Functions that are linear in both operands together.
+ADDITIVE = frozenset({"add", "sub"})
 #: Functions that are linear in the first operand, if the other is zero.
 PADS = frozenset({"pad"})
 #: Functions that are linear in each of two operands.

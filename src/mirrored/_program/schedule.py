@@ -8,7 +8,7 @@ meeting between them. docs/design/several-replicas-on-a-device.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .._errors import ContextError
@@ -22,12 +22,18 @@ from .uneven.nodes import Node, Reading, Value
 class Agenda(Reading):
     """The nodes of a step, or of a body in it, in their order, and its outputs; the `stage` of each is its level.
 
+    Each replica has its own of all results of a node, unless the scan is taken apart (`splits`): then some may be shared, such as
+    a counter, from the next level on.
+
     Raises:
         ContextError: when several replicas of one device cannot run an operation.
     """
 
-    def __init__(self, jaxpr: Jaxpr, constants: Sequence[Any], inputs: Sequence[Value]) -> None:
+    def __init__(
+        self, jaxpr: Jaxpr, constants: Sequence[Any], inputs: Sequence[Value], splits: Callable[[Equation], bool]
+    ) -> None:
         super().__init__()
+        self.splits = splits
         self.outputs = self.run(jaxpr, constants, inputs)
 
     def levels(self) -> list[list[Node]]:
@@ -48,9 +54,13 @@ class Agenda(Reading):
         outputs, node, flags = super().plain(equation, values), self.nodes[-1], [value.is_own for value in values]
         node.stage = max((value.stage for value in values), default=0)
         node.is_own = not node.is_collective and _is_own(equation, flags)
-        results = _Ownership().equation(equation, flags) if node.is_collective else [node.is_own] * len(outputs)
+        results = [node.is_own] * len(outputs)
+        if node.is_collective:
+            results = _Ownership().equation(equation, flags)
+        elif node.is_own and self.splits(equation):
+            results = _Ownership().loop(equation, flags)
         for value, is_own in zip(outputs, results, strict=True):
-            value.is_own, value.stage = is_own, node.stage + node.is_collective
+            value.is_own, value.stage = is_own, node.stage + (node.is_collective or is_own != node.is_own)
         return outputs
 
 

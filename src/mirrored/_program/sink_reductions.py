@@ -11,7 +11,7 @@ replica; what else would be rounded by each replica is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ import numpy as np
 
 from .._jax import tracing
 from .._jax.primitives import (
+    ADDITIVE,
     AXIS_SUMS,
     BILINEAR,
     BROADCASTS,
@@ -28,7 +29,6 @@ from .._jax.primitives import (
     DERIVATIVE_SUMS,
     DIVISIONS,
     DOT_PRODUCTS,
-    LINEAR,
     MOVES,
     PADS,
     SCATTER_SUMS,
@@ -47,13 +47,18 @@ def _add_rows(stack: jax.Array) -> jax.Array:
     return stack[0] if rest is None else stack[0] + rest
 
 
-def sum_over_replicas(value: Value, read: Callable[[Value], Any], dtype: np.dtype | None = None) -> jax.Array:
+def sum_over_replicas(
+    value: Value, read: Callable[[Value], Any], totals: Mapping[Value, jax.Array], dtype: np.dtype | None = None
+) -> jax.Array:
     """Return the sum of a per-replica value over the replicas of a device.
 
-    `read` returns the array of a value, `[v, ...]` if it is one for each replica; None while it is unknown. The sum is made in
-    `dtype`, by default the value's; a wider one is for a value that is shown in it later.
+    `read` returns the array of a value, `[v, ...]` if it is one for each replica; None while it is unknown. `totals` are sums
+    that were made before. The sum is made in `dtype`, by default the value's; a wider one is for a value that is shown in it
+    later.
     """
     node, dtype = value.maker, dtype or value.aval.dtype
+    if value in totals and dtype == value.aval.dtype:
+        return totals[value]
     operands = [] if node is None or not node.is_own else list(map(read, node.inputs))
     if node is not None and operands and all(operand is not None for operand in operands):
         if (rule := _rule_of(node)) is not None:
@@ -62,23 +67,33 @@ def sum_over_replicas(value: Value, read: Callable[[Value], Any], dtype: np.dtyp
             for position, part in enumerate(node.inputs):
                 own = part.aval.dtype
                 wide = dtype if dtype.itemsize > own.itemsize else own
-                operands[position] = sum_over_replicas(part, read, wide) if part.is_own else operands[position]
+                if part.is_own:
+                    operands[position] = sum_over_replicas(part, read, totals, wide)
+                elif node.equation.primitive.name in MOVES | DERIVATIVE_SUMS:
+                    operands[position] = jnp.asarray(operands[position], wide) * jnp.asarray(read(value).shape[0], wide)
             if node.equation.primitive.name in CONVERSIONS:
                 return operands[0].astype(dtype)
             return tracing.bind(node.equation, operands)[node.outputs.index(value)]
     return _add_rows(read(value).astype(dtype))
 
 
+def is_of_floats(*values: Value) -> bool:
+    """Tell whether values are arrays of floating point numbers."""
+    return all(jnp.issubdtype(value.aval.dtype, jnp.floating) for value in values)
+
+
 def _sinks(node: Node, is_wider: bool) -> bool:
     """Tell whether a node is linear, so that it may be made of sums; of wider ones, where it would not round otherwise."""
     name, own = node.equation.primitive.name, [value.is_own for value in node.inputs]
     avals: list[Any] = [atom.aval for atom in (*node.equation.invars, *node.equation.outvars)]
-    if not _is_of_floats(avals):
+    if not is_of_floats(*node.inputs, *node.outputs):
         return False  # the sum of integers may be made in another type
-    if name in (MOVES | DERIVATIVE_SUMS if is_wider else LINEAR) | AXIS_SUMS:
-        return all(own)
+    if name in MOVES | DERIVATIVE_SUMS | AXIS_SUMS:
+        return True
     if is_wider:
         return False
+    if name in ADDITIVE:
+        return all(own)
     if name in CONVERSIONS:  # the sum of replicas may be infinite where one replica's value, in float16, is not
         return jnp.finfo(avals[0].dtype).maxexp >= jnp.finfo(avals[1].dtype).maxexp
     if name in DIVISIONS or (name in PADS and _is_zero(node.inputs[1])):
@@ -89,7 +104,7 @@ def _sinks(node: Node, is_wider: bool) -> bool:
 def _rule_of(node: Node) -> Callable[[Node, Sequence[jax.Array], np.dtype], jax.Array] | None:
     """Return the function that makes the sum over the replicas of a product or sum, given the operands of all replicas."""
     name, own, params = node.equation.primitive.name, [value.is_own for value in node.inputs], node.equation.params
-    if not _is_of_floats([variable.aval for variable in node.equation.outvars]):
+    if not is_of_floats(*node.outputs):
         return None
     if name in DOT_PRODUCTS and all(own) and params.get("out_sharding") is None:
         return _dot
@@ -99,10 +114,6 @@ def _rule_of(node: Node) -> Callable[[Node, Sequence[jax.Array], np.dtype], jax.
         return _scatter
     is_sum = name in AXIS_SUMS and node.inputs[0].aval.size > node.outputs[0].aval.size  # else it changes the shape only
     return _reduction if is_sum else None
-
-
-def _is_of_floats(avals: Sequence[Any]) -> bool:
-    return all(jnp.issubdtype(aval.dtype, jnp.floating) for aval in avals)
 
 
 def _is_zero(value: Value) -> bool:

@@ -26,6 +26,7 @@ from .._typing import REPLICA_AXIS
 from . import sink_reductions
 from .lift import Lifted
 from .schedule import Agenda
+from .sink_reductions import is_of_floats
 from .uneven.nodes import Node, Value
 
 
@@ -54,7 +55,8 @@ class _Course:
         """Prepare to run with the `numbers` of the device's replicas; `is_own` tells which arrays are per-replica values."""
         self.mesh, self.numbers = mesh, numbers
         values = [Value(variable.aval, is_own=own) for variable, own in zip(jaxpr.invars, is_own, strict=True)]
-        self.plan = Agenda(jaxpr, constants, values)
+        self.is_whole = mesh.one_by_one or any(map(_has_reference, jaxpr.eqns))
+        self.plan = Agenda(jaxpr, constants, values, self.splits)
         self.known: dict[Value, Any] = dict(zip(values, arrays, strict=True))
         self.totals: dict[Value, Any] = {}  # sums over the device's replicas
 
@@ -85,11 +87,21 @@ class _Course:
 
     def run_own(self, nodes: Sequence[Node]) -> None:
         """Run nodes of one level on each replica."""
-        is_whole = self.mesh.one_by_one or any(map(_has_reference, nodes))
-        # Together, slow nodes and those with a mesh would do something else.
-        is_alone = lambda node: is_whole or _is_slow(node.equation) or tracing.have_mesh(jaxprs.inside(node.equation))  # noqa: E731
-        for one_by_one, group in itertools.groupby(nodes, is_alone):
-            self._run_group(list(group), one_by_one)
+        how = lambda node: (self.is_alone(node.equation), self.splits(node.equation))  # noqa: E731
+        for (one_by_one, is_split), group in itertools.groupby(nodes, how):
+            if is_split:
+                for node in group:
+                    self.keep(node, self.run_loop(node, jaxprs.loop_of(node.equation)))
+            else:
+                self._run_group(list(group), one_by_one)
+
+    def is_alone(self, equation: Equation) -> bool:
+        """Tell whether replicas run an equation one after the other; slow ones and those with a mesh would do something else."""
+        return self.is_whole or _is_slow(equation) or tracing.have_mesh(jaxprs.inside(equation))
+
+    def splits(self, equation: Equation) -> bool:
+        """Tell whether to run a loop on all replicas round by round, so that sums sink into its rounds."""
+        return jaxprs.is_scan(equation) and not self.is_alone(equation)
 
     def _run_group(self, nodes: list[Node], one_by_one: bool) -> None:
         made = [value for node in nodes for value in node.outputs]
@@ -138,17 +150,16 @@ class _Course:
 
     def add_up(self, node: Node) -> list[Any]:
         """Add values up over all replicas."""
-        totals = []
-        for value in node.inputs:
-            if value in self.totals:
-                totals.append(self.totals[value])
-            elif value.is_own:
-                totals.append(sink_reductions.sum_over_replicas(value, self.read))
-            else:
-                array = jnp.asarray(self.read(value))
-                totals.append(array * jnp.asarray(self.mesh.per_device, array.dtype))
+        totals = list(map(self.total, node.inputs))
         is_alone = len(self.mesh.devices) == 1  # on CPU an all-reduce of one device is a copy
         return totals if is_alone else jax.lax.psum(totals, self.mesh.axis)
+
+    def total(self, value: Value) -> jax.Array:
+        """Add a value up over the device's replicas."""
+        if value.is_own or value in self.totals:
+            return sink_reductions.sum_over_replicas(value, self.read, self.totals)
+        array = jnp.asarray(self.read(value))
+        return array * jnp.asarray(self.mesh.per_device, array.dtype)
 
     def exchange(self, node: Node) -> list[Any]:
         """Run a collective other than a sum on the values of all replicas, and take the results of this device's."""
@@ -166,30 +177,48 @@ class _Course:
         return [of_device(row) if value.is_own else row[0] for row, value in zip(results, node.outputs, strict=True)]
 
     def run_loop(self, node: Node, loop: jaxprs.Loop) -> list[Any]:
-        """Run a loop or condition in which replicas meet; all take the same way through it."""
+        """Run a loop of all replicas, or a condition in which they meet; all take the same way through it.
+
+        A scan also makes the sums over the replicas of the rows that it stacks; JAX drops those that nobody uses.
+        """
         ends = [value.is_own for value in node.outputs]
         is_own = [value.is_own and k not in loop.index for k, value in enumerate(node.inputs)]  # inside
         is_own[loop.carry.start : loop.carry.stop] = ends[: len(loop.carry)]
         operands = [self.as_kind(v, flag) for v, flag in zip(node.inputs, is_own, strict=True)]
         for k in loop.rows:
             operands[k] = _swap(operands[k], is_own[k])
+        num_kept = len(ends) if loop.index else len(loop.carry)  # the others are stacked from rows
+        added = [k for k in range(num_kept, len(ends)) if ends[k] and is_of_floats(node.outputs[k]) and not self.mesh.one_by_one]
 
         def body_of(part: jaxprs.Part) -> Callable[..., list[Any]]:
             flags = [is_own[k] for k in (*part.fixed, *loop.carry, *loop.rows)]
-            course = functools.partial(_Course, self.mesh, self.numbers, part.closed.jaxpr, part.closed.consts, is_own=flags)
-            return lambda *arguments: course(arrays=arguments).run([False] if part.decides else ends)
+
+            def body(*arguments: jax.Array) -> list[Any]:
+                course = _Course(self.mesh, self.numbers, part.closed.jaxpr, part.closed.consts, arguments, flags)
+                if part.decides:
+                    return course.run([False])
+                return [*course.run(ends), *(course.total(course.plan.outputs[k]) for k in added)]
+
+            return body
 
         results = run_parts(node.equation, operands, list(map(body_of, loop.parts)))
-        num_kept = len(results) if loop.index else len(loop.carry)  # the others are stacked from rows
-        return [*results[:num_kept], *map(_swap, results[num_kept:], ends[num_kept:])]
+        self.totals.update(zip([node.outputs[k] for k in added], results[len(ends) :], strict=True))
+        results = [*results[:num_kept], *map(_swap, results[num_kept : len(ends)], ends[num_kept:])]
+        return [
+            self.spread(array) if v.is_own > end else array for array, v, end in zip(results, node.outputs, ends, strict=True)
+        ]
+
+    def spread(self, array: jax.Array) -> jax.Array:
+        """Give each replica of the device a value."""
+        return jnp.broadcast_to(array, (self.mesh.per_device, *jnp.shape(array)))
 
 
 def _is_slow(equation: Equation) -> bool:
     return any(e.primitive.name in HOST_EFFECTS or _is_other_random(e) for e in (equation, *jaxprs.inside(equation)))
 
 
-def _has_reference(node: Node) -> bool:
-    return any(isinstance(atom.aval, jax.ref.AbstractRef) for atom in (*node.equation.invars, *node.equation.outvars))
+def _has_reference(equation: Equation) -> bool:
+    return any(isinstance(atom.aval, jax.ref.AbstractRef) for atom in (*equation.invars, *equation.outvars))
 
 
 def _is_other_random(equation: Equation) -> bool:
