@@ -107,8 +107,7 @@ OFFERS = {
     "_strategy": """
         current.DefaultStrategy current.get_replica_context current.get_strategy current.has_strategy
         strategies.MirroredStrategy strategies.MultiWorkerMirroredStrategy strategies.OneDeviceStrategy
-        strategy.Strategy strategy.coordination_of strategy.joint_strategy strategy.parts_of strategy.variables_of
-        values.ValueContext
+        strategy.Strategy strategy.coordination_of strategy.joint_strategy strategy.parts_of values.ValueContext
     """,
     "_checkpoint": """
         checkpoint.Checkpoint export.export preemption.PreemptionHandler

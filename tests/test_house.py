@@ -405,7 +405,7 @@ BUDGETS = {
     "_variables": 1916,  # 1,700
     "_models": 1238,  # 1,050
     "_updates": 262,  # 250
-    "_strategy": 1168,  # 1,100
+    "_strategy": 1173,  # 1,100
     "_transforms": 608,  # 600
     "data": 3451,  # 3,200
     "_workers": 2441,  # 1,700

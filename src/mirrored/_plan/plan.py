@@ -155,7 +155,7 @@ def plan(strategy: Strategy) -> Plan:
     """
     if not isinstance(strategy, Strategy):
         raise TypeError(f"mr.plan got {shown(strategy)}; expected a strategy: mr.plan(strategy).")
-    mesh = parts_of(strategy)[0]
+    mesh = parts_of(strategy).mesh
     if not isinstance(mesh, PlannedMesh):
         right = "mr.MirroredStrategy(mr.topology('v5e:16x16'))"
         raise PlanError(f"mr.plan got {strategy!r}, whose devices are here and run its steps. A plan is made of {right}.")

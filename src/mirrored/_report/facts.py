@@ -21,11 +21,11 @@ from .._plan.plan import plan_of
 from .._program.program import Program, collectives_of, name_of_collective
 from .._replicas.device_time import DeviceTime, last_profile
 from .._replicas.mesh import PlannedMesh
-from .._strategy.strategy import Strategy, coordination_of, parts_of, variables_of
+from .._strategy.strategy import Strategy, coordination_of, parts_of
 from .._text import describe, version_of
 from .._transforms.function import function_programs
 from .._variables.equal_copies import CopiesCompared, last_comparisons
-from .._variables.variable import spec_of
+from .._variables.variable import live_variables, spec_of
 from ..data._dataset import DistributedDataset, batch_rows
 
 #: The version of the files' format.
@@ -135,7 +135,7 @@ def facts_of(strategy: Strategy) -> Facts:
         programs=_programs([*steps.programs.causes(), *function_programs(mesh)]),
         variables=tuple(
             StateEntry(spec.name, spec.shape, str(spec.dtype), math.prod(spec.shape) * spec.dtype.itemsize, spec.is_on_read)
-            for spec in map(spec_of, variables_of(strategy))
+            for spec in map(spec_of, live_variables(mesh))
         ),
         num_steps=spent.num_steps,
         step_seconds=spent.wall / max(spent.num_steps, 1),

@@ -6,10 +6,9 @@ import contextlib
 import contextvars
 import dataclasses
 import logging
-import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn, Self, overload
+from typing import Any, NamedTuple, NoReturn, Self, overload
 
 import jax
 
@@ -29,7 +28,7 @@ from .._text import shown
 from .._typing import ArrayLike, PyTree, UserFunction
 from .._variables import equal_copies
 from .._variables.access import lent
-from .._variables.variable import Variable, live_variables, spec_of
+from .._variables.variable import live_variables, spec_of
 from .._workers.coordination import Coordination
 from .._workers.progress import progress
 from .._workers.same_program import require_same_history
@@ -516,14 +515,23 @@ def joint_strategy() -> Strategy | None:
     return next((strategy for strategy in list(_process.strategies) if strategy.num_workers > 1), None)
 
 
-#: A strategy's parts, for reports: its replicas, its steps, its datasets that still exist, and the user's function that replaces
-#: sums, if any.
-parts_of: Callable[[Strategy], tuple[ReplicaMesh, Steps, Iterable[DistributedDataset], ReductionToOneDevice | None]]
-parts_of = operator.attrgetter("_mesh", "_steps", "_datasets", "_ops")
-#: The variables on a strategy's devices, in order of creation.
-variables_of: Callable[[Strategy], list[Variable]] = lambda strategy: live_variables(parts_of(strategy)[0])  # noqa: E731
-#: The coordination between a strategy's workers.
-coordination_of: Callable[[Strategy], Coordination] = operator.attrgetter("_coordination")
+class Parts(NamedTuple):
+    """What a strategy is made of, for reports: `datasets` still exist; `ops` is the user's function in the place of sums."""
+
+    mesh: ReplicaMesh
+    steps: Steps
+    datasets: Iterable[DistributedDataset]
+    ops: ReductionToOneDevice | None
+
+
+def parts_of(strategy: Strategy) -> Parts:
+    """Return what a strategy is made of."""
+    return Parts(strategy._mesh, strategy._steps, strategy._datasets, strategy._ops)
+
+
+def coordination_of(strategy: Strategy) -> Coordination:
+    """Return the coordination between a strategy's workers."""
+    return strategy._coordination
 
 
 def _require_untraced(verb: str) -> None:

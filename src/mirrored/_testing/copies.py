@@ -8,14 +8,13 @@ import jax
 import numpy as np
 
 from .._errors import ContextError
-from .._options import VariableSynchronization
 from .._replicas import frames
 from .._replicas.per_replica import PerReplica
-from .._strategy.strategy import Strategy, variables_of
+from .._strategy.strategy import Strategy, parts_of
 from .._text import shown
 from .._typing import PyTree
 from .._variables.sharded import ShardedVariable
-from .._variables.variable import Variable, local_copies
+from .._variables.variable import Variable, live_variables, local_copies, spec_of
 
 _HAS_COPIES = (Variable, PerReplica, jax.Array)
 
@@ -82,7 +81,7 @@ def assert_equal_copies(value: Strategy | PyTree) -> None:
     """
     _require_outside("assert_equal_copies")
     if isinstance(value, Strategy):
-        named = [(_name_of(v), v) for v in variables_of(value) if v.synchronization is VariableSynchronization.ON_WRITE]
+        named = [(_name_of(v), v) for v in live_variables(parts_of(value).mesh) if not spec_of(v).is_on_read]
     else:
         leaves = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda leaf: isinstance(leaf, _HAS_COPIES))[0]
         named = [(_name_of(leaf, jax.tree_util.keystr(path)), leaf) for path, leaf in leaves]
@@ -94,7 +93,7 @@ def assert_equal_copies(value: Strategy | PyTree) -> None:
     for name, leaf in named:
         if isinstance(leaf, ShardedVariable):  # each element is on one device only
             continue
-        if isinstance(leaf, Variable) and leaf.synchronization is VariableSynchronization.ON_READ:
+        if isinstance(leaf, Variable) and spec_of(leaf).is_on_read:
             raise ValueError(
                 f"{name} is a sync-on-read variable: each replica has its own value, so that no copies are to be equal. Leave it "
                 "out, or look at testing.copies(variable)."

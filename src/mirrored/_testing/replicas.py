@@ -17,10 +17,10 @@ from .._program import cache
 from .._replicas import frames
 from .._replicas.per_replica import PerReplica
 from .._strategy.strategies import MirroredStrategy
-from .._strategy.strategy import variables_of
+from .._strategy.strategy import parts_of
 from .._text import counted, list_lines, shown
 from .._typing import PyTree
-from .._variables.variable import Variable
+from .._variables.variable import Variable, live_variables
 from .._variables.variable import listeners as variable_listeners
 
 #: Bytes of a floating number -> relative tolerance: over a few steps, sums in another order differ by no more.
@@ -183,7 +183,7 @@ def _train(
     finally:
         variable_listeners.remove(every.append)
         cache.listeners.remove(note_program)
-    own = set(variables_of(strategy))
+    own = set(live_variables(parts_of(strategy).mesh))
     made = [variable for variable in every if variable in own]
     names = [variable.name for variable in made]
     if unknown := sorted(set(ignore) - set(names)):
