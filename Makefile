@@ -47,7 +47,8 @@ mutants: setup
 mutations: setup
 	$(BIN)/python tests/mutations.py --since $(or $(SINCE),HEAD)
 
-## programs: NUM random programs (default 3000) from seed SEED on, in several ways, each compared with one device
+## programs: NUM random programs (default 3000) from seed SEED on, in several ways, each compared with one device; XLA compiles
+## one of 20, NumPy computes the others
 programs: setup
 	$(BIN)/python tests/random_programs/run.py --num $(or $(NUM),3000) --seed $(or $(SEED),0) --jobs $(JOBS)
 

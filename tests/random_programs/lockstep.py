@@ -7,6 +7,7 @@ once; of what leaves a step as such, the copies must be equal bit by bit.
 
 import contextlib
 import functools
+import operator
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -114,6 +115,58 @@ def _pad(x: Any, value: Any, p: dict[str, Any]) -> Any:
     return y
 
 
+def _places(
+    indices: Any, sizes: Any, shape: Any, ndim: int, windows: Any, removed: Any, axes: Any, batched: Any, mode: Any
+) -> Any:
+    """Return for each axis of an array of this shape where windows lie, whose axes in the result are `windows`; and which do."""
+    rest = [axis for axis in range(ndim) if axis not in windows]
+
+    def along(values: Any, own: Any) -> Any:
+        return np.reshape(values, [np.shape(values)[own.index(axis)] if axis in own else 1 for axis in range(ndim)])
+
+    starts = {axis: indices[..., k] for k, axis in enumerate(axes)}
+    for axis, k in batched:
+        numbers = np.arange(indices.shape[k]).reshape([-1 if k == i else 1 for i in range(indices.ndim - 1)])
+        starts[axis] = np.broadcast_to(numbers, indices.shape[:-1])
+    places, are_inside, windows = [], np.ones(indices.shape[:-1], bool), iter(windows)
+    for axis, size in enumerate(shape):
+        start = np.asarray(starts.get(axis, np.zeros(indices.shape[:-1], int)), np.int64)
+        if mode == jax.lax.GatherScatterMode.FILL_OR_DROP:
+            are_inside &= (start >= 0) & (start <= size - sizes[axis])
+        place = along(np.clip(start, 0, size - sizes[axis]), rest)
+        places.append(place if axis in removed else place + along(np.arange(sizes[axis]), [next(windows)]))
+    return tuple(np.broadcast_arrays(*places)), along(are_inside, rest)
+
+
+def _gather(x: Any, indices: Any, p: dict[str, Any]) -> Any:
+    d = p["dimension_numbers"]
+    ndim = indices.ndim - 1 + len(d.offset_dims)
+    removed = (*d.collapsed_slice_dims, *d.operand_batching_dims)
+    batched = zip(d.operand_batching_dims, d.start_indices_batching_dims, strict=True)
+    sizes, axes, mode = p["slice_sizes"], d.start_index_map, p["mode"]
+    places, are_inside = _places(indices, sizes, x.shape, ndim, d.offset_dims, removed, axes, batched, mode)
+    if p["fill_value"] is not None and not are_inside.all():
+        return np.where(are_inside, x[places], p["fill_value"])
+    outside = np.nan if x.dtype.kind not in "iub" else np.iinfo(x.dtype).min if x.dtype.kind == "i" else -1 % 2**32
+    return x[places] if are_inside.all() else np.where(are_inside, x[places], outside)
+
+
+def _scattered(set_at: Callable[..., None]) -> Callable[..., Any]:
+    def run(x: Any, indices: Any, updates: Any, p: dict[str, Any]) -> Any:
+        d = p["dimension_numbers"]
+        removed = (*d.inserted_window_dims, *d.operand_batching_dims)
+        window = iter(d.update_window_dims)
+        sizes = [1 if axis in removed else updates.shape[next(window)] for axis in range(x.ndim)]
+        batched = zip(d.operand_batching_dims, d.scatter_indices_batching_dims, strict=True)
+        axes, mode = d.scatter_dims_to_operand_dims, p["mode"]
+        places, inside = _places(indices, sizes, x.shape, updates.ndim, d.update_window_dims, removed, axes, batched, mode)
+        inside, result = np.broadcast_to(inside, updates.shape), np.array(x)
+        set_at(result, tuple(np.broadcast_to(place, updates.shape)[inside] for place in places), updates[inside])
+        return result
+
+    return run
+
+
 def _split(x: Any, p: dict[str, Any]) -> list[Any]:
     return np.split(x, np.cumsum(p["sizes"])[:-1], p["axis"])
 
@@ -186,6 +239,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "bitcast_convert_type": lambda x, p: x.view(p["new_dtype"]),
     "optimization_barrier": _same, "mirrored_mark": _same, "stop_gradient": _same, "copy": _same, "name": _same,
     "psum": lambda *a: [np.sum(x, a[-1]["axes"]) for x in a[:-1]],
+    "gather": _gather, "scatter-add": _scattered(np.add.at), "scatter": _scattered(operator.setitem),
     "unstack": lambda x, p: [np.take(x, i, p["axis"]) for i in range(x.shape[p["axis"]])],
 }  # fmt: skip
 

@@ -149,7 +149,33 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
         jax.random.normal(jax.random.fold_in(jax.random.key(1), i[3, 3]), (3,))
         + jax.vmap(lambda k: jax.random.bits(k))(jax.random.split(jax.random.key(2), 3))
     ),
-    "gathers": lambda x, i: (x[i % 4, 1], x.at[i[2] % 4].add(1.0), jnp.take_along_axis(x, i % 6, 1)),
+    "gathers": lambda x, i: (
+        x[i % 4, 1],
+        jnp.take_along_axis(x, i % 6, 1),
+        x[1:, 2],
+        jnp.take(x, i[:, 0], axis=0),
+        x[i[2, 0] % 4, 1:3],
+    ),
+    "gathers by row": lambda x, i: jax.vmap(lambda row, k: (row[k % 6], jax.lax.dynamic_slice(row, (k[0],), (3,))))(x, i),
+    "gathers outside": lambda x, i: [
+        jnp.take(x, i, axis=0, mode="clip"),
+        jnp.take(x, i, axis=0),
+        jnp.take(i, i, axis=1),
+        jnp.take(x, i, axis=0, fill_value=7.0),
+    ],
+    "scatters": lambda x, i: (
+        x.at[i[2] % 4].add(1.0),
+        x.at[i % 4, i % 6].add(x),
+        x.at[1:3, ::2].set(5.0),
+        x.at[i[:, 0]].add(2.0),
+        x.at[:, i[0] % 6].add(x),
+    ),
+    "scatters by row": lambda x, i: jax.vmap(
+        lambda row, k: (row.at[k % 6].add(row), jax.lax.dynamic_update_slice(row, row[:2], (k[1],)))
+    )(x, i),
+    "derivatives of gathers": lambda x, i: jax.grad(
+        lambda x: jnp.sum(jax.vmap(lambda row, k: row[k % 6])(x, i) ** 2) + jnp.sum(jnp.take(x, i, axis=0, mode="clip") ** 3)
+    )(x),
     "loops": lambda x, i: (differentiated(x), jax.lax.while_loop(lambda c: c.sum() < 50, lambda c: c * 2, jnp.abs(x))),
     "convolutions": lambda x, i: jax.lax.conv_general_dilated(
         x[None], jnp.ones((2, 6, 3)), (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
