@@ -37,6 +37,8 @@ CALLS = frozenset({
 })  # fmt: skip
 #: Calls that mean nothing beyond that, and may be inlined.
 INLINE_CALLS = frozenset({"closed_call", "eval_jaxpr", "jit"})
+#: Calls that compute something again, when derivatives are taken.
+AGAIN = frozenset({"remat2"})
 #: Calls whose parameters, but for the jaxpr, matter to derivatives only.
 CUSTOM_DERIVATIVE = frozenset({"custom_jvp_call", "custom_vjp_call"})
 #: Parameters that are functions, which the primitive also has as jaxprs.

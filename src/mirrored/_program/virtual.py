@@ -20,7 +20,7 @@ from .._errors import ContextError
 from .._jax import jaxprs, tracing
 from .._jax.interpreter import Evaluation, run_parts
 from .._jax.jaxprs import Equation, Jaxpr
-from .._jax.primitives import DEVICE_RANDOM, HOST_EFFECTS, RANDOM
+from .._jax.primitives import AGAIN, DEVICE_RANDOM, HOST_EFFECTS, ONE_TO_ONE, RANDOM
 from .._replicas.mesh import ReplicaMesh
 from .._typing import REPLICA_AXIS
 from . import sink_reductions
@@ -91,7 +91,9 @@ class _Course:
         for (one_by_one, is_split), group in itertools.groupby(nodes, how):
             if is_split:
                 for node in group:
-                    self.keep(node, self.run_loop(node, jaxprs.loop_of(node.equation)))
+                    loop = jaxprs.loop_of(node.equation)
+                    operands = map(self.read, node.inputs)
+                    self.keep(node, self.run_loop(node, loop) if loop.parts else tracing.bind(node.equation, list(operands)))
             else:
                 self._run_group(list(group), one_by_one)
 
@@ -100,8 +102,8 @@ class _Course:
         return self.is_whole or _is_slow(equation) or tracing.have_mesh(jaxprs.inside(equation))
 
     def splits(self, equation: Equation) -> bool:
-        """Tell whether to run a loop on all replicas round by round, so that sums sink into its rounds."""
-        return jaxprs.is_scan(equation) and not self.is_alone(equation)
+        """Tell whether to take a scan, or what is computed again, apart, so that sums sink in; a barrier holds all operands."""
+        return (jaxprs.is_scan(equation) or equation.primitive.name in AGAIN | ONE_TO_ONE) and not self.is_alone(equation)
 
     def _run_group(self, nodes: list[Node], one_by_one: bool) -> None:
         made = [value for node in nodes for value in node.outputs]
