@@ -55,7 +55,7 @@ class _Course:
         """Prepare to run with the `numbers` of the device's replicas; `is_own` tells which arrays are per-replica values."""
         self.mesh, self.numbers = mesh, numbers
         values = [Value(variable.aval, is_own=own) for variable, own in zip(jaxpr.invars, is_own, strict=True)]
-        self.is_whole = mesh.one_by_one or any(map(_has_reference, jaxpr.eqns))
+        self.is_whole = mesh.one_by_one or _has_references(jaxpr)
         self.plan = Agenda(jaxpr, constants, values, self.splits)
         self.known: dict[Value, Any] = dict(zip(values, arrays, strict=True))
         self.totals: dict[Value, Any] = {}  # sums over the device's replicas
@@ -219,8 +219,11 @@ def _is_slow(equation: Equation) -> bool:
     return any(e.primitive.name in HOST_EFFECTS or _is_other_random(e) for e in (equation, *jaxprs.inside(equation)))
 
 
-def _has_reference(equation: Equation) -> bool:
-    return any(isinstance(atom.aval, jax.ref.AbstractRef) for atom in (*equation.invars, *equation.outvars))
+def _has_references(jaxpr: Jaxpr) -> bool:
+    """Tell whether a program has a `jax.Ref`, also in what it calls; those in a kernel's or a loop's body are its own."""
+    atoms = [atom for equation in jaxpr.eqns for atom in (*equation.invars, *equation.outvars)]
+    called = [inner for equation in jaxpr.eqns if (inner := jaxprs.callee(equation)) is not None]
+    return any(isinstance(atom.aval, jax.ref.AbstractRef) for atom in atoms) or any(_has_references(c.jaxpr) for c in called)
 
 
 def _is_other_random(equation: Equation) -> bool:
