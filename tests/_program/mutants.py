@@ -46,6 +46,8 @@ MUTANTS = [
     # -- several replicas on a device
     ("_program/virtual.py", "_swap(operands[k], is_own[k])", "operands[k]",
      "tests/_program/test_virtual.py::test_collectives_and_loops_are_those_of_as_many_devices"),
+    ("_program/virtual.py", " or any(_has_references(c.jaxpr) for c in called)", "",
+     "tests/_program/test_virtual.py::test_references_work_between_collectives_and_are_refused_across_one"),
     ("_program/sink_reductions.py", "is_wider=dtype != value.aval.dtype", "is_wider=False",
      SINKS + "a_wide_sum_of_narrow_values_is_as_exact_as_that_of_devices[rounded-2]"),
     ("_program/sink_reductions.py", "jnp.finfo(avals[0].dtype).maxexp >= jnp.finfo(avals[1].dtype).maxexp", "True",

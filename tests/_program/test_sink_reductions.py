@@ -85,48 +85,69 @@ def test_gradients_are_those_of_as_many_devices(dtype, num_replicas, num_rows):
 LAYERS = (RNG.normal(size=(3, WIDTH, WIDTH)) / 4).astype(np.float32)
 
 
-def layer_by_layer(strategy, num_rows):
+def layer_by_layer(strategy, num_rows, again=lambda layer: layer, unroll=False):
     """Return a step whose layers are rounds of a scan, which also counts, and stacks what is common and what is not."""
     layers = variable(LAYERS, strategy)
     x = np.random.default_rng(1).normal(size=(num_rows, WIDTH)).astype(np.float32)
     [x] = strategy.distribute_dataset(strategy.make_numpy_dataset(x).batch(num_rows))
 
+    @again
     def layer(carry, matrix):
         count, h = carry
         h = jnp.tanh(h @ matrix + count)
         return (count + 1, h), (matrix.sum() + count, h.sum(1), h.astype(jnp.bfloat16))
 
+    def run(carry, matrices):
+        if not unroll:
+            return jax.lax.scan(layer, carry, matrices)
+        rows = []
+        for matrix in matrices:
+            carry, row = layer(carry, matrix)
+            rows.append(row)
+        return carry, jax.tree.map(lambda *arrays: jnp.stack(arrays), *rows)
+
     def losses(x):
-        (count, h), (common, own, narrow) = jax.lax.scan(layer, (0.0, x), layers.value)
+        (count, h), (common, own, narrow) = run((0.0, x), layers.value)
         return h.mean(1) * count + own.mean(0) * common.sum() + narrow.astype(jnp.float32).mean((0, 2))
 
     def step(x):
-        (count, _), (common, own, narrow) = jax.lax.scan(layer, (0.0, x), layers.value)
+        matrices, h = jax.lax.optimization_barrier((layers.value, x))
+        (count, _), (common, own, narrow) = run((0.0, h), matrices)
         sums = (own.sum(1), common, narrow.sum(1).astype(jnp.float32), count)
         return all_reduce("sum", (mr.grad(lambda: losses(x), layers)(), sums)), common
 
     return step, (x,)
 
 
-@pytest.mark.parametrize("schedule", ["together", "one_by_one"])
-@pytest.mark.parametrize("num_replicas", [2, *slow(1, 3, 8)])
-def test_what_a_scan_stacks_is_added_up_in_it(num_replicas, schedule):
+HOW = [{}, {"again": jax.checkpoint}, {"again": jax.checkpoint, "unroll": True}]
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(
+    ("num_replicas", "schedule"), [(2, "together"), *slow((1, "together"), (3, "together"), (3, "one_by_one"))]
+)
+def test_gradients_of_layers_are_those_of_as_many_devices(num_replicas, schedule, how):
     found = []
     for devices in (1, num_replicas):
         strategy = strategy_of(devices, num_replicas=num_replicas, schedule=schedule if devices == 1 else "together")
-        step, args = layer_by_layer(strategy, 8)
+        step, args = layer_by_layer(strategy, 4 * num_replicas, **how)
         *sums, common = strategy.run(step, args=args)
         found.append((sums, strategy.local_results(common)))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=1e-5), *found)
 
 
-def test_no_replica_has_the_gradients_of_a_scan_of_its_own():
+@pytest.mark.parametrize("how", HOW)
+def test_no_replica_has_a_gradient_of_layers_of_its_own(how):
     strategy = strategy_of(1, num_replicas=8)
-    step, args = layer_by_layer(strategy, 16)
+    step, args = layer_by_layer(strategy, 16, **how)
     strategy.run(step, args=args)
     text = lowered(strategy, args).as_text()
-    assert f"3x8x{WIDTH}x{WIDTH}" not in text and f"8x3x{WIDTH}x{WIDTH}" not in text and f"8x{WIDTH}x{WIDTH}" not in text
-    assert f"3x8x2x{WIDTH}" in text  # but of its rows
+    of_each = [f"{first}{WIDTH}x{WIDTH}" for first in ("3x8x", "8x3x", "8x")]
+    assert [shape for shape in of_each if shape in text] == []
+    assert f"8x2x{WIDTH}" in text  # but of its rows
+    barriers = re.findall(r"optimization_barrier .*", text)
+    assert len(barriers) == {0: 1, 1: 2, 2: 4}[HOW.index(how)]  # that of the step, and one for what is computed again
+    assert all(f"{WIDTH}x{WIDTH}xf32" in held and f"8x2x{WIDTH}xf32" in held for held in barriers)
 
 
 # -- what is in a narrow type, and its sum in a wide one

@@ -135,7 +135,16 @@ def test_references_work_between_collectives_and_are_refused_across_one(schedule
         ref[1] = ctx().all_reduce("sum", ref[0]) if crosses else 5.0
         return ref[...]
 
+    @jax.jit
+    def counted(x):
+        """Add up in a reference, around a scan that counts."""
+        ref = jax.new_ref(x)
+        (count, x), _ = jax.lax.scan(lambda carry, _: ((carry[0] + 1.0, carry[1] * 2), None), (0.0, x), length=3)
+        ref[...] += count
+        return ref[...] + x
+
     assert_same(shown(strategy, strategy.run(step, args=(False,))), [np.float32([0, 5]), np.float32([1, 5])])
+    assert_same(shown(strategy, strategy.run(lambda: counted(1.0 * number()))), [np.float32(3), np.float32(12)])
     with pytest.raises(mr.ContextError, match=r"jax\.Ref before and after a collective.* make a new one after it\."):
         strategy.run(step, args=(True,))
 

@@ -18,7 +18,7 @@ from jax._src.interpreters import ad
 
 from .._typing import REPLICA_AXIS
 from .marks import mark_p
-from .primitives import CALLS, CONTROL_FLOW, HOST_CALLBACKS, LOCAL, POWERS, PURE, SIMPLE, SUMS
+from .primitives import AGAIN, CALLS, CONTROL_FLOW, HOST_CALLBACKS, LOCAL, POWERS, PURE, SIMPLE, SUMS
 
 Jaxpr = jex_core.Jaxpr
 #: Since jax 0.11 the same class as Jaxpr; before, a pair of a Jaxpr and its constants.
@@ -64,6 +64,17 @@ def callee(equation: Equation) -> ClosedJaxpr | None:
     [closed] = inner
     fits = len(closed.jaxpr.invars) == len(equation.invars) and len(closed.jaxpr.outvars) == len(equation.outvars)
     return closed if fits else None
+
+
+def held_operands(equation: Equation) -> list[int] | None:
+    """Return the positions of the operands behind which XLA may not look, of a call that computes something again; else None."""
+    if equation.primitive.name not in AGAIN:
+        return None
+    held = equation.params["prevent_cse"]
+    flags = held if isinstance(held, tuple) else (held,) * len(equation.invars)
+    avals: list[Any] = [atom.aval for atom in equation.invars]
+    are_numbers = [isinstance(aval, core.ShapedArray) and isinstance(aval.dtype, np.dtype) for aval in avals]
+    return [k for k, flag in enumerate(flags) if flag and equation.params["differentiated"] and are_numbers[k]]
 
 
 def linear_operands(equation: Equation) -> list[int] | None:

@@ -37,6 +37,8 @@ CALLS = frozenset({
 })  # fmt: skip
 #: Calls that do nothing else, and may be inlined.
 INLINE_CALLS = frozenset({"closed_call", "eval_jaxpr", "jit"})
+#: Calls that compute something again when derivatives are taken.
+AGAIN = frozenset({"remat2"})
 #: Calls whose parameters, except the jaxpr, matter only to derivatives.
 CUSTOM_DERIVATIVE = frozenset({"custom_jvp_call", "custom_vjp_call"})
 #: Parameters that are functions; the primitive has the same functions as jaxprs.

@@ -12,18 +12,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .._errors import ContextError
-from .._jax import jaxprs, user_code
+from .._jax import jaxprs, tracing, user_code
 from .._jax.interpreter import Analysis
-from .._jax.jaxprs import Equation, Jaxpr
-from .._jax.primitives import MAKE_SAME
+from .._jax.jaxprs import ClosedJaxpr, Equation, Jaxpr
+from .._jax.primitives import MAKE_SAME, ONE_TO_ONE
 from .uneven.nodes import Node, Reading, Value
 
 
 class Agenda(Reading):
     """The nodes of a step, or of a body in it, in their order, and its outputs; the `stage` of each is its level.
 
-    Each replica has its own of all results of a node, unless the scan is taken apart (`splits`): then some may be shared, such as
-    a counter, from the next level on.
+    Each replica has its own of all results of a node, unless it is taken apart (`splits`): then some may be shared, such as the
+    counter of a scan, from the next level on.
 
     Raises:
         ContextError: when several replicas of one device cannot run an operation.
@@ -50,6 +50,17 @@ class Agenda(Reading):
         made = [value for node in nodes for value in node.outputs]
         return [value for value in made if value in added], [value for value in made if value in used]
 
+    def call(self, equation: Equation, inner: ClosedJaxpr, values: list[Value]) -> Sequence[Value]:
+        held = jaxprs.held_operands(equation)
+        if held is None or not self.splits(equation):
+            return super().call(equation, inner, values)
+        behind = dict(enumerate(values))
+        if held:
+            behind.update(
+                zip(held, self.plain(tracing.barrier([values[k].aval for k in held]), [values[k] for k in held]), strict=True)
+            )
+        return self.run_closed(inner, list(behind.values()))
+
     def plain(self, equation: Equation, values: list[Value]) -> list[Value]:
         outputs, node, flags = super().plain(equation, values), self.nodes[-1], [value.is_own for value in values]
         node.stage = max((value.stage for value in values), default=0)
@@ -58,7 +69,7 @@ class Agenda(Reading):
         if node.is_collective:
             results = _Ownership().equation(equation, flags)
         elif node.is_own and self.splits(equation):
-            results = _Ownership().loop(equation, flags)
+            results = flags if equation.primitive.name in ONE_TO_ONE else _Ownership().loop(equation, flags)
         for value, is_own in zip(outputs, results, strict=True):
             value.is_own, value.stage = is_own, node.stage + (node.is_collective or is_own != node.is_own)
         return outputs

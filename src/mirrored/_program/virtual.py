@@ -20,7 +20,7 @@ from .._errors import ContextError
 from .._jax import jaxprs, tracing
 from .._jax.interpreter import Evaluation, run_parts
 from .._jax.jaxprs import Equation, Jaxpr
-from .._jax.primitives import DEVICE_RANDOM, HOST_EFFECTS, RANDOM
+from .._jax.primitives import AGAIN, DEVICE_RANDOM, HOST_EFFECTS, ONE_TO_ONE, RANDOM
 from .._replicas.mesh import ReplicaMesh
 from .._typing import REPLICA_AXIS
 from . import sink_reductions
@@ -55,7 +55,7 @@ class _Course:
         """Prepare to run with the `numbers` of the device's replicas; `is_own` tells which arrays are per-replica values."""
         self.mesh, self.numbers = mesh, numbers
         values = [Value(variable.aval, is_own=own) for variable, own in zip(jaxpr.invars, is_own, strict=True)]
-        self.is_whole = mesh.one_by_one or any(map(_has_reference, jaxpr.eqns))
+        self.is_whole = mesh.one_by_one or _has_references(jaxpr)
         self.plan = Agenda(jaxpr, constants, values, self.splits)
         self.known: dict[Value, Any] = dict(zip(values, arrays, strict=True))
         self.totals: dict[Value, Any] = {}  # sums over the device's replicas
@@ -91,7 +91,9 @@ class _Course:
         for (one_by_one, is_split), group in itertools.groupby(nodes, how):
             if is_split:
                 for node in group:
-                    self.keep(node, self.run_loop(node, jaxprs.loop_of(node.equation)))
+                    loop = jaxprs.loop_of(node.equation)
+                    operands = map(self.read, node.inputs)
+                    self.keep(node, self.run_loop(node, loop) if loop.parts else tracing.bind(node.equation, list(operands)))
             else:
                 self._run_group(list(group), one_by_one)
 
@@ -100,8 +102,8 @@ class _Course:
         return self.is_whole or _is_slow(equation) or tracing.have_mesh(jaxprs.inside(equation))
 
     def splits(self, equation: Equation) -> bool:
-        """Tell whether to run a loop on all replicas round by round, so that sums sink into its rounds."""
-        return jaxprs.is_scan(equation) and not self.is_alone(equation)
+        """Tell whether to take a scan, or what is computed again, apart, so that sums sink in; a barrier holds all operands."""
+        return (jaxprs.is_scan(equation) or equation.primitive.name in AGAIN | ONE_TO_ONE) and not self.is_alone(equation)
 
     def _run_group(self, nodes: list[Node], one_by_one: bool) -> None:
         made = [value for node in nodes for value in node.outputs]
@@ -217,8 +219,11 @@ def _is_slow(equation: Equation) -> bool:
     return any(e.primitive.name in HOST_EFFECTS or _is_other_random(e) for e in (equation, *jaxprs.inside(equation)))
 
 
-def _has_reference(equation: Equation) -> bool:
-    return any(isinstance(atom.aval, jax.ref.AbstractRef) for atom in (*equation.invars, *equation.outvars))
+def _has_references(jaxpr: Jaxpr) -> bool:
+    """Tell whether a program has a `jax.Ref`, also in what it calls; those in a kernel's or a loop's body are its own."""
+    atoms = [atom for equation in jaxpr.eqns for atom in (*equation.invars, *equation.outvars)]
+    called = [inner for equation in jaxpr.eqns if (inner := jaxprs.callee(equation)) is not None]
+    return any(isinstance(atom.aval, jax.ref.AbstractRef) for atom in atoms) or any(_has_references(c.jaxpr) for c in called)
 
 
 def _is_other_random(equation: Equation) -> bool:
