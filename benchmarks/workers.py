@@ -114,7 +114,8 @@ def step_times(options: Any) -> dict[str, list[float]]:
     if not options.guard:
         from mirrored._workers import guard as _guard
 
-        _guard.Guard.start = _guard.Guard.stop = lambda self: None
+        _guard.Guard.start = lambda self: None
+        _guard.Guard.stop = lambda self: self._stopped.set()
     strategy = mr.MultiWorkerMirroredStrategy()
     from _workloads import WORKLOADS
 
