@@ -183,7 +183,9 @@ class Program:
 
     def recurrent(self) -> None:
         w, u = self.weight(4, 4), self.weight(4, 4)
-        start = self.one("jnp.zeros((b['y'].shape[0], 4))", "jnp.zeros_like(h)", "h", "jnp.broadcast_to(w[0], h.shape).astype(jnp.float32)")
+        start = self.one(
+            "jnp.zeros((b['y'].shape[0], 4))", "jnp.zeros_like(h)", "h", "jnp.broadcast_to(w[0], h.shape).astype(jnp.float32)"
+        )
         keep = self.one("new", "jnp.where(m[:, None], new, c)")
         more, out = self.random.choice(
             [("0.0", "s + 1.0"), ("jax.random.key(5)", "jax.random.split(s)[0]"), ("jnp.zeros(h.shape[0])", "s + new.sum(-1)"),
