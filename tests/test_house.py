@@ -406,7 +406,7 @@ def test_sizes() -> None:
 BUDGETS = {
     "_program": 4697,  # 4,000
     "_jax": 1582,  # 1,300
-    "_replicas": 2646,  # 2,100
+    "_replicas": 2653,  # 2,100
     "_variables": 1920,  # 1,700
     "_models": 1238,  # 1,050
     "_updates": 262,  # 250
@@ -417,7 +417,7 @@ BUDGETS = {
     "_cluster": 1510,  # 1,080
     "_checkpoint": 2010,  # 1,800
     "_report": 974,  # 800
-    "_plan": 569,  # a feature of its own
+    "_plan": 571,  # a feature of its own
     "_testing": 771,  # 750
     "losses optimizer": 667,  # 600
     "_command launch": 1518,  # 1,000

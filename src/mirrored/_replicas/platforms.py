@@ -13,7 +13,7 @@ class Platform(NamedTuple):
             array it makes the same all-reduces, and buffers would only add copies.
         is_paced: the number of programs in flight is bounded, because devices share threads; accelerators have queues.
         lanes: numbers that lie side by side; where there are some, a reduce-scatter is of rows of so many. Of parts in one long
-            row, XLA makes an all-reduce and a slice on TPU v5e and v6e; of rows of 128, a reduce-scatter (2 x 4 chips).
+            row, XLA makes an all-reduce and a slice on TPU v5e and v6e; of rows of 128, a reduce-scatter (`parts`: of groups).
         is_host_memory: arrays of all devices lie in memory that this process can write, so a gather is a copy.
     """
 
