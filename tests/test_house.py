@@ -401,7 +401,7 @@ def test_sizes() -> None:
 BUDGETS = {
     "_program": 4712,  # 4,000
     "_jax": 1630,  # 1,300
-    "_replicas": 2646,  # 2,100
+    "_replicas": 2649,  # 2,100
     "_variables": 1916,  # 1,700
     "_models": 1238,  # 1,050
     "_updates": 262,  # 250
@@ -412,7 +412,7 @@ BUDGETS = {
     "_cluster": 1521,  # 1,080
     "_checkpoint": 2010,  # 1,800
     "_report": 974,  # 800
-    "_plan": 602,  # a feature of its own
+    "_plan": 604,  # a feature of its own
     "_testing": 771,  # 750
     "losses optimizer": 668,  # 600
     "_command launch": 1523,  # 1,000

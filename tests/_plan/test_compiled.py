@@ -112,6 +112,23 @@ def test_a_shared_out_update_keeps_an_eighth_of_the_state() -> None:
     assert max(sent.num_bytes for sent in shared.collectives if sent.kind == "reduce-scatter") >= 4 * WIDTH * WIDTH
 
 
+@pytest.mark.parametrize("name", ["v5e:8x8", "v5e:16x16", "v5p:4x4x4", "v6e:8x8"])
+def test_gradients_are_scattered_among_many_chips_too(name) -> None:
+    strategy = mr.MirroredStrategy(mr.topology(name))
+    with strategy.scope():
+        w = mr.Variable(jax.ShapeDtypeStruct((1024, 1024), jnp.float32), name="w")
+        optimizer = mr.Optimizer(optax.adam(1e-3), [w], shard_state=True)
+
+    def step(x):
+        optimizer.apply_gradients(mr.grad(lambda: jnp.square(x @ w).mean(-1), [w])())
+
+    [x] = strategy.distribute_dataset([np.zeros((strategy.num_replicas_in_sync, 1024), np.float32)])
+    strategy.run(step, args=(x,))
+    [program] = mr.plan(strategy).programs
+    scattered = [sent.num_bytes for sent in program.collectives if sent.kind == "reduce-scatter"]
+    assert scattered[0] == 4 * 1024 * 1024 and len(scattered) == 2 and scattered[1] <= scattered[0] / 8
+
+
 @pytest.mark.parametrize("schedule", ["together", "one_by_one"])
 def test_several_replicas_on_a_device(schedule) -> None:
     strategy, *_ = train(num_replicas=16, schedule=schedule)

@@ -15,6 +15,7 @@ ENTRY %main.1 (a: f32[8]) -> f32[8] {
   %all-gather.10 = pred[8,3]{1,0} all-gather(%d), dimensions={0}
   %reduce_scatter.1 = f32[16,128]{1,0:T(8,128)S(1)} reduce-scatter(%e), channel_id=1, replica_groups=mesh['replica'=8] {'replica'}
   %reduce_scatter.2 = f32[16,128]{1,0:T(8,128)S(1)} reduce-scatter(%e), channel_id=1, replica_groups=[1,4]<=[4], dimensions={0}
+  %reduce_scatter.3 = f32[16,128]{1,0} reduce-scatter(%e), channel_id=1, replica_groups={{0,2},{1,3}}, dimensions={0}
 }
 """
 
@@ -73,6 +74,7 @@ def test_a_tpu_s_collectives() -> None:
         Sent("all-gather", 24, False, 0),
         Sent("reduce-scatter", 8 * 16 * 128 * 4, False, 0),
         Sent("reduce-scatter", 4 * 16 * 128 * 4, False, 0),
+        Sent("reduce-scatter", 2 * 16 * 128 * 4, False, 0),
     ]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import mirrored as mr
 from mirrored._jax import jaxprs
-from mirrored._replicas import host_memory, in_flight
+from mirrored._replicas import host_memory, in_flight, parts
 from mirrored._replicas.per_replica import carried_sums
 from mirrored._replicas.platforms import PLATFORMS, XLAS_WAY
 
@@ -79,9 +79,10 @@ def shared_out(num_replicas, width, num_outputs):
     return strategy, params, optimizer, x
 
 
-@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize(("num_replicas", "most"), [(2, 8), (3, 8), (3, 2), (4, 2), (6, 2)])
 @pytest.mark.parametrize("lanes", [0, 4, 128])
-def test_a_reduce_scatter_in_rows_of_lanes_gives_the_same_parts(lanes, num_replicas, monkeypatch):
+def test_a_reduce_scatter_in_rows_of_lanes_gives_the_same_parts(lanes, num_replicas, most, monkeypatch):
+    monkeypatch.setattr(parts, "MOST_AT_ONCE", most)
     monkeypatch.setitem(PLATFORMS, "cpu", PLATFORMS["cpu"]._replace(lanes=lanes))
     strategy, params, optimizer, x = shared_out(num_replicas, 7, 5)
 

@@ -141,7 +141,7 @@ def loop_of(equation: Equation) -> Loop:
     """
     name, num_operands = equation.primitive.name, len(equation.invars)
     parts, start, end = list[Part](), 0, 0
-    if is_scan(equation):
+    if name == "scan":
         [closed] = inner_jaxprs(equation)
         end = num_operands - _num_longer(equation.invars, closed.jaxpr.invars)
         start = end - (len(equation.outvars) - _num_longer(equation.outvars, closed.jaxpr.outvars))

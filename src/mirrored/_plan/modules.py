@@ -104,8 +104,10 @@ def _kind_of(name: str, operation: str, computation: str, line: str) -> str:
 
 def _group(line: str) -> int:
     """Return how many devices take part in a collective."""
-    match = re.search(r"replica_groups=(?:mesh\[[^]]*=(\d+)\]|\[\d+,(\d+)\])", line)
-    return int(match[1] or match[2]) if match else 1
+    match = re.search(r"replica_groups=(?:mesh\[[^]]*=(\d+)\]|\[\d+,(\d+)\]|\{\{([\d,]+)\})", line)
+    if match is None:
+        return 1
+    return len(match[3].split(",")) if match[3] else int(match[1] or match[2])
 
 
 def _operand(line: str) -> str:

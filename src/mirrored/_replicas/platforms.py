@@ -12,8 +12,8 @@ class Platform(NamedTuple):
         packs: small arrays travel together in one buffer. On TPUs and GPUs XLA itself combines the sums of single arrays into
             the same all-reduces, so buffers would only add copies.
         is_paced: the number of programs in flight is bounded, because devices share threads; accelerators have queues.
-        lanes: the length of the rows in a reduce-scatter; 0: one long row. On TPU v5e and v6e (2 x 4 chips), XLA turns a long
-            row into an all-reduce and a slice, but rows of 128 numbers into a reduce-scatter.
+        lanes: the length of the rows in a reduce-scatter; 0: one long row. On TPU v5e and v6e XLA turns a long row into an
+            all-reduce and a slice, but rows of 128 numbers into a reduce-scatter (`parts`: of groups).
         is_host_memory: all devices' arrays are in memory that this process can write, so a gather is a copy.
     """
 
