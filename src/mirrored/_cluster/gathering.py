@@ -199,18 +199,7 @@ class Gathering:
         difference = self._difference(peer, hello, before)
         is_foreign = [*hello.workers[:1]] != [*self.hello.workers[:1]]
         if difference and hello.digest != self.hello.digest and (is_foreign or hello.is_late or self.hello.is_late):
-            port = split_address(self.cluster.coordinator_address or "")[1]
-            if hello.is_late:
-                peer.answer(ClusterStartError(f"port {port} is taken: another cluster starts there ({difference})"))
-            elif is_foreign:
-                peer.answer(difference)
-                if not self.turned_away:
-                    _logger.warning("worker 0 turns away what does not name it as its chief, and waits on: %s", difference)
-                self.turned_away = self.turned_away or str(difference)
-            else:
-                text = f"{difference}. Or port {port} belongs to another job, which has started again: give each its own"
-                self.failure = self.failure or ClusterStartError(text)
-            self._drop(peer)
+            self._turn_away(peer, hello, difference, is_foreign)
             return
         peer.hello = hello
         self.present[hello.index] = peer
@@ -218,6 +207,20 @@ class Gathering:
         if before and not self.failure:
             self._drop(before)
         peer.answer(self.failure or WAITING)
+
+    def _turn_away(self, peer: _Peer, hello: Hello, difference: Exception, is_foreign: bool) -> None:
+        port = split_address(self.cluster.coordinator_address or "")[1]
+        if hello.is_late:
+            peer.answer(ClusterStartError(f"port {port} is taken: another cluster starts there ({difference})"))
+        elif is_foreign:
+            peer.answer(difference)
+            if not self.turned_away:
+                _logger.warning("worker 0 turns away what does not name it as its chief, and waits on: %s", difference)
+            self.turned_away = self.turned_away or str(difference)
+        else:
+            text = f"{difference}. Or port {port} belongs to another job, which has started again: give each its own"
+            self.failure = self.failure or ClusterStartError(text)
+        self._drop(peer)
 
     def _difference(self, peer: _Peer, hello: Hello, before: _Peer | None) -> Exception | None:
         """Return the error of a worker that differs from worker 0, or whose index another one has."""

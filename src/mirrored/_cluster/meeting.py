@@ -179,25 +179,30 @@ def _listen(sock: socket.socket, address: Any, chief: str, hello: Hello, clock: 
 
 
 def _bind(sock: socket.socket, address: Any, hello: Hello, clock: Clock) -> None:
-    """Bind without sharing, which finds every other socket on the port, also one of jax, which does share.
-
-    A socket that does not listen is left from an ended run, and jax may bind beside it; or it is about to listen. A job that runs
-    there may be an earlier run of this one, which ends: this worker waits for its end.
-    """
+    """Bind; wait for the end of a job that runs there, which may be an earlier run of this one."""
     first_report = clock.started + LINGER_SECONDS  # a slip is seen early
-    while True:
-        for share in (0, 1):
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, share)
-            try:
-                return sock.bind(address)
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE or clock.left <= 0:
-                    raise
-            if _is_listened_to(sock.family, address, dataclasses.replace(hello, is_late=True)):
-                hello.is_late = True
-                break
+    while not _is_bound(sock, address, hello, clock):
         clock.next_report, first_report = min(clock.next_report, first_report), math.inf
         clock.wait(f"worker 0 is waiting for port {address[1]} on {address[0]}, which another run or program has;")
+
+
+def _is_bound(sock: socket.socket, address: tuple[object, ...], hello: Hello, clock: Clock) -> bool:
+    """Bind without sharing, which finds every other socket on the port, also one of jax, which does share; else with sharing.
+
+    A socket that does not listen is left from an ended run, and jax may bind beside it; or it is about to listen.
+    """
+    for share in (0, 1):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, share)
+        try:
+            sock.bind(address)
+            return True
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or clock.left <= 0:
+                raise
+        if _is_listened_to(sock.family, address, dataclasses.replace(hello, is_late=True)):
+            hello.is_late = True
+            return False
+    return False
 
 
 def _is_listened_to(family: socket.AddressFamily, address: Any, hello: Hello) -> bool:

@@ -203,16 +203,25 @@ def judge(own: int, view: JobView, limit: float, sees_all: bool = True) -> str |
     here = view.positions[own]
     if not here.waits and (here.phase != NEXT_BATCH or here.still < SETTLED_SECONDS):  # for a batch it may wait
         return None
-    others = {worker: there for worker, there in sorted(view.positions.items()) if worker != own}
-    for worker, there in others.items():
+    return _in_vain(own, view) or (_too_long(own, view, sees_all) if here.still >= limit else None)
+
+
+def _in_vain(own: int, view: JobView) -> str | None:
+    """Say why a worker will wait for ever: for one that has ended, or that waits for it in turn."""
+    for worker, there in sorted(view.positions.items()):
         is_old = view.silence(worker) >= _OLD_SECONDS and not there.has_ended
-        if not is_old and (reason := _never_meet(here, there)):
+        if worker != own and not is_old and (reason := _never_meet(view.positions[own], there)):
             # In the same order whoever says it: first the one that has ended, else the lower number.
             first, second = sorted((worker, own), key=lambda one: (not view.positions[one].has_ended, one))
             pair = f"worker {first} {view.positions[first]}, and worker {second} {view.positions[second]}"
             return f"{pair}. {reason}\n{view}"
-    if here.still < limit:
-        return None
+    return None
+
+
+def _too_long(own: int, view: JobView, sees_all: bool) -> str | None:
+    """Say for whom a worker has waited for longer than the limit; None while one that it waits for may take its time."""
+    here = view.positions[own]
+    others = {worker: there for worker, there in view.positions.items() if worker != own}
     silent = {worker for worker in others if view.silence(worker) >= SILENT_SECONDS}
     late = sorted({worker for worker, there in others.items() if _is_late(here, there)} | silent)
     if here.phase == NEXT_BATCH and here.detail != OTHERS_INPUT:  # its own input has given nothing
