@@ -35,12 +35,12 @@ def start() -> None:
     gc.disable()  # a collection for each chunk of programs is enough
 
 
-def chunk(seeds: list[int], until: float, one_compiled_of: int) -> list[Any]:
+def chunk(seeds: list[int], until: float, one_compiled_of: int, most_ways: int | None = None) -> list[Any]:
     """Check programs, as many as begin before a time."""
     import jax
     from random_programs.harness import check
 
-    outcomes = [outcome for seed in seeds if time.time() < until for outcome in check(seed, one_compiled_of)]
+    outcomes = [outcome for seed in seeds if time.time() < until for outcome in check(seed, one_compiled_of, most_ways)]
     gc.collect()
     if seeds[0] % (20 * CHUNK) == 0:
         jax.clear_caches()
@@ -59,6 +59,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no more programs after so many")
     parser.add_argument("--compile", type=int, default=20, metavar="N", help="let XLA compile one of N programs")
+    parser.add_argument("--ways", type=int, metavar="N", help="run each program in at most so many of its ways")
     parser.add_argument("--show", action="store_true", help="print the text of each program and how it ends")
     args = parser.parse_args()
     seeds = range(args.seed, args.seed + args.num)
@@ -75,7 +76,8 @@ def main() -> int:
     context = multiprocessing.get_context("spawn")
     causes = set[str]()
     with ProcessPoolExecutor(args.jobs, context, start, max_tasks_per_child=40) as pool:
-        futures = [pool.submit(chunk, list(seeds[i : i + CHUNK]), until, args.compile) for i in range(0, len(seeds), CHUNK)]
+        chunks = [list(seeds[i : i + CHUNK]) for i in range(0, len(seeds), CHUNK)]
+        futures = [pool.submit(chunk, each, until, args.compile, args.ways) for each in chunks]
         for future in as_completed(futures):
             before, outcomes = len(outcomes), outcomes + future.result()
             if len(outcomes) // 200 > before // 200:

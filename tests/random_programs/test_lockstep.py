@@ -245,7 +245,8 @@ def test_every_rule_is_tried() -> None:
 
     for function in FUNCTIONS.values():
         note(jax.make_jaxpr(function)(X, I).jaxpr)
-    assert set(lockstep.RULES) - tried == {"mirrored_mark"}  # which the last test has
+    newer = {"one_minus_square", "unstack"}  # primitives that the oldest jax has not
+    assert set(lockstep.RULES) - tried - newer == {"mirrored_mark"}  # which the last test has
 
 
 def test_steps_are_computed_without_compiling_them() -> None:
