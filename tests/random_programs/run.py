@@ -15,6 +15,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 CHUNK = 5
+#: So many programs share processes, which grow; `max_tasks_per_child` of an executor hangs (CPython's issue 115634).
+PER_POOL = 400
 #: Of a hundred programs that run on one device, so many may be refused.
 MAX_REFUSED = 2
 
@@ -75,18 +77,21 @@ def main() -> int:
         return 0
     context = multiprocessing.get_context("spawn")
     causes = set[str]()
-    with ProcessPoolExecutor(args.jobs, context, start, max_tasks_per_child=40) as pool:
-        chunks = [list(seeds[i : i + CHUNK]) for i in range(0, len(seeds), CHUNK)]
-        futures = [pool.submit(chunk, each, until, args.compile, args.ways) for each in chunks]
-        for future in as_completed(futures):
-            before, outcomes = len(outcomes), outcomes + future.result()
-            if len(outcomes) // 200 > before // 200:
-                print(f"{len({seed for seed, *_ in outcomes})} programs in {time.monotonic() - began:.0f} s", flush=True)
-            for seed, way, outcome in future.result():
-                is_new = outcome.kind != "refused" or cause(outcome.words) not in causes
-                if outcome.kind != "ok" and is_new:
-                    print(f"{outcome.kind}: seed {seed}, {way}: {outcome.words}", flush=True)
-                    causes.add(cause(outcome.words))
+    for first in range(0, len(seeds), PER_POOL):
+        block = seeds[first : first + PER_POOL]
+        chunks = [list(block[i : i + CHUNK]) for i in range(0, len(block), CHUNK)]
+        with ProcessPoolExecutor(args.jobs, context, start) as pool:
+            futures = [pool.submit(chunk, each, until, args.compile, args.ways) for each in chunks]
+            for future in as_completed(futures):
+                outcomes += future.result()
+                for seed, way, outcome in future.result():
+                    is_new = outcome.kind != "refused" or cause(outcome.words) not in causes
+                    if outcome.kind != "ok" and is_new:
+                        print(f"{outcome.kind}: seed {seed}, {way}: {outcome.words}", flush=True)
+                        causes.add(cause(outcome.words))
+        print(f"{len({seed for seed, *_ in outcomes})} programs in {time.monotonic() - began:.0f} s", flush=True)
+        if time.time() >= until:
+            break
     return report(outcomes, time.monotonic() - began)
 
 
