@@ -400,7 +400,7 @@ def test_sizes() -> None:
 #: and so are small wings that stand for one thing. `python tests/test_house.py` prints today's.
 BUDGETS = {
     "_program": 4712,  # 4,000
-    "_jax": 1630,  # 1,300
+    "_jax": 1623,  # 1,300
     "_replicas": 2649,  # 2,100
     "_variables": 1916,  # 1,700
     "_models": 1238,  # 1,050

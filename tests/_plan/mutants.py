@@ -5,7 +5,7 @@ MUTANTS = [
      "tests/_plan/test_modules.py::test_a_gpu_s_collectives_and_what_runs_beside_them"),
     ("_plan/plan.py", "return local + self.links - min(self.hidden, local)", "return local + self.links",
      "tests/_plan/test_plan.py::test_a_sum_costs_more_on_more_devices_and_less_beside_other_work"),
-    ("_plan/modules.py", "(num_trips if is_body else 1)", "1",
+    ("_plan/modules.py", "*= int(trips[1])", "*= 1",
      "tests/_plan/test_modules.py::test_what_is_in_a_loop_runs_as_often_as_the_loop"),
     ("_plan/plan.py", "not program.failure and", "",
      "tests/_plan/test_plan.py::test_a_program_that_does_not_fit_says_by_how_much_and_what_saves_memory"),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxlib import _jax as _xla
 
-from .jaxprs import Jaxpr, inner_jaxprs
+from .jaxprs import Equation, Jaxpr, inner_jaxprs
 from .primitives import CONVOLUTIONS, DOT_PRODUCTS
 
 
@@ -21,52 +21,45 @@ def costs_of(compiled: Any) -> dict[str, float]:
     return {"flops": float(counted.get("flops", 0.0)), "bytes accessed": float(counted.get("bytes accessed", 0.0))}
 
 
-class Products(NamedTuple):
-    """The operations of a function's matrix products and convolutions; XLA does not count those in a GPU's libraries."""
+class Work(NamedTuple):
+    """The work of a function: operations of its matrix products and convolutions, and the elements of all its results.
+
+    XLA does not count the products in a GPU's libraries, and counts the body of each loop once.
+    """
 
     dots: float
     convolutions: float
+    elements: float
+    elements_once: float  # where the body of each `scan` runs once
+
+    @property
+    def repeats(self) -> float:
+        """The factor by which the function makes more elements than XLA counts."""
+        return self.elements / self.elements_once if self.elements_once else 1.0
 
 
-def products_in(jaxpr: Jaxpr) -> Products:
-    """Count the operations of products: in a `scan` for each round, in a `while` once, and in the costliest branch."""
-    dots = convolutions = 0.0
+def work_in(jaxpr: Jaxpr) -> Work:
+    """Add up the work of equations: in a `scan` for each round, in a `while` once, and in the costliest branch."""
+    counts = [0.0, 0.0, 0.0, 0.0]
     for equation in jaxpr.eqns:
         name = equation.primitive.name
-        size = sum(math.prod(getattr(result.aval, "shape", ())) for result in equation.outvars)
-        shapes: list[Any] = [getattr(operand.aval, "shape", ()) for operand in equation.invars]
-        if name in DOT_PRODUCTS and "dimension_numbers" in equation.params:
-            (contracted, _), _ = equation.params["dimension_numbers"]
-            dots += 2.0 * size * math.prod(shapes[0][axis] for axis in contracted)
-        elif name in CONVOLUTIONS:
-            kernel, features = shapes[1], equation.params["dimension_numbers"].rhs_spec[0]
-            convolutions += 2.0 * size * math.prod(kernel) / kernel[features]
-        inner = [products_in(closed.jaxpr) for closed in inner_jaxprs(equation)]
+        parts = [work_in(closed.jaxpr) for closed in inner_jaxprs(equation)] or [_work_of(equation)]
         if name == "cond":
-            inner = [max(inner, key=sum)]
+            parts = [Work(*max((each[:2] for each in parts), key=sum), *max(each[2:] for each in parts))]
         times = equation.params["length"] if name == "scan" else 1
-        dots += times * sum(each.dots for each in inner)
-        convolutions += times * sum(each.convolutions for each in inner)
-    return Products(dots, convolutions)
+        repeated = (times, times, times, 1)
+        counts = [n + k * sum(column) for n, k, column in zip(counts, repeated, zip(*parts, strict=True), strict=True)]
+    return Work(*counts)
 
 
-def repeats_in(jaxpr: Jaxpr) -> float:
-    """Return by which factor a function makes more elements than XLA counts, which counts the body of each `scan` once."""
-    made, once = _elements_in(jaxpr)
-    return made / once if once else 1.0
-
-
-def _elements_in(jaxpr: Jaxpr) -> tuple[float, float]:
-    made = once = 0.0
-    for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        inner = [_elements_in(closed.jaxpr) for closed in inner_jaxprs(equation)]
-        if not inner:
-            size = sum(math.prod(getattr(result.aval, "shape", ())) for result in equation.outvars)
-            inner = [(size, size)]
-        elif name == "cond":
-            inner = [max(inner)]
-        times = equation.params["length"] if name == "scan" else 1
-        made += times * sum(its for its, _ in inner)
-        once += sum(its for _, its in inner)
-    return made, once
+def _work_of(equation: Equation) -> Work:
+    name, dots, convolutions = equation.primitive.name, 0.0, 0.0
+    size = sum(math.prod(getattr(result.aval, "shape", ())) for result in equation.outvars)
+    shapes: list[Any] = [getattr(operand.aval, "shape", ()) for operand in equation.invars]
+    if name in DOT_PRODUCTS and "dimension_numbers" in equation.params:
+        (contracted, _), _ = equation.params["dimension_numbers"]
+        dots = 2.0 * size * math.prod(shapes[0][axis] for axis in contracted)
+    elif name in CONVOLUTIONS:
+        kernel, features = shapes[1], equation.params["dimension_numbers"].rhs_spec[0]
+        convolutions = 2.0 * size * math.prod(kernel) / kernel[features]
+    return Work(dots, convolutions, size, size)

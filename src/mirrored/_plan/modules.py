@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 _KINDS = ("all-reduce", "reduce-scatter", "all-gather", "collective-permute", "all-to-all")
 _ARRAY = re.compile(r"\b(pred|bf|[fsuc])(\d*)(?:e\d\w*)?\[([\d,]*)\]")
@@ -46,8 +46,9 @@ def collectives_in(text: str) -> list[Sent]:
     """Return the collectives in a scheduled module's text, in the order of the schedule."""
     found: list[Sent] = []
     running: dict[str, int] = {}  # the instruction that begins a collective -> its position among those found
-    times = _times_in(text)
-    for computation, line in _lines_of(text):
+    lines = list(_lines_of(text))
+    times = _times_in(lines)
+    for computation, line in lines:
         if (match := _INSTRUCTION.match(line)) is None:
             continue
         name, result, operation = match.groups()
@@ -76,19 +77,18 @@ def _lines_of(text: str) -> Iterator[tuple[str, str]]:
         yield computation, line
 
 
-def _times_in(text: str) -> dict[str, int]:
+def _times_in(lines: Sequence[tuple[str, str]]) -> dict[str, int]:
     """Return how often each computation runs: a loop's body as often as XLA says, or the number in the loop's condition."""
     limits: dict[str, int] = {}  # the largest number in each computation
-    for computation, line in _lines_of(text):
-        match = _NUMBER.search(line)
-        limits[computation] = max(limits.get(computation, 1), int(match[1]) if match else 1)
+    for computation, line in lines:
+        limits[computation] = max([limits.get(computation, 1), *map(int, _NUMBER.findall(line))])
     times: dict[str, int] = {}
-    for computation, line in reversed(list(_lines_of(text))):  # callers come after the computations that they call
-        loop, trips = _LOOP.search(line), _TRIPS.search(line)
+    for computation, line in reversed(lines):  # callers come after the computations that they call
         for callee in limits.keys() & set(_NAME.findall(line)):
-            is_body = loop is not None and callee == loop["body"]
-            num_trips = int(trips[1]) if trips else limits[loop["condition"]] if loop else 1
-            times[callee] = times.get(computation, 1) * (num_trips if is_body else 1)
+            times[callee] = times.get(computation, 1)
+        if loop := _LOOP.search(line):
+            trips = _TRIPS.search(line)
+            times[loop["body"]] *= int(trips[1]) if trips else limits.get(loop["condition"], 1)
     return times
 
 

@@ -188,9 +188,9 @@ def _plan_of(program: CompiledOnly) -> ProgramPlan:
         arguments=kinds,
         failure="",
         memory=memory,
-        flops=max(costs["flops"], sum(program.products)),
-        convolution_flops=program.products.convolutions,
-        bytes_moved=costs["bytes accessed"] * program.repeats,
+        flops=max(costs["flops"], program.work.dots + program.work.convolutions),
+        convolution_flops=program.work.convolutions,
+        bytes_moved=costs["bytes accessed"] * program.work.repeats,
         collectives=tuple(collectives_in(program.compiled.as_text())),
         compile_seconds=program.seconds,
     )

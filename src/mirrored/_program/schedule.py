@@ -56,9 +56,8 @@ class Agenda(Reading):
             return super().call(equation, inner, values)
         behind = dict(enumerate(values))
         if held:
-            behind.update(
-                zip(held, self.plain(tracing.barrier([values[k].aval for k in held]), [values[k] for k in held]), strict=True)
-            )
+            kept = self.plain(tracing.barrier([values[k].aval for k in held]), [values[k] for k in held])
+            behind.update(zip(held, kept, strict=True))
         return self.run_closed(inner, list(behind.values()))
 
     def plain(self, equation: Equation, values: list[Value]) -> list[Value]:

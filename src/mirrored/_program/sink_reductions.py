@@ -53,8 +53,7 @@ def sum_over_replicas(
     """Return the sum of a per-replica value over the replicas of a device.
 
     `read` returns the array of a value, `[v, ...]` if it is one for each replica; None while it is unknown. `totals` are sums
-    that were made before. The sum is made in `dtype`, by default the value's; a wider one is for a value that is shown in it
-    later.
+    that were made before. `dtype` is that of the sum, by default the value's, or the wider one to which the value is converted.
     """
     node, dtype = value.maker, dtype or value.aval.dtype
     if value in totals and dtype == value.aval.dtype:

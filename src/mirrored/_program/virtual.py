@@ -80,7 +80,7 @@ class _Course:
         array = self.read(value)
         if value.is_own == end:
             return array
-        return jnp.broadcast_to(array, (self.mesh.per_device, *jnp.shape(array))) if end else array[0]
+        return self.spread(array) if end else array[0]
 
     def keep(self, node: Node, arrays: Sequence[Any]) -> None:
         self.known.update(zip(node.outputs, arrays, strict=True))
@@ -91,11 +91,14 @@ class _Course:
         for (one_by_one, is_split), group in itertools.groupby(nodes, how):
             if is_split:
                 for node in group:
-                    loop = jaxprs.loop_of(node.equation)
-                    operands = map(self.read, node.inputs)
-                    self.keep(node, self.run_loop(node, loop) if loop.parts else tracing.bind(node.equation, list(operands)))
+                    self.keep(node, self.run_split(node))
             else:
                 self._run_group(list(group), one_by_one)
+
+    def run_split(self, node: Node) -> list[Any]:
+        """Run a node that is taken apart: a scan, or a barrier, which holds the arrays of all replicas as they are."""
+        loop = jaxprs.loop_of(node.equation)
+        return self.run_loop(node, loop) if loop.parts else tracing.bind(node.equation, list(map(self.read, node.inputs)))
 
     def is_alone(self, equation: Equation) -> bool:
         """Tell whether replicas run an equation one after the other; slow ones and those with a mesh would do something else."""
@@ -206,9 +209,8 @@ class _Course:
         results = run_parts(node.equation, operands, list(map(body_of, loop.parts)))
         self.totals.update(zip([node.outputs[k] for k in added], results[len(ends) :], strict=True))
         results = [*results[:num_kept], *map(_swap, results[num_kept : len(ends)], ends[num_kept:])]
-        return [
-            self.spread(array) if v.is_own > end else array for array, v, end in zip(results, node.outputs, ends, strict=True)
-        ]
+        kinds = zip(results, node.outputs, ends, strict=True)
+        return [self.spread(array) if value.is_own > end else array for array, value, end in kinds]
 
     def spread(self, array: jax.Array) -> jax.Array:
         """Give each replica of the device a value."""

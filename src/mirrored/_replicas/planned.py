@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, Sharding
 from .. import _process
 from .._errors import PlanError
 from .._jax import topologies, user_code
-from .._jax.costs import Products, products_in, repeats_in
+from .._jax.costs import Work, work_in
 from .._typing import PyTree
 
 _logger = logging.getLogger("mirrored")
@@ -86,8 +86,7 @@ class CompiledOnly:
     Attributes:
         compiled: XLA's program; None before the first call, and if it does not fit into memory.
         arguments: the arguments of the first call.
-        products: the operations in matrix products and convolutions, on each device.
-        repeats: how many times more elements it makes than when the body of each loop runs once.
+        work: the operations of its products, and how often its loops repeat what they make, on each device.
         is_trained: whether each variable among the arguments is trained.
         failure: why XLA could not compile it; "" if it could.
         seconds: how long XLA took to compile it.
@@ -102,7 +101,7 @@ class CompiledOnly:
         self.compiled: Any = None
         self.arguments: tuple[Any, ...] = ()
         self.failure, self.seconds = "", 0.0
-        self.products, self.repeats = Products(0.0, 0.0), 1.0
+        self.work = Work(0.0, 0.0, 0.0, 0.0)
 
     def __call__(self, *arguments: PyTree) -> PyTree:
         """Return the results' shapes; `arguments` are `(written, read_only, arrays, constants)`."""
@@ -118,7 +117,7 @@ class CompiledOnly:
         _logger.info("compiling %s for devices that are not here", self.name)
         mirrored, stacked = self._placements
         traced = self._program.trace(*arguments)
-        self.products, self.repeats = products_in(traced.jaxpr.jaxpr), repeats_in(traced.jaxpr.jaxpr)
+        self.work = work_in(traced.jaxpr.jaxpr)
         lowered = traced.lower()
         try:
             self.compiled = lowered.compile()
