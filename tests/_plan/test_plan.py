@@ -56,6 +56,7 @@ def test_a_program_that_does_not_fit_says_by_how_much_and_what_saves_memory() ->
     lost = dataclasses.replace(GPT, failure=failure, memory=Memory(7 * GIB, 15 * GIB, 0, 0, 0, 14 * GIB))
     plan = plan_with(lost, kind="TPU v5 lite", devices=8)
     assert not plan.fits(lost)
+    assert plan.fits(GPT) and not plan.fits(dataclasses.replace(GPT, failure=failure))  # whatever its figures
     assert "it needs 26.84G, the device has 15.75G" in str(plan) and "shard_state=True) saves up to 12.2 GiB" in str(plan)
     large = dataclasses.replace(GPT, memory=Memory(7 * GIB, GIB, 0, 0, 80 * GIB))
     text = str(plan_with(large, kind="NVIDIA H100 80GB HBM3"))
