@@ -408,7 +408,7 @@ BUDGETS = {
     "_strategy": 1173,  # 1,100
     "_transforms": 608,  # 600
     "data": 3451,  # 3,200
-    "_workers": 2450,  # 1,700
+    "_workers": 2452,  # 1,700
     "_cluster": 1529,  # 1,080
     "_checkpoint": 2010,  # 1,800
     "_report": 974,  # 800

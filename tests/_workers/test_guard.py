@@ -20,7 +20,7 @@ from unittest.mock import MagicMock
 import pytest
 from fake_service import FakeClient
 
-from mirrored._errors import VariableLostError, WorkerLostError
+from mirrored._errors import ProgramMismatchError, ReplicasDivergeError, VariableLostError, WorkerLostError
 from mirrored._text import escape, escape_lines
 from mirrored._workers.coordination import Coordination
 from mirrored._workers.guard import Guard
@@ -154,6 +154,17 @@ def test_an_exception_is_printed_published_and_ends_with_one(make: Make, caplog:
     assert guarded.of_key("call") and guarded.of_key("left/1")
     assert "worker 1 leaves with code 1: worker 1 failed at step 12 with ValueError" in caplog.text
     assert "raise error" not in caplog.text, "the traceback has been printed already"
+
+
+@pytest.mark.parametrize(("kind", "code"), [(ProgramMismatchError, 1), (ReplicasDivergeError, 1), (ValueError, 75)])
+def test_what_a_comparison_has_found_is_an_error_of_all_workers(make: Make, kind: type[Exception], code: int) -> None:
+    """Each worker raises it, but the verdict of the first may come to the others earlier."""
+    first = make()
+    first.says("left/1")
+    assert first.fails(kind("they differ")) == 1
+    other = make(worker=1)
+    other.called(first.verdict())
+    assert other.codes.get(timeout=10) == code
 
 
 class OddError(Exception):

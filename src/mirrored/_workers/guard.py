@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
 from typing import Any
 
-from .._errors import FAILED, INTERRUPTED, RESTART, ProgramMismatchError, WorkerLostError
+from .._errors import FAILED, INTERRUPTED, RESTART, ProgramMismatchError, ReplicasDivergeError, WorkerLostError
 from .._text import numbered
 from .coordination import Coordination
 from .links import Links
@@ -159,7 +159,9 @@ class Guard:
             self._fail(verdict)
             return
         what = f"worker {self._worker} failed at step {self._progress.step} with {title}"
-        self._fail(Verdict(what, "".join(traceback.format_exception(error))), exit_code_of(error))
+        is_of_all = isinstance(error, ProgramMismatchError | ReplicasDivergeError)  # a comparison of the workers has found it
+        verdict = Verdict(what, "".join(traceback.format_exception(error)), code=FAILED if is_of_all else RESTART)
+        self._fail(verdict, exit_code_of(error))
 
     def _end(self) -> None:
         """Wait for all workers to come to their end."""
