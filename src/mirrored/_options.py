@@ -43,10 +43,10 @@ class NamedChoice(enum.Enum):
 
 
 class AutoShardPolicy(NamedChoice):
-    """The policy by which several workers divide the records of one dataset. With one worker, all but OFF are the same.
+    """The policy by which several workers divide the records of one dataset. With one worker, all are the same.
 
-    * `AUTO`: `FILE` if the dataset reads at least one file for each worker, and nothing in the pipeline depends
-      on records of several files; else `DATA`. One line of the log says which and why.
+    * `AUTO`: `FILE` if the dataset reads at least one file for each worker, and neither the pipeline nor `drop_remainder`
+      depends on records of several files; else `DATA`. One line of the log says which and why.
     * `FILE`: worker i reads the files i, i + W, ..., so one worker reads each record. A step still takes one
       global batch: every worker contributes its replicas' share, or nothing when it has no more records.
       Each worker completes the batches of `.batch(n, drop_remainder=True)`, and drops its own remainder.

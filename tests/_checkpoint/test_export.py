@@ -55,6 +55,16 @@ def test_optimizers_sync_on_read_variables_keys_and_everything_else(strategy2):
         mr.export(next(batches))
 
 
+def test_a_nest_of_variables_and_an_optimizer_take_their_arrays_back(strategy2):
+    with strategy2.scope():
+        variables = {"w": mr.Variable(np.ones(2, np.float32)), "layers": [mr.Variable(0.0)]}
+        optimizer = mr.Optimizer(optax.adam(0.1), variables)
+    for exported, nest in ((variables, variables), (optimizer, optimizer.state)):
+        arrays = jax.tree.map(lambda array: array + 1, mr.export(exported))
+        jax.tree.map(lambda array, variable: variable.assign(array), arrays, nest)
+        assert jax.tree.all(jax.tree.map(np.array_equal, mr.export(exported), arrays))
+
+
 def test_models_of_nnx_and_keras(strategy2):
     nnx = pytest.importorskip("flax.nnx")
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
@@ -64,6 +74,8 @@ def test_models_of_nnx_and_keras(strategy2):
     with strategy2.scope():
         layer = keras.layers.Dense(2)
         layer.build((None, 3))
-    assert mr.export(layer)["dense/kernel"].shape == (3, 2)
+    arrays = {path: array + 1 for path, array in mr.export(layer).items()}
+    layer.set_weights([arrays[weight.path] for weight in layer.weights])
+    assert arrays["dense/kernel"].shape == (3, 2) and np.array_equal(layer.kernel, arrays["dense/kernel"])
     del layer
     gc.collect()
