@@ -188,7 +188,7 @@ def global_loss(loss: Callable[..., Any]) -> Callable[..., jax.Array]:
     """Return a function for the loss of the whole batch, whose value and gradients are the same on every replica.
 
     Use it for transformations that themselves evaluate a loss: `value_fn` of `optax.lbfgs` and line searches, `obj_fn` of
-    `optax.contrib.sophia`, `grad_fn=jax.grad(...)` of `optax.contrib.sam`. Each evaluation takes one all-reduce, and each
+    `optax.contrib.sophia`, `grad_fn` of `optax.contrib.sam`. Each evaluation takes one all-reduce, and each
     gradient one more. The gradients are already combined, so pass them to `apply_gradients` with `aggregate=False`.
 
     Args:
