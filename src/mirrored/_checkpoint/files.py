@@ -1,6 +1,6 @@
 """Writes and reads steps on disk: an `np.savez` file, a JSON record of it, and one rename that completes the step.
 
-docs/checkpoints.md, "On disk", says why no checkpoint library is used.
+docs/design/checkpoints.md describes the files, docs/design/dependencies.md why no checkpoint library is used.
 """
 
 from __future__ import annotations
