@@ -21,7 +21,7 @@ class Value:
     aval: Any
     maker: Node | None = None  # the node that computes it; None for arguments and constants
     number: int | None = None  # equal to that of another trace's value iff both are computed alike; None: not compared
-    stage: int = 0  # after how many groups of collectives it is known
+    stage: int = 0  # from which stage on it is known
     is_own: bool = False  # whether each replica of a device has its own; only `schedule` tells
     content: Any = None  # the array, for a constant
     outer: Value | None = None  # of a value that a loop's body captures: the one outside of the loop
@@ -40,7 +40,7 @@ class Node:
     bodies: list[Trace] = dataclasses.field(default_factory=list)
     #: The inputs of a collective that are one array for all traces; of a loop, the carry and the rows.
     handed: list[Value] = dataclasses.field(default_factory=list)
-    stage: int = 0
+    stage: int = 0  # before it come so many groups of collectives; a collective begins its stage
     is_own: bool = False  # whether it is not common to all traces, or to all replicas; known after `compare`, or in an `Agenda`
 
     @property
@@ -59,7 +59,6 @@ class Trace:
     nodes: list[Node]  # in order
     outputs: list[Value]
     captured: list[Value] = dataclasses.field(default_factory=list)  # the values that a body takes from outside unchanged
-    num_stages: int = 1  # known after `compare`
 
     @property
     def collectives(self) -> list[Node]:
@@ -96,6 +95,12 @@ class Reading(Flattening[Value]):
         node.outputs = [Value(variable.aval, node) for variable in equation.outvars]
         self.nodes.append(node)
         return node.outputs
+
+
+def stages_of(nodes: Sequence[Node]) -> list[list[Node]]:
+    """Return the nodes of each stage: its collectives, and what runs before the next ones."""
+    last = max((node.stage for node in nodes), default=0)
+    return [[node for node in nodes if node.stage == stage] for stage in range(last + 1)]
 
 
 def find_loop(values: Sequence[Value]) -> Node | None:
