@@ -86,7 +86,7 @@ OFFERS = {
         _sources.open.open_source
     """,
     "_models": """
-        equinox.places_in_modules keras.build_by keras.in_scope keras.traced_until_found keras.tracing
+        equinox.places_in_modules keras.build_by keras.in_scope keras.refusing_new_variables keras.traced_until_found
         keras_fit.describe keras_state.state_of keras_variables.has_strangers keras_variables.own_variable
         nnx.arrays_by_name nnx.holds_objects nnx.is_object nnx.run_with_objects nnx.set_arrays nnx.variables_of
         replaced.over_replicas
