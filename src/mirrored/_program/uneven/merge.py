@@ -69,7 +69,7 @@ class _Run:
     def run_collectives(self, of_stage: Sequence[Sequence[Node]]) -> None:
         """Run the collectives that begin a stage, given its nodes in each trace."""
         for nodes in zip(*([node for node in own if node.is_collective] for own in of_stage), strict=True):
-            operands = self.read_rows([node.handed for node in nodes])
+            operands = self.read_rows([node.joint_inputs for node in nodes])
             results = self._run_bodies(nodes, operands) if nodes[0].bodies else tracing.bind(nodes[0].equation, operands)
             self.keep([node.outputs for node in nodes], results)
 
@@ -81,7 +81,7 @@ class _Run:
             return lambda *arguments: run_merged(bodies, self._index, arguments[len(part.fixed) :], self)
 
         values: list[Any] = [None] * len(nodes[0].inputs)  # a body reads captured values from this run
-        values[loop.handed.start : loop.handed.stop] = operands
+        values[loop.not_fixed.start : loop.not_fixed.stop] = operands
         return run_parts(equation, values, list(map(merged, loop.parts, zip(*(node.bodies for node in nodes), strict=True))))
 
     def run_common(self, of_stage: Sequence[Sequence[Node]]) -> None:
@@ -189,7 +189,7 @@ def _find_exports(traces: Sequence[Trace]) -> dict[Row, int]:
     outputs = zip(*(trace.outputs for trace in traces), strict=True)
     needed = [(row, max(value.stage for value in row)) for row in outputs]
     for nodes in zip(*(trace.collectives for trace in traces), strict=True):
-        needed += [(row, nodes[0].stage - 1) for row in zip(*(node.handed for node in nodes), strict=True)]
+        needed += [(row, nodes[0].stage - 1) for row in zip(*(node.joint_inputs for node in nodes), strict=True)]
     exports: dict[Row, int] = {}
     for row, stage in needed:
         if row[0].number is None or len({value.number for value in row}) > 1:

@@ -39,7 +39,7 @@ class Node:
     #: The bodies of a loop or condition with collectives inside; else none.
     bodies: list[Trace] = dataclasses.field(default_factory=list)
     #: The inputs of a collective that are one array for all traces; of a loop, the carry and the rows.
-    handed: list[Value] = dataclasses.field(default_factory=list)
+    joint_inputs: list[Value] = dataclasses.field(default_factory=list)
     stage: int = 0  # before it come so many groups of collectives; a collective begins its stage
     is_own: bool = False  # whether it is not common to all traces, or to all replicas; known after `compare`, or in an `Agenda`
 
@@ -74,7 +74,7 @@ def read_trace(name: str, closed: ClosedJaxpr, captured: Sequence[Value] = ()) -
     from_outside = lambda value: value if value.content is not None else Value(value.aval, outer=value)  # noqa: E731
     for node in trace.collectives:
         loop = jaxprs.loop_of(node.equation)
-        node.handed = [node.inputs[k] for k in loop.handed]
+        node.joint_inputs = [node.inputs[k] for k in loop.not_fixed]
         node.bodies = [read_trace(name, part.closed, [from_outside(node.inputs[k]) for k in part.fixed]) for part in loop.parts]
     return trace
 
