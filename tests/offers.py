@@ -42,7 +42,7 @@ OFFERS = {
         joint_programs.note joint_programs.of_chief joint_programs.prepared joint_programs.started machine.REMEDY
         machine.difference machine.warn_once machine.words progress.BatchPlace progress.NEXT_BATCH
         progress.in_main_thread progress.progress runtime.Runtime runtime.attach runtime.current runtime.exit_codes
-        runtime.is_connected runtime.start runtime.starting_devices same_program.ONE_DATASET same_program.data_ended
+        runtime.start runtime.starting_devices same_program.ONE_DATASET same_program.data_ended
         same_program.require_same_history verdict.tells_of_loss
     """,
     "_replicas": """

@@ -61,11 +61,6 @@ def current() -> Runtime | None:
     return _current
 
 
-def is_connected() -> bool:
-    """Tell whether `jax.distributed` was initialised, by us or by the user."""
-    return jax.distributed.is_initialized()
-
-
 @contextlib.contextmanager
 def exit_codes() -> Iterator[None]:
     """Let a script that ends with an error of its cluster exit with the code that says whether to start it again."""

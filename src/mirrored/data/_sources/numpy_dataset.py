@@ -176,7 +176,6 @@ class NumpyDataset:
         return 0 if self._rows_per_batch() < at_least else count - num_smaller
 
     def __iter__(self) -> Iterator[PyTree]:
-        self._rows_per_batch()
         return _NumpyIterator(self)
 
     def _of_later_passes(self, num_passes: int) -> NumpyDataset:

@@ -95,7 +95,7 @@ def limited(
 def num_passes_left(limits: Sequence[Limit], places: Sequence[int]) -> int:
     """Return the number of remaining passes, with the current one; for an endless `repeat`, any number of at least 1."""
     total, num_done = 1, 0
-    for (kind, count), place in zip(limits, places or [0] * len(limits), strict=True):
+    for (kind, count), place in zip(limits, places, strict=True):
         if kind == "repeat":
             num_done += total * place
             total *= count or 1
