@@ -170,11 +170,11 @@ def starting_devices() -> Iterator[None]:
     may end before the guard's.
     """
 
-    def look() -> str:  # called by the guard, twice a second
+    def detail() -> str:  # called by the guard, twice a second
         phase.waits, text = _is_waiting_for_devices()
         return text
 
-    phase = progress.phase("the exchange of devices", look)
+    phase = progress.phase("the exchange of devices", detail)
     try:
         with phase:
             yield
