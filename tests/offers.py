@@ -42,7 +42,7 @@ OFFERS = {
         joint_programs.note joint_programs.of_chief joint_programs.prepared joint_programs.started machine.REMEDY
         machine.difference machine.warn_once machine.words progress.BatchPlace progress.NEXT_BATCH
         progress.in_main_thread progress.progress runtime.Runtime runtime.attach runtime.current runtime.exit_codes
-        runtime.is_connected runtime.start runtime.starting_devices same_program.ONE_DATASET same_program.data_ended
+        runtime.start runtime.starting_devices same_program.ONE_DATASET same_program.data_ended
         same_program.require_same_history verdict.tells_of_loss
     """,
     "_replicas": """
@@ -86,7 +86,7 @@ OFFERS = {
         _sources.open.open_source
     """,
     "_models": """
-        equinox.places_in_modules keras.build_by keras.in_scope keras.traced_until_found keras.tracing
+        equinox.places_in_modules keras.build_by keras.in_scope keras.refusing_new_variables keras.traced_until_found
         keras_fit.describe keras_state.state_of keras_variables.has_strangers keras_variables.own_variable
         nnx.arrays_by_name nnx.holds_objects nnx.is_object nnx.run_with_objects nnx.set_arrays nnx.variables_of
         replaced.over_replicas

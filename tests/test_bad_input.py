@@ -75,7 +75,7 @@ def state(world: types.SimpleNamespace) -> Any:
     variables = [value for value in vars(world).values() if isinstance(value, mr.Variable)] + world.optimizer._state
     variables.append(world.optimizer.iterations)
     held = [(variable.name, np.asarray(variable._array).tolist()) for variable in variables]
-    return held, (world.rows, list(world.rows._passes)), np.asarray(world.x._array).tolist(), mr.has_strategy()
+    return held, (world.rows, list(world.rows._next_epoch)), np.asarray(world.x._array).tolist(), mr.has_strategy()
 
 
 #: What a word in a row's message stands for.

@@ -399,21 +399,21 @@ def test_sizes() -> None:
 #: Lines of each wing. A commit may lower a budget, and never raises one; beside it what is to be reached. The ground is together,
 #: and so are small wings that stand for one thing. `python tests/test_house.py` prints today's.
 BUDGETS = {
-    "_program": 4712,  # 4,000
+    "_program": 4708,  # 4,000
     "_jax": 1623,  # 1,300
-    "_replicas": 2649,  # 2,100
+    "_replicas": 2648,  # 2,100
     "_variables": 1916,  # 1,700
     "_models": 1238,  # 1,050
     "_updates": 262,  # 250
     "_strategy": 1173,  # 1,100
     "_transforms": 608,  # 600
-    "data": 3451,  # 3,200
-    "_workers": 2452,  # 1,700
+    "data": 3449,  # 3,200
+    "_workers": 2447,  # 1,700
     "_cluster": 1529,  # 1,080
     "_checkpoint": 2010,  # 1,800
     "_report": 974,  # 800
     "_plan": 604,  # a feature of its own
-    "_testing": 771,  # 750
+    "_testing": 770,  # 750
     "losses optimizer": 668,  # 600
     "_command launch": 1523,  # 1,000
     "__init__ __main__ _public testing": 126,

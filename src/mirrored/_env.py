@@ -130,10 +130,10 @@ def meanwhile(defaults: Mapping[EnvironmentVariable, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def at_least(variable: EnvironmentVariable, minimum: int, fallback: EnvironmentVariable, stays: bool = False) -> Iterator[None]:
+def at_least(variable: EnvironmentVariable, minimum: int, fallback: EnvironmentVariable, keep: bool = False) -> Iterator[None]:
     """During a block, raise a number in the environment to `minimum`; write nothing if it is large enough.
 
-    With `stays` it keeps the new value after the block, unless the block raises.
+    With `keep` it keeps the new value after the block, unless the block raises.
     """
     if variable.get_int() >= minimum:
         yield
@@ -143,7 +143,7 @@ def at_least(variable: EnvironmentVariable, minimum: int, fallback: EnvironmentV
     is_kept = False
     try:
         yield
-        is_kept = stays
+        is_kept = keep
     finally:
         if not is_kept and before is None:
             del os.environ[variable.name]

@@ -384,15 +384,15 @@ def test_a_mark_is_seen_where_it_is(tmp_path: Path, monkeypatch, caplog) -> None
     (files.root / "mark").unlink()
     monkeypatch.setattr(_files, "_SEEN_SECONDS", 0.1)
     with pytest.raises(KeyError), files.mark() as mark:
-        assert files.sees(mark) and not elsewhere.sees(mark) and files.look() == ([], [])
+        assert files.sees(mark) and not elsewhere.sees(mark) and files.scan() == ([], [])
         raise KeyError
-    assert not list(files.root.iterdir()) and not elsewhere.root.exists() and elsewhere.look() == ([], [])
+    assert not list(files.root.iterdir()) and not elsewhere.root.exists() and elsewhere.scan() == ([], [])
     old, young = files.root / ".shared-0", files.root / ".shared-1"  # of programs that were killed, and of one that may run
     for path in (old, young):
         path.touch()
     os.utime(old, (0, 0))
     files.write(1, {}, {"leaves": {}})
-    assert young.exists() and not old.exists() and files.look() == ([1], [])
+    assert young.exists() and not old.exists() and files.scan() == ([1], [])
     (tmp_path / "file").touch()
     with _files.StepFiles(tmp_path / "file" / "new").mark() as mark:
         assert mark is None and "cannot be found out" in caplog.text
@@ -507,9 +507,9 @@ def test_what_does_not_fit_another_worker_is_restored_on_none(tmp_path: Path, st
         next(iterator), w.assign(5.0)
         for key, told, message in [
             ("id", ["2020-02-02T00:00:00Z", "0"], r"\(worker 0\) holds a step 3 of .*\(worker 1\) holds a step 3 of 2020-02-02"),
-            ("is_too_much", True, "nothing has changed:\n  it does not fit"),
+            ("partial_fits", True, "nothing has changed:\n  it does not fit"),
         ]:
-            other = {key: told} | ({"problems": ["it does not fit"]} if key == "is_too_much" else {})
+            other = {key: told} | ({"problems": ["it does not fit"]} if key == "partial_fits" else {})
             with Checkpoint(tmp_path, w=w, data=iterator) as checkpoint, monkeypatch.context() as patch:
                 patch.setattr(checkpoint, "_exchange", lambda own, where, k=key, o=other: [own, own | o if k in own else own])
                 with pytest.raises(CheckpointError, match=message):
@@ -887,11 +887,11 @@ def test_the_launcher_is_told_of_each_commit(tmp_path: Path, monkeypatch, caplog
         assert re.fullmatch("progress-[0-9a-f]{8}", name) and text == "12"
         os.link(tmp_path / name, tmp_path / "opened by a reader")
         other = Writer(_files.StepFiles(tmp_path / "ckpt"), None, 3)  # on another worker
-        other.learn(13, ["step 14: OSError"])
+        other.take_record(13, ["step 14: OSError"])
         assert (other.latest, other.failures, told()) == (13, ["step 14: OSError"], [(name, "13")])
         assert (tmp_path / "opened by a reader").read_text() == "12", "it is never half written"
         (tmp_path / name).unlink()
-        other.learn(13, [])
+        other.take_record(13, [])
         assert told() == [] and checkpoint.restore_latest() == 12 and told() == [(name, "12")]
         with Checkpoint(tmp_path / "best", w=mr.Variable(0.0)) as best:
             best.save(3)
@@ -968,7 +968,7 @@ def test_workers_that_differ_are_told_how() -> None:
         ("require_same_kinds", ([{"w": "number"}, {"w": "iterator"}],), "w is iterator on worker 1, and number on worker 0"),
         ("require_same_kinds", ([{"w": "number"}, {}],), "w is not there on worker 1, and number on worker 0"),
         ("require_no_error", ([{"error": evil}, {}], "save"), shown),
-        ("refuse_unseen", ([{"where": "here", "sees": True}, {"where": evil, "sees": False}],), shown),
+        ("refuse_unseen_mark", ([{"where": "here", "sees": True}, {"where": evil, "sees": False}],), shown),
         ("require_shared", ([{"where": "a", "x": 1}, {"where": evil, "x": 2}], "x", str), shown),
     ):
         with pytest.raises(CheckpointError, match=message) as caught:
@@ -1125,4 +1125,4 @@ def test_a_step_that_takes_the_place_of_another_while_one_looks_is_seen(tmp_path
             return listdir(path)
 
     monkeypatch.setattr(os, "listdir", replaced)
-    assert _files.StepFiles(tmp_path).look() == ([2], [])
+    assert _files.StepFiles(tmp_path).scan() == ([2], [])

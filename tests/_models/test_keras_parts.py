@@ -12,7 +12,7 @@ from mirrored._models import keras_parts  # noqa: E402
 
 def test_the_private_parts_are_where_we_look() -> None:
     variable = keras.Variable(np.ones(2), dtype="float32")
-    assert keras_parts.loaded() is keras
+    assert keras_parts.imported_keras() is keras
     assert keras_parts.VALUE in vars(variable) and keras_parts.dtype_of(variable) == "float32"
     uninitialized = []
     with keras.StatelessScope(initialize_variables=False) as scope:

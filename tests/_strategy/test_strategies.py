@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Callable
 
+import jax
 import pytest
 
 import mirrored as mr
@@ -57,8 +58,8 @@ def test_who_has_no_others_or_has_joined_them_is_not_warned(
             assert mr.MirroredStrategy(["cpu:0"]).num_workers == 1
         assert warnings(caplog) == [] and "MirroredStrategy is for one machine and ignores it" in caplog.text
     monkeypatch.setenv("TF_CONFIG", json.dumps(TWO))
-    for joined in ("is_connected", "current"):
+    for module, joined in ((jax.distributed, "is_initialized"), (runtime, "current")):
         with monkeypatch.context() as patch:
-            patch.setattr(runtime, joined, lambda: True)
+            patch.setattr(module, joined, lambda: True)
             mr.MirroredStrategy(["cpu:0"])
         assert warnings(caplog) == []

@@ -117,7 +117,7 @@ def test_all_mirrored_variables_that_a_program_reads_or_writes_are_watched(strat
         good = variable._array
         flip(variable, 1)
         with differ(variable.name, 1):
-            watch_of(strategy2).look()
+            watch_of(strategy2).compare()
         variable._array = good
     assert seen.numpy() == 2
     evaluate = mr.function(lambda: frozen.value * 2)
@@ -155,7 +155,7 @@ def clock(monkeypatch: pytest.MonkeyPatch):
             made.now += made.run
             watch.count = made.count
             if watch.count >= watch.next:
-                watch.look()
+                watch.compare()
         return made.looked
 
     made.run_until = run_until
@@ -206,7 +206,7 @@ def test_threads_that_run_one_program_do_not_all_compare(strategy2, monkeypatch)
         return every
 
     monkeypatch.setattr(equal_copies, "check", compare)
-    watch.look()
+    watch.compare()
     assert compared == [True] and watch.next == 40
 
 

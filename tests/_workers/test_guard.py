@@ -661,7 +661,7 @@ def test_worker_0_ends_its_service_after_the_others_have_left_it_or_at_the_limit
 
 def test_a_cut_between_two_workers_is_looked_for_while_a_step_waits(make: Make, monkeypatch: Patch) -> None:
     guarded = make(worker=1, is_started=False)
-    monkeypatch.setattr(guarded.guard._links, "look", lambda step, elapsed: Verdict(f"lost the connection at step {step}"))
+    monkeypatch.setattr(guarded.guard._links, "check", lambda step, elapsed: Verdict(f"lost the connection at step {step}"))
     assert guarded.guard._round(0.9) is False
     guarded.enter("train")
     assert [guarded.guard._round(0.9) for _ in range(4)] == [False, False, False, True]
@@ -673,7 +673,7 @@ def test_the_error_at_the_limit_says_which_worker_reaches_which_other_not(make: 
     guarded = make(is_started=False, stall_seconds=2.0)
     rested: list[int] = []
     monkeypatch.setattr(guarded.guard._links, "describe", lambda: "worker 2 cannot reach worker 1 at 10.0.0.1:41234")
-    monkeypatch.setattr(guarded.guard._links, "look", lambda step, elapsed: None)
+    monkeypatch.setattr(guarded.guard._links, "check", lambda step, elapsed: None)
     monkeypatch.setattr(guarded.guard._links, "rest", lambda: rested.append(1))
     assert guarded.guard._round(0.9) is False and rested == [1]
     guarded.says("position/1", OWN_CODE._replace(beat=2))

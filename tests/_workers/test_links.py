@@ -40,7 +40,7 @@ class Job:
 
     def look(self, worker: int, elapsed: float = 0.5) -> str:
         self._patch.setattr(links, "connections", lambda least=0: (one for one in self.of[worker] if one.retries >= least))
-        verdict = self.links[worker].look(7, elapsed)
+        verdict = self.links[worker].check(7, elapsed)
         return "" if verdict is None else str(verdict)
 
 

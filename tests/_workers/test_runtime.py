@@ -155,9 +155,9 @@ def test_who_waits_for_the_devices_of_others_is_told_from_who_starts_its_own(mon
         monkeypatch.setattr(distributed._distributed, "global_state", devices_of(known, process))
         own = Own(progress, 5.0)
         with _runtime.starting_devices():
-            assert own.look(0.5, False).detail == text
-            assert own.look(0.5, False).waits == waits
-        assert own.look(0.5, False).phase == ""
+            assert own.measure(0.5, False).detail == text
+            assert own.measure(0.5, False).waits == waits
+        assert own.measure(0.5, False).phase == ""
 
 
 def test_jax_s_own_limit_for_devices_names_the_worker_and_asks_for_a_new_start() -> None:

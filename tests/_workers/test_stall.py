@@ -76,7 +76,7 @@ def test_data_that_has_ended_while_another_worker_has_taken_more_is_certain() ->
     progress = Progress()
     progress.took_batch(BatchPlace(8, 1, 6, 55), [2, 2])
     progress.data_ends[8] = BatchPlace(8, 1, 9, 66)
-    own = Own(progress, None).look(0.0, False)
+    own = Own(progress, None).measure(0.0, False)
     assert (own.batch, own.ends) == ([8, 1, 6], [[8, 1, 9]]) and decode(own.encode()) == own
     for foul in ({"batch": [1, 2]}, {"batch": ["1", 2, 3]}, {"ends": [1]}, {"ends": [[1, 2]]}, {"ends": [[1, 2, None]]}):
         assert decode(json.dumps(own._replace(**foul))) is None
@@ -143,12 +143,12 @@ def test_the_limit_is_twenty_steps_when_those_are_long() -> None:
     own = Own(progress, None)
     for _ in range(9):
         progress.started += 4
-        own.look(0.5, False)
+        own.measure(0.5, False)
     assert own.limit == MIN_STALL_SECONDS
     for _ in range(40):
         progress.started += 1
-        own.look(20.0, False)
-        own.look(20.0, False)
+        own.measure(20.0, False)
+        own.measure(20.0, False)
     assert own.limit == pytest.approx(20 * 40.0)
     assert Own(progress, 5.0).limit == 5.0
 
@@ -156,23 +156,23 @@ def test_the_limit_is_twenty_steps_when_those_are_long() -> None:
 def test_time_counts_while_nothing_changes() -> None:
     progress = Progress()
     own = Own(progress, None)
-    assert [own.look(0.5, False).still for _ in range(3)] == [0.0, 0.5, 1.0]
+    assert [own.measure(0.5, False).still for _ in range(3)] == [0.0, 0.5, 1.0]
     progress.enter("train", b"train")
-    position = own.look(0.5, False)
+    position = own.measure(0.5, False)
     assert (position.still, position.started, position.waits, position.beat) == (0.0, 1, True, 4)
     with progress.phase("the barrier 'b'", "of the data", waits=True):
-        assert str(own.look(0.5, False)) == "waits at the barrier 'b' (of the data), after step 1 (program 'train'), for 0 s"
-    assert own.look(0.5, True).has_ended
+        assert str(own.measure(0.5, False)) == "waits at the barrier 'b' (of the data), after step 1 (program 'train'), for 0 s"
+    assert own.measure(0.5, True).has_ended
 
 
 def test_a_worker_that_does_not_speak_is_silent() -> None:
     others = Others()
     for beat, silent in ((1, 0.0), (1, 0.5), (1, 1.0), (2, 0.0)):
-        assert others.look({1: change(OWN_CODE, beat=beat).encode()}, 0.5).silent == {1: silent}
-    assert others.look({1: "garbage"}, 0.5).silent == {1: 0.0}
-    assert others.look({1: change(OWN_CODE, beat=2).encode()}, 0.5).silent == {1: 0.5}
+        assert others.hear({1: change(OWN_CODE, beat=beat).encode()}, 0.5).silent == {1: silent}
+    assert others.hear({1: "garbage"}, 0.5).silent == {1: 0.0}
+    assert others.hear({1: change(OWN_CODE, beat=2).encode()}, 0.5).silent == {1: 0.5}
     others = Others(pause=3.0)  # where a round is long, nobody is silent within one
-    assert [others.look({1: OWN_CODE.encode()}, 2.0).silence(1) for _ in range(4)] == [0.0, 0.0, 1.0, 3.0]
+    assert [others.hear({1: OWN_CODE.encode()}, 2.0).silence(1) for _ in range(4)] == [0.0, 0.0, 1.0, 3.0]
 
 
 @hypothesis.settings(derandomize=True, deadline=None, max_examples=50)

@@ -126,7 +126,7 @@ class Checkpoint:
             leaves, positions, report, error = self._prepare_save(step)
             reports = self._exchange(report, call)
             every_position = coordination_of(self._strategy).for_chief(_POSITIONS, positions)
-            self._learn_from_chief(call)
+            self._take_chiefs_record(call)
             if error is not None:
                 raise error
             same_on_workers.require_no_error(reports, "save")
@@ -155,7 +155,7 @@ class Checkpoint:
             coordination_of(self._strategy).tell_chief(_POSITIONS, positions)
             if self._strategy.is_chief:
                 self._files.claim()
-                self._writer.look()
+                self._writer.find_latest()
                 self._refuse_older(step)
         except Exception as problem:
             error, report["error"] = problem, f"{type(problem).__name__}: {problem}"
@@ -194,14 +194,14 @@ class Checkpoint:
         with progress.phase("waiting for the checkpoint", is_patient=True):
             self._writer.finish()
             if self._strategy.is_chief:
-                self._writer.look()
+                self._writer.find_latest()
             self._exchange({}, "wait()")
-            self._learn_from_chief("wait()")
+            self._take_chiefs_record("wait()")
         return self._writer.latest
 
-    def _learn_from_chief(self, where: str) -> None:
+    def _take_chiefs_record(self, where: str) -> None:
         """Take over worker 0's record of the saves; too many failures end the training on all workers."""
-        self._writer.learn(*self._of_chief([self._writer.latest, self._writer.failures], where))
+        self._writer.take_record(*self._of_chief([self._writer.latest, self._writer.failures], where))
         self._writer.require_success()
 
     def close(self) -> None:
@@ -235,7 +235,7 @@ class Checkpoint:
 
     def steps(self) -> list[int]:
         """Return the steps on disk, in order; nothing verifies them here."""
-        return self._files.look()[0]
+        return self._files.scan()[0]
 
     # -- restoring
 
@@ -288,7 +288,7 @@ class Checkpoint:
         report: dict[str, Any] = {"steps": [], "error": None}
         try:
             self._leaves()
-            report["steps"], strays = self._files.look()
+            report["steps"], strays = self._files.scan()
             for stray in strays:
                 _logger.warning("%s: %s; it is ignored", self._files.root, stray)
         except Exception as error:
@@ -327,7 +327,7 @@ class Checkpoint:
         named = Snapshot({path: entry for path, entry in saved.leaves.items() if path in leaves}, saved.arrays)
         saved = named if is_partial else saved
         problems = state.find_differences(leaves, saved)
-        is_too_much = not (problems and state.find_differences(leaves, named))
+        partial_fits = not (problems and state.find_differences(leaves, named))
         moved: list[tuple[Any, Any]] = []
         if not problems:
             try:
@@ -335,7 +335,7 @@ class Checkpoint:
                 moved = state.restore_positions(leaves, saved, worker, num_workers)
             except Exception as error:
                 problems = [f"an iterator does not take its position: {type(error).__name__}: {error}"]
-        reports = self._exchange({"problems": problems, "is_too_much": is_too_much}, f"restore_latest(), step {step}")
+        reports = self._exchange({"problems": problems, "partial_fits": partial_fits}, f"restore_latest(), step {step}")
         try:
             same_on_workers.require_fit(reports, f"step {step} in {self._files.root}")
         except CheckpointError:
@@ -367,7 +367,7 @@ class Checkpoint:
                 return
             reports = self._exchange({"sees": self._files.sees(mark)}, where)
         if not all(report["sees"] for report in reports):
-            same_on_workers.refuse_unseen(self._with_places(reports, where))
+            same_on_workers.refuse_unseen_mark(self._with_places(reports, where))
         self._is_shared = True
 
     def _with_places(self, reports: same_on_workers.Reports, where: str) -> same_on_workers.Reports:

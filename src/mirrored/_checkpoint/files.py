@@ -99,7 +99,7 @@ class StepFiles:
         """Let other programs write here, unless another object of this one still does."""
         self._right = None
 
-    def look(self) -> tuple[list[int], list[str]]:
+    def scan(self) -> tuple[list[int], list[str]]:
         """Return the steps in order, and every other folder with the reason why it is no step; other files are ignored."""
         steps, strays = [], []
         try:
@@ -111,7 +111,7 @@ class StepFiles:
                 try:
                     reason = _why_no_step(entry)
                 except FileNotFoundError:  # another process has just removed it, perhaps because it had saved a newer one
-                    return self.look()
+                    return self.scan()
                 if reason is None:
                     steps.append(int(entry.name))
                 else:
@@ -191,7 +191,7 @@ class StepFiles:
                 file.write(_encode(whole))
             num_bytes = (new / _ARRAYS).stat().st_size
             _sync(new)
-            if step in self.look()[0]:
+            if step in self.scan()[0]:
                 self.remove(step)
             os.rename(new, self.root / str(step))
             _sync(self.root)

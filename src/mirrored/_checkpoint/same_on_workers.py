@@ -45,7 +45,7 @@ def require_shared(reports: Reports, field: str, describe: Callable[[Any], str])
             )
 
 
-def refuse_unseen(reports: Reports) -> NoReturn:
+def refuse_unseen_mark(reports: Reports) -> NoReturn:
     """Raise an error that names the workers whose directory (`where`) does not show worker 0's mark (`sees` is False)."""
     blind = [f"worker {worker} ({_shown(report['where'])})" for worker, report in enumerate(reports) if not report["sees"]]
     raise CheckpointError(
@@ -56,13 +56,13 @@ def refuse_unseen(reports: Reports) -> NoReturn:
 
 
 def require_fit(reports: Reports, step: str) -> None:
-    """Raise an error that lists the workers' `problems` with a step; where `is_too_much`, it suggests a partial restore."""
+    """Raise an error that lists the workers' `problems` with a step; where `partial_fits`, it suggests a partial restore."""
     problems = by_first_worker([report["problems"] for report in reports])
     if not problems:
         return
     listed = "\n".join(f"  {problem}" for problem in problems)
     way = "Give it the same objects as in the run that saved, or start anew in another directory."
-    if any(report["is_too_much"] for report in reports):
+    if any(report["partial_fits"] for report in reports):
         way += (
             "\nTo restore no more than what is named, and let the data start at its beginning:\n"
             "  mr.Checkpoint(directory, ...without the iterator...).restore_latest(partial=True)"

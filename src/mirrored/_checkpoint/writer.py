@@ -106,11 +106,11 @@ class Writer:
             )  # fmt: skip
             sys.excepthook(type(error), error, error.__traceback__)  # if it were raised here, Python would report it as ignored
 
-    def look(self) -> None:
-        """Look up the latest step on disk."""
+    def find_latest(self) -> None:
+        """Find the latest step on disk."""
         self.latest = max(self._good_steps(), default=None)
 
-    def learn(self, latest: int | None, failures: list[str]) -> None:
+    def take_record(self, latest: int | None, failures: list[str]) -> None:
         """Take over the chief's record; on the chief this changes nothing."""
         if latest is not None and latest != self.latest:
             self._note_progress(latest)
@@ -134,7 +134,7 @@ class Writer:
         )
 
     def _good_steps(self) -> list[int]:
-        return [step for step in self._files.look()[0] if step not in self.damaged]
+        return [step for step in self._files.scan()[0] if step not in self.damaged]
 
     def _write(self, step: int, snapshot: Snapshot, about: Mapping[str, Any]) -> None:
         started = time.monotonic()

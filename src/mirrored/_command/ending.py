@@ -25,9 +25,9 @@ class Ending:
     code: int  # the exit code, or the negative number of the signal that killed it
     seconds: float  # since the start
     at: float  # time of day, in seconds since 1970
-    was_asked: bool  # by a signal of the launcher, so it is not the cause
+    was_signalled: bool  # by a signal of the launcher, so it is not the cause
     tail: Sequence[str]  # the last lines of its output, escaped
-    was_stopped: bool = False  # it was suspended, as by SIGSTOP, when another failed
+    was_suspended: bool = False  # as by SIGSTOP, when another failed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Attempt:
     def culprit(self) -> Ending:
         """Return the first worker that failed, apart from those that left because another had failed."""
         failed = [ending for ending in self.endings if ending.code]
-        causes = [ending for ending in failed if not ending.was_asked]
+        causes = [ending for ending in failed if not ending.was_signalled]
         first = (causes or failed)[0]
         together = [ending for ending in causes if ending.seconds - first.seconds <= TOGETHER_SECONDS]
         # If all leave together with 75, worker 0 knows the reason best: all others connect to its port.
@@ -67,7 +67,7 @@ class Attempt:
         first = self.culprit()
         if first.code in (PREEMPTED, RESTART):
             return [first]
-        causes = [ending for ending in self.endings if ending.code == first.code and not ending.was_asked]
+        causes = [ending for ending in self.endings if ending.code == first.code and not ending.was_signalled]
         return [ending for ending in causes if abs(ending.seconds - first.seconds) <= TOGETHER_SECONDS] or [first]
 
 
@@ -140,7 +140,7 @@ def summarize(attempt: Attempt, restarts: int, seconds: float, logs: str | None)
         names = " and ".join(signal.Signals(number).name for number in attempt.signals[:2])
         return [f"ended by {names}: {_groups(attempt.endings)}", total]
     culprit, alike = attempt.culprit(), attempt.alike()
-    stopped = [ending.index for ending in attempt.endings if ending.was_stopped]
+    stopped = [ending.index for ending in attempt.endings if ending.was_suspended]
     lines = [f"{_ranges(stopped)} had been stopped, as by SIGSTOP, so that the others waited in vain"] * bool(stopped)
     lines += [describe_failure(attempt)]
     if culprit.tail:
@@ -155,7 +155,7 @@ def _groups(endings: Sequence[Ending]) -> str:
     """Write "workers 0, 2-7: exit code 75, asks to be started again; worker 1: SIGKILL, did not leave and was killed ..."."""
     groups: dict[str, list[int]] = collections.defaultdict(list)
     for ending in sorted(endings, key=lambda ending: ending.index):
-        by = ", did not leave and was killed by the launcher" if ending.was_asked and ending.code == -signal.SIGKILL else ""
+        by = ", did not leave and was killed by the launcher" * (ending.was_signalled and ending.code == -signal.SIGKILL)
         groups[describe_code(ending.code) + by].append(ending.index)
     return "; ".join(f"{_ranges(indices)}: {how}" for how, indices in groups.items())
 

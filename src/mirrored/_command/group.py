@@ -60,8 +60,8 @@ class Worker:
     streams: list[Stream]
     log: LogFile | None
     tail: Tail = dataclasses.field(default_factory=Tail)
-    was_asked: bool = False
-    was_stopped: bool = False
+    was_signalled: bool = False
+    was_suspended: bool = False
     ended: float = 0.0  # as of time.monotonic()
 
 
@@ -172,9 +172,9 @@ class Group:
                 self._is_ending = True
                 others = [other for other in self._workers if other.process.poll() is None]
                 for other in others:
-                    other.was_stopped = os.waitid(os.P_PID, other.process.pid, _IS_STOPPED) is not None
+                    other.was_suspended = os.waitid(os.P_PID, other.process.pid, _IS_STOPPED) is not None
                 farewell = max(FAREWELL_SECONDS, self.grace) if code == PREEMPTED else FAREWELL_SECONDS
-                if all(other.was_stopped for other in others):
+                if all(other.was_suspended for other in others):
                     farewell = 0.0  # none of them can leave by itself
                 self._plan = [(now + farewell, signal.SIGTERM), (now + farewell + self.grace, signal.SIGKILL)]
         if worker.ended:
@@ -195,7 +195,7 @@ class Group:
     def _send(self, number: int) -> None:
         for worker in self._workers:
             if worker.process.poll() is None:
-                worker.was_asked = True
+                worker.was_signalled = True
                 if number == signal.SIGKILL:
                     worker.process.kill()
                     keeper.kill_but_trackers({worker.process.pid})
@@ -222,9 +222,9 @@ class Group:
             code=worker.process.returncode,
             seconds=worker.ended - self._start,
             at=time.time() - (time.monotonic() - worker.ended),
-            was_asked=worker.was_asked,
+            was_signalled=worker.was_signalled,
             tail=worker.tail.lines(),
-            was_stopped=worker.was_stopped,
+            was_suspended=worker.was_suspended,
         )
         self._endings.append(ending)
 

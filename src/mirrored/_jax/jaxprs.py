@@ -128,7 +128,7 @@ class Loop(NamedTuple):
     rows: range
 
     @property
-    def handed(self) -> range:
+    def not_fixed(self) -> range:
         """The positions of the operands that no jaxpr takes unchanged."""
         return range(self.index.start, self.rows.stop)
 
@@ -234,23 +234,23 @@ class Levels(NamedTuple):
     """A program cut at its sums over the replicas; the sums of one level do not depend on each other, so they could be one."""
 
     equations: list[tuple[list[Equation], list[Equation]]]  # for each level: the equations before its sums, and its sums
-    of: dict[Any, int]  # array -> the first level whose sums can add it up
+    ready_at: dict[Any, int]  # array -> the first level whose sums can add it up
     parts: dict[Any, int]  # a concatenation -> its number of arrays
 
 
 def levels_of(jaxpr: Jaxpr) -> Levels:
     """Cut a program at its sums; keep equations with effects in order."""
-    of: dict[Any, int] = dict.fromkeys((*jaxpr.constvars, *jaxpr.invars), 0)
-    levels = Levels([([], [])], of, {})
+    ready_at: dict[Any, int] = dict.fromkeys((*jaxpr.constvars, *jaxpr.invars), 0)
+    levels = Levels([([], [])], ready_at, {})
     last_effect = 0
     for equation in jaxpr.eqns:
-        level = max((of[atom] for atom in equation.invars if isinstance(atom, Var)), default=0)
+        level = max((ready_at[atom] for atom in equation.invars if isinstance(atom, Var)), default=0)
         has_effects = any(not isinstance(effect, core.NamedAxisEffect) for effect in equation.effects)  # an axis is none
         if has_effects:
             level = last_effect = max(level, last_effect)
         adds = equation.primitive.name in SUMS and not has_effects and is_sum(equation)
         levels.equations[level][adds].append(equation)
-        of.update(dict.fromkeys(equation.outvars, level + adds))
+        ready_at.update(dict.fromkeys(equation.outvars, level + adds))
         if adds and level + 1 == len(levels.equations):
             levels.equations.append(([], []))
         if equation.primitive.name == "concatenate":

@@ -29,10 +29,10 @@ MAX_TRACES = 8
 @contextlib.contextmanager
 def in_scope() -> Iterator[None]:
     """Inside this block, a strategy's scope, let Keras make variables and models that belong to the strategy."""
-    was_there = keras_parts.loaded() is not None
+    was_there = keras_parts.imported_keras() is not None
     with in_place():
         yield
-    if not was_there and keras_parts.loaded() is not None:
+    if not was_there and keras_parts.imported_keras() is not None:
         user_code.warn(
             "keras was imported inside a strategy's scope, so the strategy does not know the models that were made there: steps "
             "take their variables over when they use them, but model.fit would train them on one device. Import keras before "
@@ -42,12 +42,12 @@ def in_scope() -> Iterator[None]:
 
 def traced_until_found(trace: Callable[[], Any], mesh: ReplicaMesh | None) -> Any:
     """Trace a function. While the trace meets Keras variables that are not ours, adopt them and trace again."""
-    keras = keras_parts.loaded()
+    keras = keras_parts.imported_keras()
     if keras is None:
         return trace()
     new = ""
     for _ in range(MAX_TRACES):
-        with search(keras, mesh, is_discovery=True) as found:
+        with adopting_variables(keras, mesh, is_discovery=True) as found:
             result = trace()
         if not found:
             return result
@@ -63,7 +63,7 @@ def build_by(call: Callable[[], Any]) -> None:
 
     Outside a trace that can be repeated, the function is not called.
     """
-    keras = keras_parts.loaded()
+    keras = keras_parts.imported_keras()
     scope = None if keras is None else keras_parts.innermost_scope(keras)
     if isinstance(scope, VariableScope):
         call()
@@ -71,10 +71,10 @@ def build_by(call: Callable[[], Any]) -> None:
             raise UndiscoveredError(list(scope.strangers.values()), scope_mesh())
 
 
-def tracing(mesh: ReplicaMesh | None) -> contextlib.AbstractContextManager[Any]:
+def refusing_new_variables(mesh: ReplicaMesh | None) -> contextlib.AbstractContextManager[Any]:
     """Let a function be traced, or run, inside this block; it must not meet new Keras variables."""
-    keras = keras_parts.loaded()
-    return contextlib.nullcontext() if keras is None else search(keras, mesh, is_discovery=False)
+    keras = keras_parts.imported_keras()
+    return contextlib.nullcontext() if keras is None else adopting_variables(keras, mesh, is_discovery=False)
 
 
 # -- the variables that a trace touches
@@ -110,7 +110,7 @@ class VariableScope:
 
 
 @contextlib.contextmanager
-def search(keras: ModuleType, mesh: ReplicaMesh | None, is_discovery: bool) -> Iterator[list[Any]]:
+def adopting_variables(keras: ModuleType, mesh: ReplicaMesh | None, is_discovery: bool) -> Iterator[list[Any]]:
     """Let a function be traced inside this block; afterwards the yielded list has the new Keras variables, now adopted.
 
     With `is_discovery` the trace can be repeated, and the variables will be on `mesh`; without it, there must be none. If a

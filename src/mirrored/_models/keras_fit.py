@@ -126,7 +126,7 @@ class _OnAll:
 
 @functools.cache
 def _distribution(mesh: ReplicaMesh) -> Any:
-    keras: Any = keras_parts.loaded()
+    keras: Any = keras_parts.imported_keras()
     devices = keras.distribution.DeviceMesh((len(mesh.devices),), [mesh.axis], list(mesh.devices))
     return keras.distribution.DataParallel(device_mesh=devices, auto_shard_dataset=False)
 

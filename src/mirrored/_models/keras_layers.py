@@ -73,7 +73,7 @@ def apply(
     if replica is None or is_keras_update.get():  # an optimizer inside another gets sums already
         return old(optimizer, grads, trainable_variables)
     variables = None if trainable_variables is None else list(trainable_variables)
-    _require_built(optimizer, variables)
+    _build_first(optimizer, variables)
     trained = variables or keras_parts.trained_by(optimizer)
     # Marked, as in `mr.Optimizer`, so that no gradient is summed twice.
     where, grads = user_code.user_line(), list(grads)
@@ -103,7 +103,7 @@ def _apply_scaled(optimizer: keras.optimizers.Optimizer, by_variable: dict[int, 
         variable.assign(value)
 
 
-def _require_built(optimizer: keras.optimizers.Optimizer, variables: list[Any] | None) -> None:
+def _build_first(optimizer: keras.optimizers.Optimizer, variables: list[Any] | None) -> None:
     """Build an optimizer, and start the trace again: some make their slots in a way that leaks tracers."""
 
     def build() -> list[Any]:

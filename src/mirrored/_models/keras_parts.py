@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 
-def loaded() -> ModuleType | None:
+def imported_keras() -> ModuleType | None:
     """Return Keras if the program has imported it, else None; we never import it."""
     keras = sys.modules.get("keras")
     return keras if hasattr(keras, "Variable") and hasattr(keras, "Model") and hasattr(keras, "random") else None

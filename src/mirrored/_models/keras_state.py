@@ -16,7 +16,7 @@ _NUMBERED = re.compile(r"(.*?)(?:_(\d+))?")
 
 def state_of(value: object) -> Any:
     """Return the variables of a model, layer, metric or optimizer, by name; return any other value unchanged."""
-    keras = keras_parts.loaded()
+    keras = keras_parts.imported_keras()
     if is_keras_variable(value):
         return _ours([value])[0]
     if keras is None or not isinstance(value, keras.Layer | keras.optimizers.Optimizer | keras.metrics.Metric):

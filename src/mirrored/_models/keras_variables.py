@@ -107,7 +107,7 @@ def _made(view: Any, value: jax.Array) -> Variable:
 
 def is_keras_variable(value: object) -> bool:
     """Tell whether a value is a variable of Keras."""
-    keras = keras_parts.loaded()
+    keras = keras_parts.imported_keras()
     return keras is not None and isinstance(value, keras.Variable)
 
 

@@ -25,7 +25,7 @@ def table() -> Iterator[tuple[type, str, Callable[..., Any]]]:
     """
     if (layers := sys.modules.get("equinox.nn")) is not None:
         yield layers.BatchNorm, "__call__", equinox.call_norm
-    keras = keras_parts.loaded()
+    keras = keras_parts.imported_keras()
     if keras is None:
         return
     user_code.leave_out(keras)

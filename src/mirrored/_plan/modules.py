@@ -13,7 +13,7 @@ _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?(\S+) = (.+?) ([a-z][a-z-]*)\(")
 #: Fused computations: the text has their collectives a second time, so these do not count.
 _FUSED = ("fused_computation", "async_collective_fusion")
 #: The instruction that ends a TPU's sum which ran inside other fusions.
-_CARRIED = "async-collective-done"
+_ENDS_FUSED_SUM = "async-collective-done"
 #: The instructions that count as work; the texts of `_PRODUCTS` mark matrix products and convolutions among them.
 _WORK = frozenset({"convolution", "custom-call", "dot", "fusion"})
 _NAME = re.compile(r"%([\w.-]+)")
@@ -55,11 +55,11 @@ def collectives_in(text: str) -> list[Sent]:
         if operation.endswith("-done"):
             running.pop(_operand(line), None)
         elif kind := _kind_of(name, operation, computation, line):
-            if operation.endswith("-start"):
+            if is_start := operation.endswith("-start"):
                 running[name] = len(found)
-            parts = _group(line) if kind == "reduce-scatter" and not operation.endswith("-start") else 1  # its result is a part
-            is_carried = name.startswith(_CARRIED)
-            found.append(Sent(kind, parts * _num_bytes(result), is_carried, 0, times.get(computation, 1)))
+            parts = _num_devices(line) if kind == "reduce-scatter" and not is_start else 1  # its result is a part
+            is_overlapped = name.startswith(_ENDS_FUSED_SUM)
+            found.append(Sent(kind, parts * _num_bytes(result), is_overlapped, 0, times.get(computation, 1)))
         elif operation in _WORK:
             for position in running.values():
                 found[position] = dataclasses.replace(found[position], is_overlapped=True)
@@ -95,14 +95,14 @@ def _times_in(lines: Sequence[tuple[str, str]]) -> dict[str, int]:
 def _kind_of(name: str, operation: str, computation: str, line: str) -> str:
     """Return the kind of a collective, or "" if the instruction is none."""
     kind = operation.removesuffix("-start")
-    if name.startswith(_CARRIED) or (operation == "fusion-start" and '"__triton_collective"' in line):
+    if name.startswith(_ENDS_FUSED_SUM) or (operation == "fusion-start" and '"__triton_collective"' in line):
         return "all-reduce"
     if kind not in _KINDS or computation.startswith(_FUSED):
         return ""
     return "reduce-scatter" if computation.startswith("all-reduce-scatter") else kind
 
 
-def _group(line: str) -> int:
+def _num_devices(line: str) -> int:
     """Return how many devices take part in a collective."""
     match = re.search(r"replica_groups=(?:mesh\[[^]]*=(\d+)\]|\[\d+,(\d+)\]|\{\{([\d,]+)\})", line)
     if match is None:

@@ -72,7 +72,7 @@ def run_eagerly(frame_with: Callable[..., Frame], mesh: ReplicaMesh, program: St
         own = [_unstack(a, leaf.is_per_replica) for a, leaf in zip(arrays, call.array_leaves(), strict=True)]
         with caches() as renew:
             bindings = Bindings(dict(zip(lifted.variables, local, strict=True)), _refuse_unknown, renew)
-            with keras.tracing(mesh), replaced.over_replicas(), frames.entered(frame_with(bindings=bindings)):
+            with keras.refusing_new_variables(mesh), replaced.over_replicas(), frames.entered(frame_with(bindings=bindings)):
                 new_lifted["plan"], results = lift.plan_result(call.apply(own))
         for variable in bindings.written.keys() - set(lifted.written):
             _refuse_unknown(variable)

@@ -75,7 +75,7 @@ def join_sums(lifted: Lifted, is_mirrored: Sequence[bool], axis: ReplicaAxis) ->
             if axis.packs and _may_join(atom.aval, num_parts):
                 num_joined += _put(buffers, atom, total, num_parts, may_begin=True)
         for position, atom in waiting.items():
-            if position not in totals and levels.of[atom] <= level:
+            if position not in totals and levels.ready_at[atom] <= level:
                 total = Var(atom.aval)
                 begins = bool(together) and not axis.packs
                 if _put(buffers, atom, total, 1, begins) or begins:

@@ -142,7 +142,7 @@ class Program:
         if (watch := self.watch) is not None:
             watch.count += 1
             if watch.count >= watch.next:
-                watch.look()
+                watch.compare()
         return results
 
     def _refuse_too_large(self, arrays: list[Any]) -> None:

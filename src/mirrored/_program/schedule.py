@@ -1,9 +1,9 @@
-"""The operations of a step on a device with several replicas, in levels between the meetings of all replicas.
+"""The operations of a step on a device with several replicas, in stages, each from a meeting of all replicas to the next.
 
 A traced step becomes nodes: its equations, with calls opened. A node is *shared* if it computes the same on every replica,
 *own* if each replica has its own values, and a *meeting* if the replicas exchange values in it: a collective, or a loop or
-condition with one inside. A value's level is the number of meetings on the longest way to it, so the nodes of one level need no
-meeting between them. docs/design/several-replicas-on-a-device.md.
+condition with one inside. A node's stage is the number of meetings on the longest way to it, itself included, so the nodes of one
+stage need no meeting between them. docs/design/several-replicas-on-a-device.md.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .uneven.nodes import Node, Reading, Value
 
 
 class Agenda(Reading):
-    """The nodes of a step, or of a body in it, in their order, and its outputs; the `stage` of each is its level.
+    """The nodes of a step, or of a body in it, in their order, and its outputs.
 
     Each replica has its own of all results of a node, unless it is taken apart (`splits`): then some may be shared, such as the
-    counter of a scan, from the next level on.
+    counter of a scan, from the next stage on.
 
     Raises:
         ContextError: when several replicas of one device cannot run an operation.
@@ -35,11 +35,6 @@ class Agenda(Reading):
         super().__init__()
         self.splits = splits
         self.outputs = self.run(jaxpr, constants, inputs)
-
-    def levels(self) -> list[list[Node]]:
-        """Return the nodes of each level."""
-        last = max((node.stage for node in self.nodes), default=0)
-        return [[node for node in self.nodes if node.stage == level] for level in range(last + 1)]
 
     def needed(self, nodes: Sequence[Node]) -> tuple[list[Value], list[Value]]:
         """Return those results of some nodes that others add up over the replicas, and those that others use otherwise."""
@@ -62,7 +57,7 @@ class Agenda(Reading):
 
     def plain(self, equation: Equation, values: list[Value]) -> list[Value]:
         outputs, node, flags = super().plain(equation, values), self.nodes[-1], [value.is_own for value in values]
-        node.stage = max((value.stage for value in values), default=0)
+        node.stage = max((value.stage for value in values), default=0) + node.is_collective
         node.is_own = not node.is_collective and _is_own(equation, flags)
         results = [node.is_own] * len(outputs)
         if node.is_collective:
@@ -70,7 +65,7 @@ class Agenda(Reading):
         elif node.is_own and self.splits(equation):
             results = flags if equation.primitive.name in ONE_TO_ONE else _Ownership().loop(equation, flags)
         for value, is_own in zip(outputs, results, strict=True):
-            value.is_own, value.stage = is_own, node.stage + (node.is_collective or is_own != node.is_own)
+            value.is_own, value.stage = is_own, node.stage + (node.is_own and not is_own)
         return outputs
 
 

@@ -1,8 +1,8 @@
 """More replicas than devices: each device runs several replicas of a step, all together or one by one.
 
-The step is traced and proven for R replicas. Here its equations run on arrays of a device's replicas `[v, ...]`, level by level
-(`_program/schedule`): shared nodes once, own nodes for each replica, by `jax.vmap` or in a `jax.lax.scan`, and then the
-meetings, over the device's replicas and over the devices. docs/design/several-replicas-on-a-device.md.
+The step is traced and proven for R replicas. Here its equations run on arrays of a device's replicas `[v, ...]`, stage by stage
+(`_program/schedule`): first the meetings, over the device's replicas and over the devices, then shared nodes once, and own nodes
+for each replica, by `jax.vmap` or in a `jax.lax.scan`. docs/design/several-replicas-on-a-device.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from . import sink_reductions
 from .lift import Lifted
 from .schedule import Agenda
 from .sink_reductions import is_of_floats
-from .uneven.nodes import Node, Value
+from .uneven.nodes import Node, Value, stages_of
 
 
 def run_replicas(
@@ -62,14 +62,14 @@ class _Course:
 
     def run(self, ends: Sequence[bool]) -> list[Any]:
         """Return the outputs; `ends` tells which are per-replica values."""
-        for nodes in self.plan.levels():
+        for nodes in stages_of(self.plan.nodes):
+            for node in nodes:
+                if node.is_collective:
+                    self.keep(node, self.meet(node))
             for node in nodes:
                 if not node.is_own and not node.is_collective:
                     self.keep(node, tracing.bind(node.equation, list(map(self.read, node.inputs))))
             self.run_own([node for node in nodes if node.is_own])
-            for node in nodes:
-                if node.is_collective:
-                    self.keep(node, self.meet(node))
         return [self.as_kind(value, end) for value, end in zip(self.plan.outputs, ends, strict=True)]
 
     def read(self, value: Value) -> Any:
@@ -86,7 +86,7 @@ class _Course:
         self.known.update(zip(node.outputs, arrays, strict=True))
 
     def run_own(self, nodes: Sequence[Node]) -> None:
-        """Run nodes of one level on each replica."""
+        """Run nodes of one stage on each replica."""
         how = lambda node: (self.is_alone(node.equation), self.splits(node.equation))  # noqa: E731
         for (one_by_one, is_split), group in itertools.groupby(nodes, how):
             if is_split:

@@ -299,7 +299,7 @@ def raising_cpu_threads() -> contextlib.AbstractContextManager[None]:
     Call this before C code starts threads, as `jax.distributed` does: `setenv` moves texts that their `getenv` has found.
     """
     configured = max(1, jax.config.jax_num_cpu_devices, _env.forced_host_devices())  # pyrefly: ignore[missing-attribute]
-    return _env.at_least(_env.CPU_THREADS, cpu_pool_size(configured), _env.CPU_THREADS_FALLBACK, stays=True)
+    return _env.at_least(_env.CPU_THREADS, cpu_pool_size(configured), _env.CPU_THREADS_FALLBACK, keep=True)
 
 
 def cpu_pool_size(num_devices: int) -> int:

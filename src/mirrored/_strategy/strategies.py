@@ -155,7 +155,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     def _join(self, cluster: ClusterResolver | None, options: CommunicationOptions) -> Runtime | None:
         if _process.topology:  # one worker plans the devices of all
             return None
-        if runtime.current() is None and runtime.is_connected():
+        if runtime.current() is None and jax.distributed.is_initialized():
             _logger.info("cluster: jax.distributed was initialised already, and is used as it is")
             return runtime.attach(options, None if cluster is None else resolvers.discover(cluster)[0])
         self._cluster, sentence = resolvers.discover(cluster)
@@ -220,7 +220,7 @@ def look_for_others(name: str) -> None:
     """Warn, once in a process, that it will train alone although its environment makes it one of several workers."""
     if _env.TF_CONFIG.get() is not None:
         _logger.info("TF_CONFIG is set, but %s is for one machine and ignores it", name)
-    if runtime.current() is not None or runtime.is_connected():
+    if runtime.current() is not None or jax.distributed.is_initialized():
         return
     with contextlib.suppress(ClusterConfigError):  # a malformed description is an error only for those who use it
         cluster, sentence = resolvers.discover()

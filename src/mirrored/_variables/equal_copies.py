@@ -124,7 +124,7 @@ class Watch:
     share it. The cheaper of the last two comparisons counts: one that a busy machine makes slow must not put the next off.
 
     Attributes:
-        count: runs of the program so far; its caller counts, and calls `look` when `next` is reached.
+        count: runs of the program so far; its caller counts, and calls `compare` when `next` is reached.
         next: the run before which copies are compared. An error leaves it, so that the next run finds the difference again.
         every: runs between the last comparison and the next; the same on all workers.
     """
@@ -138,7 +138,7 @@ class Watch:
         with _watches_lock:
             _watches.add(self)
 
-    def look(self) -> None:
+    def compare(self) -> None:
         """Compare by `check`, and choose the next run to do so."""
         due, self.next = self.next, self.next + self.every  # other threads do not compare meanwhile
         try:

@@ -227,7 +227,7 @@ class Guard:
         if not own.waits_in_program:
             self._links.rest()
         elif not verdict and own.still >= SETTLED_SECONDS:
-            verdict = self._links.look(own.started, elapsed)
+            verdict = self._links.check(own.started, elapsed)
         if verdict:
             self._fail(verdict)
             return True
@@ -252,7 +252,7 @@ class Guard:
         if self._worker == 0:
             text = judge_all(view, limit)
         elif text := judge(self._worker, view, limit, sees_all=False):
-            view = self._others.look(self._coordination.by_worker(_POSITION), 0.0)  # now of all, to name all
+            view = self._others.hear(self._coordination.by_worker(_POSITION), 0.0)  # now of all, to name all
             text = judge(self._worker, view, limit) or text
         if not text:
             return None
@@ -264,7 +264,7 @@ class Guard:
 
     def _say_where(self, elapsed: float) -> Position:
         with self._speaking:
-            own = self._own.look(elapsed, self._has_ended)
+            own = self._own.measure(elapsed, self._has_ended)
             self._coordination.say(_POSITION, own.encode())
             return own
 
@@ -320,7 +320,7 @@ class Guard:
             texts = {0: self._coordination.peek(f"{_POSITION}/0") or "", self._worker: own.encode()}
         else:
             texts = self._coordination.by_worker(_POSITION)
-        view = self._others.look(texts, elapsed)
+        view = self._others.hear(texts, elapsed)
         before, self._silent = self._silent, {worker for worker in view.silent if view.silence(worker) >= _SILENT_SECONDS}
         for worker in sorted(self._silent - before):
             _logger.warning(

@@ -59,7 +59,7 @@ class Links:
         self.warning = ""  # what this worker has said of connections that are not answered, since it waits
         self._stuck: dict[int, float] = {}  # worker -> seconds
 
-    def look(self, step: int, elapsed: float) -> Verdict | None:
+    def check(self, step: int, elapsed: float) -> Verdict | None:
         """Publish the connections without an answer, and return the verdict when one to this worker is lost; for one that waits.
 
         The kernel knows addresses, not workers: one worker publishes both ends of a connection, and the worker that has the other

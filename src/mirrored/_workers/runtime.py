@@ -61,11 +61,6 @@ def current() -> Runtime | None:
     return _current
 
 
-def is_connected() -> bool:
-    """Tell whether `jax.distributed` was initialised, by us or by the user."""
-    return jax.distributed.is_initialized()
-
-
 @contextlib.contextmanager
 def exit_codes() -> Iterator[None]:
     """Let a script that ends with an error of its cluster exit with the code that says whether to start it again."""
@@ -175,11 +170,11 @@ def starting_devices() -> Iterator[None]:
     may end before the guard's.
     """
 
-    def look() -> str:  # called by the guard, twice a second
+    def detail() -> str:  # called by the guard, twice a second
         phase.waits, text = _is_waiting_for_devices()
         return text
 
-    phase = progress.phase("the exchange of devices", look)
+    phase = progress.phase("the exchange of devices", detail)
     try:
         with phase:
             yield

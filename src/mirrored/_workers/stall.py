@@ -94,7 +94,7 @@ class Own:
         self._beat, self._started, self._still, self._since_step = 0, 0, 0.0, 0.0
         self._step_times: collections.deque[float] = collections.deque(maxlen=101)
 
-    def look(self, elapsed: float, has_ended: bool) -> Position:
+    def measure(self, elapsed: float, has_ended: bool) -> Position:
         """Return the position, `elapsed` seconds after the last look."""
         progress = self._progress
         phases, started, waits = progress.phases, progress.started, progress.is_waiting()
@@ -157,7 +157,7 @@ class Others:
     def __init__(self, pause: float = 0.0) -> None:
         self._pause, self._positions, self._unheard = pause, dict[int, Position](), dict[int, float]()
 
-    def look(self, texts: Mapping[int, str], elapsed: float) -> JobView:
+    def hear(self, texts: Mapping[int, str], elapsed: float) -> JobView:
         """Take the positions that workers have written, `elapsed` seconds after the last look."""
         for worker, text in texts.items():
             if position := decode(text):

@@ -47,7 +47,7 @@ def check(traces: Sequence[Trace]) -> None:
 
 def _kind(node: Node) -> Any:
     """Return the dtypes and numbers of axes, not the sizes: an `all_gather` pads its operand to the largest."""
-    return (node.equation.primitive.name, _types_of(node.handed))
+    return (node.equation.primitive.name, _types_of(node.joint_inputs))
 
 
 def _types_of(values: Sequence[Value]) -> tuple[Any, ...]:
@@ -59,13 +59,13 @@ def _key(node: Node) -> Any:
         return (equation_key(node.equation), tuple((value.aval.shape, value.aval.dtype) for value in node.inputs))
     params = node.equation.params
     rounds = tuple(params.get(name) for name in ("length", "reverse"))
-    return (node.equation.primitive.name, rounds, len(node.bodies), _types_of(node.handed), _types_of(node.outputs))
+    return (node.equation.primitive.name, rounds, len(node.bodies), _types_of(node.joint_inputs), _types_of(node.outputs))
 
 
 def _describe(node: Node | None) -> str:
     if node is None:
         return "reach no further one"
-    operands = ", ".join(f"{value.aval.dtype}{list(value.aval.shape)}" for value in node.handed)
+    operands = ", ".join(f"{value.aval.dtype}{list(value.aval.shape)}" for value in node.joint_inputs)
     name = node.equation.primitive.name
     kind = f"`{name}`" if not list(jaxprs.inner_jaxprs(node.equation)) else f"a collective inside `{name}`"
     return f"reach {kind} of {operands} at {user_code.equation_line(node.equation)}"

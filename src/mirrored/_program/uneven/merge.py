@@ -22,7 +22,7 @@ from ..._jax.primitives import SIMPLE
 from ..._replicas.collectives import pad_to
 from ..._replicas.per_replica import stack_shapes
 from ..._typing import Shape
-from .nodes import Node, Trace, Value
+from .nodes import Node, Trace, Value, stages_of
 
 #: A value in each trace, such as an operand of a collective that all traces share.
 Row = tuple[Value, ...]
@@ -39,10 +39,10 @@ def run_merged(
     """
     run = _Run(traces, index, outer)
     run.keep([trace.arguments for trace in traces], arguments)
-    for stage in range(traces[0].num_stages):
-        run.run_collectives(stage)
-        run.run_common(stage)
-        run.run_own(stage)
+    for stage, nodes in enumerate(zip(*map(stages_of, run.live), strict=True)):
+        run.run_collectives(nodes)
+        run.run_common(nodes)
+        run.run_own(stage, nodes)
     return run.read_rows([trace.outputs for trace in traces])
 
 
@@ -53,11 +53,10 @@ class _Run:
         self._traces = traces
         self._index = index
         self._outer = outer
-        self._live = [_live_nodes(trace) for trace in traces]
-        self._joint = list(zip(*([node for node in nodes if node.is_collective] for nodes in self._live), strict=True))
-        self._exports = _find_exports(traces, self._joint)
-        self._last_use = [_find_last_uses(live, self._exports, kind) for kind, live in enumerate(self._live)]
-        self._cheap = [{v: n for n in live if n.is_own and n.is_cheap for v in n.outputs} for live in self._live]
+        self.live = [_live_nodes(trace) for trace in traces]
+        self._exports = _find_exports(traces)
+        self._last_use = [_find_last_uses(live, self._exports, kind) for kind, live in enumerate(self.live)]
+        self._cheap = [{v: n for n in live if n.is_own and n.is_cheap for v in n.outputs} for live in self.live]
         #: By number, the arrays that are computed once.
         self.known: collections.ChainMap[int | None, Any] = collections.ChainMap({}, outer.known if outer else {})
         #: For each kind of replica, the arrays of one shape in which values lie that have another shape on other kinds.
@@ -67,13 +66,12 @@ class _Run:
         #: The arrays that come out of the parts in one shape, for collectives and outputs.
         self.exported: dict[Row, jax.Array] = {}
 
-    def run_collectives(self, stage: int) -> None:
-        """Run the collectives that begin a stage."""
-        for nodes in self._joint:
-            if nodes[0].stage == stage:
-                operands = self.read_rows([node.handed for node in nodes])
-                results = self._run_bodies(nodes, operands) if nodes[0].bodies else tracing.bind(nodes[0].equation, operands)
-                self.keep([node.outputs for node in nodes], results)
+    def run_collectives(self, of_stage: Sequence[Sequence[Node]]) -> None:
+        """Run the collectives that begin a stage, given its nodes in each trace."""
+        for nodes in zip(*([node for node in own if node.is_collective] for own in of_stage), strict=True):
+            operands = self.read_rows([node.joint_inputs for node in nodes])
+            results = self._run_bodies(nodes, operands) if nodes[0].bodies else tracing.bind(nodes[0].equation, operands)
+            self.keep([node.outputs for node in nodes], results)
 
     def _run_bodies(self, nodes: Sequence[Node], operands: Sequence[Any]) -> list[Any]:
         """Run a loop or condition whose bodies differ by kind of replica: each round is an uneven step."""
@@ -83,20 +81,19 @@ class _Run:
             return lambda *arguments: run_merged(bodies, self._index, arguments[len(part.fixed) :], self)
 
         values: list[Any] = [None] * len(nodes[0].inputs)  # a body reads captured values from this run
-        values[loop.handed.start : loop.handed.stop] = operands
+        values[loop.not_fixed.start : loop.not_fixed.stop] = operands
         return run_parts(equation, values, list(map(merged, loop.parts, zip(*(node.bodies for node in nodes), strict=True))))
 
-    def run_common(self, stage: int) -> None:
+    def run_common(self, of_stage: Sequence[Sequence[Node]]) -> None:
         """Run the nodes that all traces have in common."""
-        for node in itertools.chain.from_iterable(self._live):
-            is_common = node.stage == stage and not node.is_own and not node.is_collective
-            if is_common and node.outputs[0].number not in self.known:
+        for node in itertools.chain.from_iterable(of_stage):
+            if not node.is_own and not node.is_collective and node.outputs[0].number not in self.known:
                 self.keep([node.outputs], tracing.bind(node.equation, list(map(self._known_or_constant, node.inputs))))
 
-    def run_own(self, stage: int) -> None:
+    def run_own(self, stage: int, of_stage: Sequence[Sequence[Node]]) -> None:
         """Run the nodes of each kind of replica, as one switch."""
         rows = [row for row, taken_at in self._exports.items() if taken_at == stage]
-        nodes = [[node for node in live if node.stage == stage and node.is_own and not node.is_cheap] for live in self._live]
+        nodes = [[node for node in own if node.is_own and not node.is_cheap] for own in of_stage]
         if not rows and not any(nodes):
             return
         leaving = [
@@ -187,12 +184,12 @@ def _live_nodes(trace: Trace) -> list[Node]:
     return live[::-1]
 
 
-def _find_exports(traces: Sequence[Trace], joint: Sequence[Sequence[Node]]) -> dict[Row, int]:
+def _find_exports(traces: Sequence[Trace]) -> dict[Row, int]:
     """Return the rows of values that are not common and are needed by collectives and as outputs: after which stage."""
     outputs = zip(*(trace.outputs for trace in traces), strict=True)
     needed = [(row, max(value.stage for value in row)) for row in outputs]
-    for nodes in joint:
-        needed += [(row, nodes[0].stage - 1) for row in zip(*(node.handed for node in nodes), strict=True)]
+    for nodes in zip(*(trace.collectives for trace in traces), strict=True):
+        needed += [(row, nodes[0].stage - 1) for row in zip(*(node.joint_inputs for node in nodes), strict=True)]
     exports: dict[Row, int] = {}
     for row, stage in needed:
         if row[0].number is None or len({value.number for value in row}) > 1:

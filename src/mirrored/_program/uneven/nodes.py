@@ -21,7 +21,7 @@ class Value:
     aval: Any
     maker: Node | None = None  # the node that computes it; None for arguments and constants
     number: int | None = None  # equal to that of another trace's value iff both are computed alike; None: not compared
-    stage: int = 0  # after how many groups of collectives it is known
+    stage: int = 0  # from which stage on it is known
     is_own: bool = False  # whether each replica of a device has its own; only `schedule` tells
     content: Any = None  # the array, for a constant
     outer: Value | None = None  # of a value that a loop's body captures: the one outside of the loop
@@ -39,8 +39,8 @@ class Node:
     #: The bodies of a loop or condition with collectives inside; else none.
     bodies: list[Trace] = dataclasses.field(default_factory=list)
     #: The inputs of a collective that are one array for all traces; of a loop, the carry and the rows.
-    handed: list[Value] = dataclasses.field(default_factory=list)
-    stage: int = 0
+    joint_inputs: list[Value] = dataclasses.field(default_factory=list)
+    stage: int = 0  # before it come so many groups of collectives; a collective begins its stage
     is_own: bool = False  # whether it is not common to all traces, or to all replicas; known after `compare`, or in an `Agenda`
 
     @property
@@ -59,7 +59,6 @@ class Trace:
     nodes: list[Node]  # in order
     outputs: list[Value]
     captured: list[Value] = dataclasses.field(default_factory=list)  # the values that a body takes from outside unchanged
-    num_stages: int = 1  # known after `compare`
 
     @property
     def collectives(self) -> list[Node]:
@@ -75,7 +74,7 @@ def read_trace(name: str, closed: ClosedJaxpr, captured: Sequence[Value] = ()) -
     from_outside = lambda value: value if value.content is not None else Value(value.aval, outer=value)  # noqa: E731
     for node in trace.collectives:
         loop = jaxprs.loop_of(node.equation)
-        node.handed = [node.inputs[k] for k in loop.handed]
+        node.joint_inputs = [node.inputs[k] for k in loop.not_fixed]
         node.bodies = [read_trace(name, part.closed, [from_outside(node.inputs[k]) for k in part.fixed]) for part in loop.parts]
     return trace
 
@@ -96,6 +95,12 @@ class Reading(Flattening[Value]):
         node.outputs = [Value(variable.aval, node) for variable in equation.outvars]
         self.nodes.append(node)
         return node.outputs
+
+
+def stages_of(nodes: Sequence[Node]) -> list[list[Node]]:
+    """Return the nodes of each stage: its collectives, and what runs before the next ones."""
+    last = max((node.stage for node in nodes), default=0)
+    return [[node for node in nodes if node.stage == stage] for stage in range(last + 1)]
 
 
 def find_loop(values: Sequence[Value]) -> Node | None:

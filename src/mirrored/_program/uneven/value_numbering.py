@@ -55,7 +55,6 @@ class _Numbering:
             if collectives:
                 stage = self._number_collectives(stage, collectives)
         for trace in traces:
-            trace.num_stages = stage + 1
             for value in trace.outputs:
                 self._number_of(value)
 

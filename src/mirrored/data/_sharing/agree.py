@@ -116,7 +116,7 @@ class SameBatches:
     def place(self) -> BatchPlace:
         return BatchPlace(self._number, self._pass, self._num_batches, self._checksum)
 
-    def are_there(self, batch: PyTree | None, num_rows: int) -> bool:
+    def has_next(self, batch: PyTree | None, num_rows: int) -> bool:
         """Tell whether there is a next batch (`batch` is None at the end); raise ValueError if the workers' batches differ."""
         if self._worker.count == 1:
             return batch is not None

@@ -62,7 +62,7 @@ def rows_of_every_batch(source: Source, layout: LocalReplicas) -> Steps:
     same = SameBatches(layout.worker)
     batches = ((arrays, count_rows(arrays)) for arrays in map(to_numpy, source))
     for arrays, num_rows in itertools.chain(batches, [(None, 0)]):  # None: the end
-        if not same.are_there(arrays, num_rows):
+        if not same.has_next(arrays, num_rows):
             return
         sizes = layout.kept(split_sizes(num_rows, layout.num_replicas))
         if not sizes[0]:

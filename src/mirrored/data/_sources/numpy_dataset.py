@@ -52,7 +52,7 @@ class NumpyDataset:
     batches_per_pass: int | None = None
     maps: tuple[tuple[Callable[..., PyTree], bool], ...] = ()
     #: The epoch number with which the next pass begins.
-    _passes: list[int] = dataclasses.field(default_factory=lambda: [0], init=False, repr=False, compare=False)
+    _next_epoch: list[int] = dataclasses.field(default_factory=lambda: [0], init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for path, leaf in jax.tree_util.tree_flatten_with_path(self.arrays, is_leaf=is_wrapped)[0]:
@@ -176,14 +176,13 @@ class NumpyDataset:
         return 0 if self._rows_per_batch() < at_least else count - num_smaller
 
     def __iter__(self) -> Iterator[PyTree]:
-        self._rows_per_batch()
         return _NumpyIterator(self)
 
     def _of_later_passes(self, num_passes: int) -> NumpyDataset:
         """Return this dataset for the next passes; their epochs get their numbers now, whenever the passes begin."""
         made = dataclasses.replace(self)
-        made._passes[0] = self._passes[0]
-        self._passes[0] += num_passes * (self.num_epochs or 1)
+        made._next_epoch[0] = self._next_epoch[0]
+        self._next_epoch[0] += num_passes * (self.num_epochs or 1)
         return made
 
     def _num_batches_of_epoch(self) -> int:
@@ -236,8 +235,8 @@ class _NumpyIterator:
     def _begin(self) -> int:
         """Return the number of this pass's first epoch; the first call takes the numbers, so that no two epochs share one."""
         if self._first is None:
-            self._first = self._dataset._passes[0]
-            self._dataset._passes[0] += self._dataset.num_epochs or 1
+            self._first = self._dataset._next_epoch[0]
+            self._dataset._next_epoch[0] += self._dataset.num_epochs or 1
         return self._first
 
     def get_state(self) -> dict[str, int | None]:
@@ -261,7 +260,7 @@ class _NumpyIterator:
             raise ValueError(f"its rows are in the order of shuffle seed {state['seed']}, and here of {dataset.shuffle_seed}")
         self._first, self._order = first, None
         self._place = epoch, row
-        dataset._passes[0] = first + (dataset.num_epochs or 1)  # the next pass follows this one
+        dataset._next_epoch[0] = first + (dataset.num_epochs or 1)  # the next pass follows this one
 
 
 def _stacked(made: list[PyTree]) -> PyTree:

@@ -67,39 +67,39 @@ def applied(fn: Callable[..., PyTree], element: PyTree) -> PyTree:
 
 
 def limited(
-    start: Callable[[bool], Generator[T, None, None]], limits: Sequence[Limit], done: list[int], is_first: bool = True
+    start: Callable[[bool], Generator[T, None, None]], limits: Sequence[Limit], places: list[int], is_first: bool = True
 ) -> Generator[T, None, None]:
-    """Yield the items of all passes; `start(is_first)` begins a pass, the first one perhaps from the counts in `done`."""
-    # `done` counts the items or rounds of each limit, the innermost first, and is up to date at each item.
+    """Yield the items of all passes; `start(is_first)` begins a pass, the first one perhaps from the counts in `places`."""
+    # `places` counts the items or rounds of each limit, the innermost first, and is up to date at each item.
     if not limits:
         yield from start(is_first)
         return
     *inner, (kind, count) = limits
     mine, is_empty = len(inner), False
-    while (count is None or done[mine] < count) and not is_empty:
+    while (count is None or places[mine] < count) and not is_empty:
         is_empty = not is_first  # a pass resumed at its end yields nothing, but is not empty
-        with contextlib.closing(limited(start, inner, done, is_first)) as items:
+        with contextlib.closing(limited(start, inner, places, is_first)) as items:
             for item in items:
                 is_empty = False
-                done[mine] += kind == "take"
+                places[mine] += kind == "take"
                 yield item
-                if kind == "take" and done[mine] == count:
+                if kind == "take" and places[mine] == count:
                     break
         is_first = False
-        done[:mine] = [0] * mine
+        places[:mine] = [0] * mine
         if kind == "take":
             break
-        done[mine] += 1
+        places[mine] += 1
 
 
 def num_passes_left(limits: Sequence[Limit], places: Sequence[int]) -> int:
     """Return the number of remaining passes, with the current one; for an endless `repeat`, any number of at least 1."""
-    total, done = 1, 0
-    for (kind, count), place in zip(limits, places or [0] * len(limits), strict=True):
+    total, num_done = 1, 0
+    for (kind, count), place in zip(limits, places, strict=True):
         if kind == "repeat":
-            done += total * place
+            num_done += total * place
             total *= count or 1
-    return max(total - done, 1)
+    return max(total - num_done, 1)
 
 
 def num_steps(of_one_pass: int, limits: Sequence[Limit]) -> int:
