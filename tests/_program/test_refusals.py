@@ -399,6 +399,70 @@ def test_an_update_of_what_was_updated_is_judged_by_itself(strategy3):
     assert "computed the same gradients, from no data" in str(warning.message)
 
 
+# -- a value of all replicas beside a gradient
+
+
+def share(w, x):
+    return mr.losses.compute_average_loss((x * w - 1) ** 2)
+
+
+def decayed(gradient, w):
+    return optax.add_decayed_weights(0.1).update(gradient, optax.EmptyState(), w)[0]
+
+
+#: What a step sums over the replicas, given parameters and rows.
+MIXED = {
+    "decay": lambda w, x: jax.grad(share)(w, x) + 0.1 * w,
+    "decay by optax": lambda w, x: decayed(jax.grad(share)(w, x), w),
+    "decay of a mean that nobody has spoken for": lambda w, x: jax.grad(lambda w, x: jnp.mean(x * w))(w, x) + 1e-4 * w,
+    "momentum, scaled and clipped": lambda w, x: (lambda g: g / jnp.maximum(1.0, abs(g)))(0.9 * w + jax.grad(share)(w, x)),
+    "accumulated": lambda w, x: jax.lax.fori_loop(0, 2, lambda _, total: total + jax.grad(share)(w, x), 0.1 * w),
+}
+ALONE = {
+    "constants": lambda w, x: jax.grad(share)(w, x) * 2 + 1.0,
+    "what is each replica's own": lambda w, x: jax.grad(share)(w, x) + jnp.sum(x),
+    "a loss of another update": lambda w, x: share(w - 0.1 * jax.grad(share)(w, x), x),
+    "a penalty that counts once": lambda w, x: jax.grad(
+        lambda w, x: share(w, x) + mr.losses.scale_regularization_loss(0.05 * w**2))(w, x),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_a_value_of_all_replicas_beside_a_gradient_counts_r_times(num_replicas):
+    strategy, w = strategy_of(num_replicas), np.float32(2)
+    x = np.arange(1, 8, dtype=np.float32)
+    own = next(iter(strategy.distribute_dataset([x])))
+    expected = np.asarray(jax.grad(lambda w: jnp.mean((x * w - 1) ** 2))(2.0)) + 0.2
+    for name, value in MIXED.items():
+        [warning] = warnings_of(strategy.run, lambda w, x, v=value: ctx().all_reduce("sum", v(w, x)), (w, own))
+        assert f"or noise: that value counts R times (R = {num_replicas} here). Add it" in str(warning.message), name
+        assert warnings_of(strategy.run, lambda w, x, v=value: ctx().all_reduce("mean", v(w, x)), (w, own)) == [], name
+    for name, value in ALONE.items():
+        assert warnings_of(strategy.run, lambda w, x, v=value: ctx().all_reduce("sum", v(w, x)), (w, own)) == [], name
+    after = strategy.run(lambda w, x: decayed(ctx().all_reduce("sum", jax.grad(share)(w, x)), w), args=(w, own))
+    penalty = strategy.run(lambda w, x: ctx().all_reduce("sum", ALONE["a penalty that counts once"](w, x)), args=(w, own))
+    assert np.allclose([after, penalty], expected)
+
+
+def test_a_decay_that_is_given_to_an_optimizer_counts_r_times_too_and_its_line_is_right(strategy3):
+    tx = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1))
+    w, of_all = variable(2.0, strategy3), variable(2.0, strategy3)
+    with strategy3.scope():
+        optimizer, other = mr.Optimizer(optax.sgd(0.1), [w]), mr.Optimizer(tx, [of_all])
+
+    def step(x, aggregate):
+        [gradient] = mr.grad(lambda: (x * w.value - 1) ** 2, [w])()
+        optimizer.apply_gradients([gradient + 0.1 * w.value], aggregate=aggregate)
+
+    [x] = strategy3.distribute_dataset([np.arange(1, 8, dtype=np.float32)])
+    for aggregate in (None, "sum"):
+        [warning] = warnings_of(strategy3.run, step, (x, aggregate))
+        assert "apply_gradients at" in str(warning.message) and "optax.add_decayed_weights(decay)" in str(warning.message)
+    strategy3.run(lambda x: other.apply_gradients(mr.grad(lambda: (x * of_all.value - 1) ** 2, [of_all])()), args=(x,))
+    rows = np.arange(1, 8, dtype=np.float32)
+    assert np.isclose(float(of_all), 2 - 0.1 * (np.mean(2 * rows * (2 * rows - 1)) + 0.2))
+
+
 # -- right programs
 
 

@@ -51,7 +51,8 @@ class Gradient(enum.IntEnum):
 
     NONE = 0
     OWN = 1
-    TOTAL = 2  # the step has combined it over the replicas
+    MIXED = 2  # one of the replica's own and a mirrored value were added, such as a weight decay: no gradient alone
+    TOTAL = 3  # the step has combined it over the replicas
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -290,8 +291,7 @@ class _Pass(Analysis[State]):
             case Purpose.OPERAND:
                 return dataclasses.replace(state, is_operand=True)
             case Purpose.TOTAL:
-                is_gradient = self.gradients.get(note.number)
-                return dataclasses.replace(state, gradient=Gradient.TOTAL if is_gradient else Gradient.NONE)
+                return dataclasses.replace(state, gradient=_combined(self.gradients.get(note.number, Gradient.NONE)))
             case Purpose.SUM | Purpose.MEAN:
                 self.gradients[note.number] = state.gradient
                 if jaxprs.is_backward(equation, self.transforms):
@@ -319,7 +319,7 @@ class _Pass(Analysis[State]):
         if not given.is_mirrored and name in primitives.SUMS:
             return State(Sameness.REDUCED, said=min(given.said, Said.COMBINED))
         if not given.is_mirrored:  # all_gather
-            return State(Sameness.REDUCED, said=given.said, gradient=Gradient.TOTAL if given.gradient else Gradient.NONE)
+            return State(Sameness.REDUCED, said=given.said, gradient=_combined(given.gradient))
         # In a backward pass also what was computed from a combined share, such as the derivative of its logarithm.
         highest = Said.NOTHING if is_of_step else Said.COMBINED
         is_multiplied = name in primitives.SUMS and Said.ZERO < given.said <= highest
@@ -358,15 +358,23 @@ def _sum(given: Sequence[State], state: State, of_derivatives: bool) -> State:
         Said.WHOLE if of_derivatives and Said.WHOLE in said else _lowest(said, Said.ZERO if of_derivatives else Said.CONSTANT)
     )
     gradient = _gradient_of_sum(given)
-    is_own = not gradient and any(one.gradient is Gradient.OWN and not one.is_mirrored for one in given)
-    drifts = is_own and any(one.is_mirrored and not one.gradient and one.said > Said.CONSTANT for one in given)
-    return dataclasses.replace(state, said=lowest, gradient=gradient, drifts=state.drifts or drifts)
+    return dataclasses.replace(state, said=lowest, gradient=gradient, drifts=state.drifts or gradient is Gradient.MIXED)
 
 
 def _gradient_of_sum(states: Sequence[State]) -> Gradient:
     """Return what a sum of such values is, in which constants do not count."""
-    kinds = [one.gradient for one in states if one.gradient or one.said > Said.CONSTANT]
-    return max(kinds) if kinds and Gradient.NONE not in kinds else Gradient.NONE
+    gradients = [one for one in states if one.gradient]
+    others = [one for one in states if not one.gradient and one.said > Said.CONSTANT]
+    kind = max((one.gradient for one in gradients), default=Gradient.NONE)
+    if not others:
+        return kind
+    is_own = kind is not Gradient.TOTAL and not all(one.is_mirrored for one in gradients)
+    return Gradient.MIXED if is_own and all(one.is_mirrored for one in others) else Gradient.NONE
+
+
+def _combined(kind: Gradient) -> Gradient:
+    """Return what a gradient is after it was combined over the replicas."""
+    return Gradient.TOTAL if kind in (Gradient.OWN, Gradient.TOTAL) else Gradient.NONE
 
 
 def _lowest(said: Sequence[Said], above: Said) -> Said:

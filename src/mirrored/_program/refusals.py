@@ -171,6 +171,8 @@ def _complaint(note: Mark, states: list[State], num_replicas: int) -> str:
     said = {state.said for state in states}
     if Said.WHOLE in said:
         return _COMBINED_LOSS
+    if any(state.gradient is Gradient.MIXED for state in states):
+        return _MIXED_SUM
     is_unspoken = not said.isdisjoint((Said.CONSTANT, Said.NOTHING))
     if num_replicas > 1 and is_unspoken and all(state.is_same for state in states):
         return _SAME_DATA
@@ -259,6 +261,12 @@ _COMBINED_LOSS = (
     "all replicas, and {where} sums them again: the update is R times too large "
     "(R = {num_replicas} here). Differentiate this replica's own loss (mr.losses.compute_average_loss) and reduce the loss "
     "after the gradient, or for reporting outside with strategy.reduce('sum', loss)."
+)
+_MIXED_SUM = (
+    "{where} sums gradients over the replicas to which each replica had added a value that is the same on all, such as a weight "
+    "decay, a momentum or noise: that value counts R times (R = {num_replicas} here). Add it after the sum: gradients = "
+    "ctx.all_reduce('sum', gradients), and then decay * weights. A mr.Optimizer takes optax.add_decayed_weights(decay) in its "
+    "transformation, and a loss takes mr.losses.scale_regularization_loss(penalty)."
 )
 _UNSPOKEN_LOSS = (
     "nobody has said how the loss is divided that mr.losses.global_loss sums over the replicas at {where}. If it is a mean over "
