@@ -15,7 +15,7 @@ from .._errors import ContextError
 from .._jax import jaxprs, tracing, user_code
 from .._jax.interpreter import Analysis
 from .._jax.jaxprs import ClosedJaxpr, Equation, Jaxpr
-from .._jax.primitives import MAKE_SAME, ONE_TO_ONE
+from .._jax.primitives import CONVOLUTIONS, ELEMENTWISE, MAKE_SAME, ONE_TO_ONE
 from .uneven.nodes import Node, Reading, Value
 
 
@@ -71,12 +71,22 @@ class Agenda(Reading):
             results = flags if equation.primitive.name in ONE_TO_ONE else _Ownership().loop(equation, flags)
         for value, is_own in zip(outputs, results, strict=True):
             value.is_own, value.stage = is_own, node.stage + (node.is_collective or is_own != node.is_own)
+        node.by_rows = node.is_own and _keeps_rows(equation, values)
         return outputs
 
 
 def _is_own(equation: Equation, flags: Sequence[bool]) -> bool:
     """Tell whether each replica computes an equation without a meeting for itself."""
     return any(flags) or not jaxprs.is_function_of_operands(equation) or jaxprs.has_replica_number(equation)
+
+
+def _keeps_rows(equation: Equation, values: Sequence[Value]) -> bool:
+    """Tell whether replicas' rows are one axis: JAX makes a convolution so, and what is elementwise follows, without a reshape."""
+    if equation.primitive.name not in ELEMENTWISE:
+        return equation.primitive.name in CONVOLUTIONS
+    shape: tuple[int, ...] = equation.outvars[0].aval.shape
+    follows = any(value.maker is not None and value.maker.by_rows for value in values)
+    return follows and all(value.aval.shape == shape or not (value.is_own or value.aval.shape) for value in values)
 
 
 class _Ownership(Analysis[bool]):

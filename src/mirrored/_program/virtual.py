@@ -20,13 +20,13 @@ from .._errors import ContextError
 from .._jax import jaxprs, tracing
 from .._jax.interpreter import Evaluation, run_parts
 from .._jax.jaxprs import Equation, Jaxpr
-from .._jax.primitives import AGAIN, DEVICE_RANDOM, HOST_EFFECTS, ONE_TO_ONE, RANDOM
+from .._jax.primitives import AGAIN, DEVICE_RANDOM, ELEMENTWISE, HOST_EFFECTS, ONE_TO_ONE, RANDOM
 from .._replicas.mesh import ReplicaMesh
 from .._typing import REPLICA_AXIS
 from . import sink_reductions
 from .lift import Lifted
 from .schedule import Agenda
-from .sink_reductions import is_of_floats
+from .sink_reductions import is_of_floats, merge
 from .uneven.nodes import Node, Value
 
 
@@ -58,6 +58,7 @@ class _Course:
         self.is_whole = mesh.one_by_one or _has_references(jaxpr)
         self.plan = Agenda(jaxpr, constants, values, self.splits)
         self.known: dict[Value, Any] = dict(zip(values, arrays, strict=True))
+        self.rows: dict[Value, Any] = {}  # of all replicas, along the first axis of a value
         self.totals: dict[Value, Any] = {}  # sums over the device's replicas
 
     def run(self, ends: Sequence[bool]) -> list[Any]:
@@ -87,18 +88,32 @@ class _Course:
 
     def run_own(self, nodes: Sequence[Node]) -> None:
         """Run nodes of one level on each replica."""
-        how = lambda node: (self.is_alone(node.equation), self.splits(node.equation))  # noqa: E731
-        for (one_by_one, is_split), group in itertools.groupby(nodes, how):
-            if is_split:
+        how = lambda node: (self.is_alone(node.equation), self.runs_at_once(node))  # noqa: E731
+        for (one_by_one, is_at_once), group in itertools.groupby(nodes, how):
+            if is_at_once:
                 for node in group:
-                    self.keep(node, self.run_split(node))
+                    self.keep(node, self.run_at_once(node))
             else:
                 self._run_group(list(group), one_by_one)
 
-    def run_split(self, node: Node) -> list[Any]:
-        """Run a node that is taken apart: a scan, or a barrier, which holds the arrays of all replicas as they are."""
+    def runs_at_once(self, node: Node) -> bool:
+        """Tell whether a node runs once on the arrays of all replicas, and not by `vmap`."""
+        is_by_rows = node.by_rows and node.equation.primitive.name in ELEMENTWISE
+        return (is_by_rows and not self.is_whole) or self.splits(node.equation)
+
+    def run_at_once(self, node: Node) -> list[Any]:
+        """Run a node on the arrays of all replicas: a scan taken apart, a barrier, or what is elementwise on the rows of all."""
         loop = jaxprs.loop_of(node.equation)
-        return self.run_loop(node, loop) if loop.parts else tracing.bind(node.equation, list(map(self.read, node.inputs)))
+        if loop.parts:
+            return self.run_loop(node, loop)
+        if not node.by_rows:
+            return tracing.bind(node.equation, list(map(self.read, node.inputs)))
+        for value in node.inputs:
+            if value.aval.shape and value not in self.rows:
+                self.rows[value] = merge(self.as_kind(value, True), 0)
+        [result] = node.outputs
+        [self.rows[result]] = tracing.bind(node.equation, [self.rows.get(value, self.read(value)) for value in node.inputs])
+        return [self.rows[result].reshape(self.mesh.per_device, *result.aval.shape)]
 
     def is_alone(self, equation: Equation) -> bool:
         """Tell whether replicas run an equation one after the other; slow ones and those with a mesh would do something else."""
@@ -159,12 +174,12 @@ class _Course:
         is_alone = len(self.mesh.devices) == 1  # on CPU an all-reduce of one device is a copy
         return totals if is_alone else jax.lax.psum(totals, self.mesh.axis)
 
-    def total(self, value: Value) -> jax.Array:
-        """Add a value up over the device's replicas."""
+    def total(self, value: Value, wide: bool = False) -> jax.Array:
+        """Add a value up over the device's replicas; a `wide` sum has 32 bits or more."""
+        dtype = jnp.promote_types(value.aval.dtype, jnp.float32) if wide else value.aval.dtype
         if value.is_own or value in self.totals:
-            return sink_reductions.sum_over_replicas(value, self.read, self.totals)
-        array = jnp.asarray(self.read(value))
-        return array * jnp.asarray(self.mesh.per_device, array.dtype)
+            return sink_reductions.sum_over_replicas(value, self.read, self.totals, dtype)
+        return jnp.asarray(self.read(value), dtype) * jnp.asarray(self.mesh.per_device, dtype)
 
     def exchange(self, node: Node) -> list[Any]:
         """Run a collective other than a sum on the values of all replicas, and take the results of this device's."""
@@ -184,7 +199,7 @@ class _Course:
     def run_loop(self, node: Node, loop: jaxprs.Loop) -> list[Any]:
         """Run a loop of all replicas, or a condition in which they meet; all take the same way through it.
 
-        A scan also makes the sums over the replicas of the rows that it stacks; JAX drops those that nobody uses.
+        Beside the arrays of each replica it carries, and stacks, their sums; JAX drops those that nobody uses.
         """
         ends = [value.is_own for value in node.outputs]
         is_own = [value.is_own and k not in loop.index for k, value in enumerate(node.inputs)]  # inside
@@ -193,22 +208,29 @@ class _Course:
         for k in loop.rows:
             operands[k] = _swap(operands[k], is_own[k])
         num_kept = len(ends) if loop.index else len(loop.carry)  # the others are stacked from rows
-        added = [k for k in range(num_kept, len(ends)) if ends[k] and is_of_floats(node.outputs[k]) and not self.mesh.one_by_one]
+        added = [self.splits(node.equation) and end and is_of_floats(v) for v, end in zip(node.outputs, ends, strict=True)]
+        for k, is_added in zip(loop.carry, added, strict=False):
+            if is_added:
+                operands[k] = (operands[k], self.total(node.inputs[k], wide=True))
 
         def body_of(part: jaxprs.Part) -> Callable[..., list[Any]]:
             flags = [is_own[k] for k in (*part.fixed, *loop.carry, *loop.rows)]
 
-            def body(*arguments: jax.Array) -> list[Any]:
-                course = _Course(self.mesh, self.numbers, part.closed.jaxpr, part.closed.consts, arguments, flags)
+            def body(*arguments: Any) -> list[Any]:
+                course = _Course(self.mesh, self.numbers, part.closed.jaxpr, part.closed.consts, map(_array, arguments), flags)
+                pairs = zip(course.known, arguments, strict=True)
+                course.totals.update({value: pair[1] for value, pair in pairs if isinstance(pair, tuple)})
                 if part.decides:
                     return course.run([False])
-                return [*course.run(ends), *(course.total(course.plan.outputs[k]) for k in added)]
+                results = zip(course.run(ends), course.plan.outputs, added, strict=True)
+                return [(array, course.total(value, wide=True)) if is_added else array for array, value, is_added in results]
 
             return body
 
         results = run_parts(node.equation, operands, list(map(body_of, loop.parts)))
-        self.totals.update(zip([node.outputs[k] for k in added], results[len(ends) :], strict=True))
-        results = [*results[:num_kept], *map(_swap, results[num_kept : len(ends)], ends[num_kept:])]
+        self.totals.update({v: pair[1] for v, pair in zip(node.outputs, results, strict=True) if isinstance(pair, tuple)})
+        results = list(map(_array, results))
+        results = [*results[:num_kept], *map(_swap, results[num_kept:], ends[num_kept:])]
         kinds = zip(results, node.outputs, ends, strict=True)
         return [self.spread(array) if value.is_own > end else array for array, value, end in kinds]
 
@@ -252,6 +274,11 @@ class _OneReplica(Evaluation):
             f"the replica's number is asked for inside `{equation.primitive.name}`, which several replicas of one device cannot "
             "do. Ask before, or give each replica a device: leave num_replicas out."
         )
+
+
+def _array(value: Any) -> Any:
+    """Return the array of each replica, of a pair of it and its sum."""
+    return value[0] if isinstance(value, tuple) else value
 
 
 def _swap(array: Any, is_own: bool) -> Any:
