@@ -145,7 +145,7 @@ def test_no_replica_has_a_gradient_of_layers_of_its_own(how):
     of_each = [f"{first}{WIDTH}x{WIDTH}" for first in ("3x8x", "8x3x", "8x")]
     assert [shape for shape in of_each if shape in text] == []
     assert f"8x2x{WIDTH}" in text  # but of its rows
-    barriers = re.findall(r"optimization_barrier %\S+, .*", text)
+    barriers = re.findall(r"optimization_barrier .*", text)
     assert len(barriers) == {0: 1, 1: 2, 2: 4}[HOW.index(how)]  # that of the step, and one for what is computed again
     assert all(f"{WIDTH}x{WIDTH}xf32" in held and f"8x2x{WIDTH}xf32" in held for held in barriers)
 

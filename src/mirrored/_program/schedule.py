@@ -57,7 +57,8 @@ class Agenda(Reading):
         behind = dict(enumerate(values))
         if held:
             kept = self.plain(tracing.barrier([values[k].aval for k in held]), [values[k] for k in held])
-            behind.update(zip(held, kept, strict=True))
+            for k, value in zip(held, kept, strict=True):
+                behind[k], value.maker = value, None  # no sum over the replicas looks behind it either
         return self.run_closed(inner, list(behind.values()))
 
     def plain(self, equation: Equation, values: list[Value]) -> list[Value]:

@@ -11,7 +11,7 @@ replica; what else would be rounded by each replica is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -49,7 +49,7 @@ def _add_rows(stack: jax.Array) -> jax.Array:
 
 
 def sum_over_replicas(
-    value: Value, read: Callable[[Value], Any], totals: Mapping[Value, jax.Array], dtype: np.dtype
+    value: Value, read: Callable[[Value], Any], totals: dict[Value, jax.Array], dtype: np.dtype
 ) -> jax.Array:
     """Return the sum of a per-replica value over the replicas of a device.
 
@@ -61,7 +61,7 @@ def sum_over_replicas(
 
 
 def _sunk(
-    value: Value, read: Callable[[Value], Any], totals: Mapping[Value, jax.Array], dtype: np.dtype
+    value: Value, read: Callable[[Value], Any], totals: dict[Value, jax.Array], dtype: np.dtype
 ) -> jax.Array | None:
     """Return the sum over the replicas, made of sums of what the value was made from; None if the value must be added up."""
     node = value.maker
@@ -73,8 +73,12 @@ def _sunk(
     if (rule := _rule_of(node, dtype)) is not None:
         return rule(node, operands, dtype).astype(dtype)
     if name in ONE_TO_ONE:
-        total = _sunk(node.inputs[position], read, totals, dtype)
-        return None if total is None else jax.lax.optimization_barrier(total)
+        if _sunk(node.inputs[position], read, totals, dtype) is None:
+            return None
+        held = [k for k, part in enumerate(node.inputs) if part.is_own and is_of_floats(part)]
+        sums = [sum_over_replicas(node.inputs[k], read, totals, wide_type(node.inputs[k])) for k in held]
+        totals.update(zip([node.outputs[k] for k in held], jax.lax.optimization_barrier(sums), strict=True))
+        return totals[value].astype(dtype)
     if not _sinks(node, is_wider=dtype != value.aval.dtype):
         return None
     for k, part in enumerate(node.inputs):
@@ -85,6 +89,11 @@ def _sunk(
         elif name in MOVES | DERIVATIVE_SUMS:
             operands[k] = jnp.asarray(operands[k], wide) * jnp.asarray(read(value).shape[0], wide)
     return operands[0].astype(dtype) if name in CONVERSIONS else tracing.bind(node.equation, operands)[position]
+
+
+def wide_type(value: Value) -> np.dtype:
+    """Return the type of a sum of which it is not known how it is used: with 32 bits or more."""
+    return jnp.promote_types(value.aval.dtype, jnp.float32)
 
 
 def is_of_floats(*values: Value) -> bool:

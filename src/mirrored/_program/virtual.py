@@ -26,7 +26,7 @@ from .._typing import REPLICA_AXIS
 from . import sink_reductions
 from .lift import Lifted
 from .schedule import Agenda
-from .sink_reductions import is_of_floats, merge
+from .sink_reductions import is_of_floats, merge, wide_type
 from .uneven.nodes import Node, Value
 
 
@@ -176,7 +176,7 @@ class _Course:
 
     def total(self, value: Value, wide: bool = False) -> jax.Array:
         """Add a value up over the device's replicas; a `wide` sum has 32 bits or more."""
-        dtype = jnp.promote_types(value.aval.dtype, jnp.float32) if wide else value.aval.dtype
+        dtype = wide_type(value) if wide else value.aval.dtype
         if value.is_own or value in self.totals:
             return sink_reductions.sum_over_replicas(value, self.read, self.totals, dtype)
         return jnp.asarray(self.read(value), dtype) * jnp.asarray(self.mesh.per_device, dtype)
