@@ -72,7 +72,7 @@ class Agenda(Reading):
             results = flags if equation.primitive.name in ONE_TO_ONE else _Ownership().loop(equation, flags)
         for value, is_own in zip(outputs, results, strict=True):
             value.is_own, value.stage = is_own, node.stage + (node.is_collective or is_own != node.is_own)
-        node.by_rows = node.is_own and _keeps_rows(equation, values)
+        node.by_rows = node.is_own and _follows_convolution(node)
         return outputs
 
 
@@ -81,13 +81,16 @@ def _is_own(equation: Equation, flags: Sequence[bool]) -> bool:
     return any(flags) or not jaxprs.is_function_of_operands(equation) or jaxprs.has_replica_number(equation)
 
 
-def _keeps_rows(equation: Equation, values: Sequence[Value]) -> bool:
-    """Tell whether replicas' rows are one axis: JAX makes a convolution so, and what is elementwise follows, without a reshape."""
-    if equation.primitive.name not in ELEMENTWISE:
-        return equation.primitive.name in CONVOLUTIONS
-    shape: tuple[int, ...] = equation.outvars[0].aval.shape
-    follows = any(value.maker is not None and value.maker.by_rows for value in values)
-    return follows and all(value.aval.shape == shape or not (value.is_own or value.aval.shape) for value in values)
+def _follows_convolution(node: Node) -> bool:
+    """Tell whether a node is elementwise behind a convolution, which JAX makes of the rows of all replicas.
+
+    XLA makes both as one if nothing stands between, not even a reshape.
+    """
+    if node.equation.primitive.name not in ELEMENTWISE:
+        return False
+    makers, shape = [value.maker for value in node.inputs if value.maker is not None], node.outputs[0].aval.shape
+    follows = any(maker.by_rows or maker.equation.primitive.name in CONVOLUTIONS for maker in makers)
+    return follows and all(value.aval.shape == shape or not (value.is_own or value.aval.shape) for value in node.inputs)
 
 
 class _Ownership(Analysis[bool]):

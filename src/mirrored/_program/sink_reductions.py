@@ -48,9 +48,7 @@ def _add_rows(stack: jax.Array) -> jax.Array:
     return stack[0] if rest is None else stack[0] + rest
 
 
-def sum_over_replicas(
-    value: Value, read: Callable[[Value], Any], totals: dict[Value, jax.Array], dtype: np.dtype
-) -> jax.Array:
+def sum_over_replicas(value: Value, read: Callable[[Value], Any], totals: dict[Value, jax.Array], dtype: np.dtype) -> jax.Array:
     """Return the sum of a per-replica value over the replicas of a device.
 
     `read` returns the array of a value, `[v, ...]` if it is one for each replica; None while it is unknown. `totals` are sums
@@ -60,9 +58,7 @@ def sum_over_replicas(
     return _add_rows(read(value).astype(dtype)) if total is None else total
 
 
-def _sunk(
-    value: Value, read: Callable[[Value], Any], totals: dict[Value, jax.Array], dtype: np.dtype
-) -> jax.Array | None:
+def _sunk(value: Value, read: Callable[[Value], Any], totals: dict[Value, jax.Array], dtype: np.dtype) -> jax.Array | None:
     """Return the sum over the replicas, made of sums of what the value was made from; None if the value must be added up."""
     node = value.maker
     if value in totals and totals[value].dtype.itemsize >= dtype.itemsize:
@@ -76,7 +72,8 @@ def _sunk(
         if _sunk(node.inputs[position], read, totals, dtype) is None:
             return None
         held = [k for k, part in enumerate(node.inputs) if part.is_own and is_of_floats(part)]
-        sums = [sum_over_replicas(node.inputs[k], read, totals, wide_type(node.inputs[k])) for k in held]
+        types = [jnp.promote_types(dtype, wide_type(node.inputs[k])) for k in held]
+        sums = [sum_over_replicas(node.inputs[k], read, totals, each) for k, each in zip(held, types, strict=True)]
         totals.update(zip([node.outputs[k] for k in held], jax.lax.optimization_barrier(sums), strict=True))
         return totals[value].astype(dtype)
     if not _sinks(node, is_wider=dtype != value.aval.dtype):

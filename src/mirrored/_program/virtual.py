@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from .._errors import ContextError
 from .._jax import jaxprs, tracing
 from .._jax.interpreter import Evaluation, run_parts
 from .._jax.jaxprs import Equation, Jaxpr
-from .._jax.primitives import AGAIN, DEVICE_RANDOM, ELEMENTWISE, HOST_EFFECTS, ONE_TO_ONE, RANDOM
+from .._jax.primitives import AGAIN, DEVICE_RANDOM, HOST_EFFECTS, ONE_TO_ONE, RANDOM
 from .._replicas.mesh import ReplicaMesh
 from .._typing import REPLICA_AXIS
 from . import sink_reductions
@@ -58,7 +58,6 @@ class _Course:
         self.is_whole = mesh.one_by_one or _has_references(jaxpr)
         self.plan = Agenda(jaxpr, constants, values, self.splits)
         self.known: dict[Value, Any] = dict(zip(values, arrays, strict=True))
-        self.rows: dict[Value, Any] = {}  # of all replicas, along the first axis of a value
         self.totals: dict[Value, Any] = {}  # sums over the device's replicas
 
     def run(self, ends: Sequence[bool]) -> list[Any]:
@@ -86,9 +85,14 @@ class _Course:
     def keep(self, node: Node, arrays: Sequence[Any]) -> None:
         self.known.update(zip(node.outputs, arrays, strict=True))
 
+    def keep_totals(self, values: Iterable[Value], pairs: Iterable[tuple[Any, Any]]) -> None:
+        """Keep the sums of values, each of which comes with its sum, if it has one."""
+        self.totals.update({value: total for value, (_, total) in zip(values, pairs, strict=True) if total is not None})
+
     def run_own(self, nodes: Sequence[Node]) -> None:
         """Run nodes of one level on each replica."""
-        how = lambda node: (self.is_alone(node.equation), self.runs_at_once(node))  # noqa: E731
+        at_once = lambda node: (node.by_rows and not self.is_whole) or self.splits(node.equation)  # noqa: E731
+        how = lambda node: (self.is_alone(node.equation), at_once(node))  # noqa: E731
         for (one_by_one, is_at_once), group in itertools.groupby(nodes, how):
             if is_at_once:
                 for node in group:
@@ -96,24 +100,16 @@ class _Course:
             else:
                 self._run_group(list(group), one_by_one)
 
-    def runs_at_once(self, node: Node) -> bool:
-        """Tell whether a node runs once on the arrays of all replicas, and not by `vmap`."""
-        is_by_rows = node.by_rows and node.equation.primitive.name in ELEMENTWISE
-        return (is_by_rows and not self.is_whole) or self.splits(node.equation)
-
     def run_at_once(self, node: Node) -> list[Any]:
-        """Run a node on the arrays of all replicas: a scan taken apart, a barrier, or what is elementwise on the rows of all."""
+        """Run a node on the arrays of all replicas: a scan taken apart, a barrier, or an elementwise one on the rows of all."""
         loop = jaxprs.loop_of(node.equation)
         if loop.parts:
             return self.run_loop(node, loop)
         if not node.by_rows:
             return tracing.bind(node.equation, list(map(self.read, node.inputs)))
-        for value in node.inputs:
-            if value.aval.shape and value not in self.rows:
-                self.rows[value] = merge(self.as_kind(value, True), 0)
-        [result] = node.outputs
-        [self.rows[result]] = tracing.bind(node.equation, [self.rows.get(value, self.read(value)) for value in node.inputs])
-        return [self.rows[result].reshape(self.mesh.per_device, *result.aval.shape)]
+        operands = [merge(self.as_kind(value, True), 0) if value.aval.shape else self.read(value) for value in node.inputs]
+        [rows] = tracing.bind(node.equation, operands)
+        return [rows.reshape(self.mesh.per_device, *node.outputs[0].aval.shape)]
 
     def is_alone(self, equation: Equation) -> bool:
         """Tell whether replicas run an equation one after the other; slow ones and those with a mesh would do something else."""
@@ -199,7 +195,7 @@ class _Course:
     def run_loop(self, node: Node, loop: jaxprs.Loop) -> list[Any]:
         """Run a loop of all replicas, or a condition in which they meet; all take the same way through it.
 
-        Beside the arrays of each replica it carries, and stacks, their sums; JAX drops those that nobody uses.
+        Beside the values of each replica a scan carries and stacks their sums; JAX drops those that nobody uses.
         """
         ends = [value.is_own for value in node.outputs]
         is_own = [value.is_own and k not in loop.index for k, value in enumerate(node.inputs)]  # inside
@@ -209,27 +205,26 @@ class _Course:
             operands[k] = _swap(operands[k], is_own[k])
         num_kept = len(ends) if loop.index else len(loop.carry)  # the others are stacked from rows
         added = [self.splits(node.equation) and end and is_of_floats(v) for v, end in zip(node.outputs, ends, strict=True)]
-        for k, is_added in zip(loop.carry, added, strict=False):
-            if is_added:
-                operands[k] = (operands[k], self.total(node.inputs[k], wide=True))
+        sums = {k: self.total(node.inputs[k], wide=True) for k, is_added in zip(loop.carry, added, strict=False) if is_added}
+        pairs = [operand if k in loop.index else (operand, sums.get(k)) for k, operand in enumerate(operands)]
 
         def body_of(part: jaxprs.Part) -> Callable[..., list[Any]]:
             flags = [is_own[k] for k in (*part.fixed, *loop.carry, *loop.rows)]
 
-            def body(*arguments: Any) -> list[Any]:
-                course = _Course(self.mesh, self.numbers, part.closed.jaxpr, part.closed.consts, map(_array, arguments), flags)
-                pairs = zip(course.known, arguments, strict=True)
-                course.totals.update({value: pair[1] for value, pair in pairs if isinstance(pair, tuple)})
+            def body(*pairs: tuple[Any, Any]) -> list[Any]:
+                arrays = [array for array, _ in pairs]
+                course = _Course(self.mesh, self.numbers, part.closed.jaxpr, part.closed.consts, arrays, flags)
+                course.keep_totals(course.known, pairs)
                 if part.decides:
                     return course.run([False])
                 results = zip(course.run(ends), course.plan.outputs, added, strict=True)
-                return [(array, course.total(value, wide=True)) if is_added else array for array, value, is_added in results]
+                return [(array, course.total(value, wide=True) if is_added else None) for array, value, is_added in results]
 
             return body
 
-        results = run_parts(node.equation, operands, list(map(body_of, loop.parts)))
-        self.totals.update({v: pair[1] for v, pair in zip(node.outputs, results, strict=True) if isinstance(pair, tuple)})
-        results = list(map(_array, results))
+        made = run_parts(node.equation, pairs, list(map(body_of, loop.parts)))
+        self.keep_totals(node.outputs, made)
+        results = [array for array, _ in made]
         results = [*results[:num_kept], *map(_swap, results[num_kept:], ends[num_kept:])]
         kinds = zip(results, node.outputs, ends, strict=True)
         return [self.spread(array) if value.is_own > end else array for array, value, end in kinds]
@@ -274,11 +269,6 @@ class _OneReplica(Evaluation):
             f"the replica's number is asked for inside `{equation.primitive.name}`, which several replicas of one device cannot "
             "do. Ask before, or give each replica a device: leave num_replicas out."
         )
-
-
-def _array(value: Any) -> Any:
-    """Return the array of each replica, of a pair of it and its sum."""
-    return value[0] if isinstance(value, tuple) else value
 
 
 def _swap(array: Any, is_own: bool) -> Any:
