@@ -1,5 +1,6 @@
 """Sums over the replicas of a device: one product over the rows of all, as exact as the sum of what each replica has."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -64,6 +65,8 @@ def test_no_replica_has_a_gradient_of_its_own(dtype):
     groups = set(map(int, re.findall(r"(?:feature|batch)_group_count = (\d+)", text)))
     assert groups == {1, OUT}  # and not those of eight replicas
     assert f"8x2x{SIDE}x{SIDE}x{WIDTH}" in text  # but of its rows
+    behind = set(re.findall(rf"tanh .*<(\w+)x{SIDE}x{SIDE}x{OUT}x", text))
+    assert behind == {"16"}  # and no axis of replicas between a convolution and what XLA may make with it
 
 
 EVEN = [(jnp.bfloat16, 1, 4), (jnp.bfloat16, 2, 4)]
@@ -150,14 +153,81 @@ def test_no_replica_has_a_gradient_of_layers_of_its_own(how):
     assert all(f"{WIDTH}x{WIDTH}xf32" in held and f"8x2x{WIDTH}xf32" in held for held in barriers)
 
 
+# -- what a scan adds up, and what a barrier holds
+
+
+@jax.custom_vjp
+def hold(params):
+    """Return parameters, whose gradients a barrier holds until all are made."""
+    return params
+
+
+hold.defvjp(lambda params: (params, None), lambda _, gradients: (jax.lax.optimization_barrier(gradients),))
+
+
+def recurrent(params, x, dtype=jnp.float32, hold=lambda params: params):
+    """Return the losses of rows of a recurrent network, whose gradients a scan adds up."""
+    held = hold(params)
+
+    def round_(h, row):
+        h = jnp.tanh(h @ held["kept"].astype(dtype) + row @ held["new"].astype(dtype))
+        return h, h.mean(1)
+
+    h, means = jax.lax.scan(round_, jnp.zeros_like(x[:, 0], dtype), x.astype(dtype).swapaxes(0, 1))
+    h = h + means[-1:].T * (h @ held["last"].astype(dtype))
+    return h.astype(jnp.float32).mean(1) ** 2 + means.astype(jnp.float32).sum(0)
+
+
+def cast_before(params, x, dtype):
+    """Do the same with parameters that are converted before the scan, which adds up in their type."""
+    return recurrent(jax.tree.map(lambda array: array.astype(dtype), params), x, dtype)
+
+
+def of_recurrent(strategy, num_rows, losses, how):
+    params = variable(dict(zip(("kept", "new", "last"), LAYERS, strict=True)), strategy)
+    x = np.random.default_rng(1).normal(size=(num_rows, 5, WIDTH)).astype(np.float32)
+    [x] = strategy.distribute_dataset(strategy.make_numpy_dataset(x).batch(num_rows))
+    return lambda x: all_reduce("sum", mr.grad(lambda: losses(params.value, x, **how), params)()), (x,)
+
+
+HELD = (recurrent, {"hold": hold})
+CARRIED = [
+    (recurrent, {}),
+    HELD,
+    (cast_before, {"dtype": jnp.float16}),
+    *slow((cast_before, {"dtype": jnp.bfloat16}), (recurrent, {"dtype": jnp.bfloat16}), (recurrent, {"dtype": jnp.float16})),
+]
+
+
+@pytest.mark.parametrize(("losses", "how"), CARRIED)
+@pytest.mark.parametrize(
+    ("num_replicas", "schedule"), [(2, "together"), *slow((1, "together"), (3, "together"), (3, "one_by_one"))]
+)
+def test_gradients_that_a_scan_adds_up_are_those_of_as_many_devices(num_replicas, schedule, losses, how):
+    found = []
+    for devices in (1, num_replicas):
+        strategy = strategy_of(devices, num_replicas=num_replicas, schedule=schedule if devices == 1 else "together")
+        step, args = of_recurrent(strategy, 4 * num_replicas, losses, how)
+        found.append(strategy.run(step, args=args))
+    tolerance = 1e-5 if "dtype" not in how else 8 * float(jnp.finfo(how["dtype"]).eps)
+    for name, expected in found[1].items():
+        np.testing.assert_allclose(found[0][name], expected, rtol=0, atol=tolerance * np.abs(expected).max(), err_msg=name)
+
+
+@pytest.mark.parametrize(("losses", "how"), CARRIED)
+def test_no_replica_has_a_gradient_that_a_scan_adds_up(losses, how):
+    strategy = strategy_of(1, num_replicas=8)
+    step, args = of_recurrent(strategy, 16, losses, how)
+    strategy.run(step, args=args)
+    text = lowered(strategy, args).as_text()
+    if how.get("hold"):  # the sums of all are behind one barrier
+        held = re.findall(r"optimization_barrier .*", text)[-1]
+        assert held.count(f"<{WIDTH}x{WIDTH}xf32>") == 3 and "8x" not in held
+    else:
+        assert f"8x{WIDTH}x{WIDTH}" not in text and f"8x2x{WIDTH}" in text
+
+
 # -- what is in a narrow type, and its sum in a wide one
-
-
-def summed(step, num_replicas):
-    """Sum what a step makes over the replicas of one device, and over as many devices."""
-    for num_devices in (1, num_replicas):
-        strategy = strategy_of(num_devices, num_replicas=num_replicas)
-        yield strategy.run(lambda own: all_reduce("sum", step(own)), args=(numbers(strategy),))
 
 
 def counted(own):
@@ -174,26 +244,36 @@ def rounded(own):
     """Round for each replica, as the user has written it."""
     fine = (0.3 + own * jnp.arange(7.0)) / 7
     coarse = fine.astype(jnp.bfloat16)
-    return [each.astype(jnp.float32) for each in (coarse, coarse + coarse[::-1], 3 * coarse, coarse / 3)]
+    kept = jax.lax.optimization_barrier((coarse, coarse + coarse[::-1], 3 * coarse, coarse / 3))  # else XLA rounds less often
+    return [each.astype(jnp.float32) for each in kept]
 
 
 def large(own):
     """Make products which float16 has, and whose sum it has not."""
-    wide = jnp.full((4, 4), 100, jnp.float16) + own.astype(jnp.float16)
+    wide = jnp.full((4, 4), 96, jnp.float16) + 4 * own.astype(jnp.float16)
     kernel = jax.lax.conv(wide[None, None], wide[None, None, :2, :2], (1, 1), "VALID")
-    return [(wide @ wide).astype(jnp.float32), kernel.astype(jnp.float32)]
+    narrow = (jnp.full(4, 40960, jnp.float16) * own.astype(jnp.float16) ** 0).astype(jnp.bfloat16)
+    return [(wide @ wide).astype(jnp.float32), kernel.astype(jnp.float32), narrow]
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, *slow(3, 8)])
 @pytest.mark.parametrize("step", [counted, rounded, large])
 def test_a_wide_sum_of_narrow_values_is_as_exact_as_that_of_devices(step, num_replicas):
-    on_one, on_many = summed(step, num_replicas)
-    for found, expected in zip(on_one, on_many, strict=True):
-        assert np.isfinite(expected).all()
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    strategy = strategy_of(1, num_replicas=num_replicas)
+    found = strategy.run(lambda own: all_reduce("sum", step(own)), args=(numbers(strategy),))
+    each = [step(jnp.float32(number)) for number in range(num_replicas)]
+    for total, *parts in zip(found, *each, strict=True):
+        assert np.isfinite(parts).all()
+        np.testing.assert_allclose(*(np.asarray(each, np.float32) for each in (total, sum(parts))), rtol=1e-6)
 
 
 # -- what it costs
+
+RECURRENT = {
+    "RNN": recurrent,
+    "RNN in bfloat16": functools.partial(recurrent, dtype=jnp.bfloat16),
+    "RNN behind a barrier": functools.partial(recurrent, hold=hold),
+}
 
 
 @pytest.fixture
@@ -205,8 +285,11 @@ def benchmarks(monkeypatch):
     def model_of(name):
         if name == "GPT":
             return gpu.gpt(vocabulary=4096, length=128, width=256, heads=4, layers=2)
-        if name == "ResNet":
-            return gpu.resnet(stages=(1, 1), size=64, rows=32, dtype=jnp.float32)
+        if name.startswith("ResNet"):
+            return gpu.resnet(stages=(1, 1), size=64, rows=32, dtype=jnp.dtype(name.split()[-1]))
+        if name in RECURRENT:
+            params = {name: np.ones((256, 256), np.float32) for name in ("kept", "new", "last")}
+            return gpu.Model(name, params, RECURRENT[name], np.ones((64, 24, 256), np.float32), optax.adam(1e-3))
         workload = workloads.WORKLOADS[name]
         losses_of = lambda params, rows: contenders.LOSSES[name](params, *rows)  # noqa: E731
         return gpu.Model(name, workload.parameters(), losses_of, workload.batches()[0], optax.adam(1e-3))
@@ -257,9 +340,9 @@ def price_of(lowered):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["W2", "W3", "W4", "GPT", "ResNet"])
+@pytest.mark.parametrize("name", ["W2", "W3", "W4", "GPT", "ResNet in float32", "ResNet in bfloat16", *RECURRENT])
 def test_replicas_of_a_device_cost_what_it_costs_without(name, benchmarks):
-    if name == "ResNet":
+    if name.startswith("ResNet"):
         pytest.importorskip("flax")
     model = benchmarks(name)
     of_one = price_of(by_hand(model))

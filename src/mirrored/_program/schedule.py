@@ -15,7 +15,7 @@ from .._errors import ContextError
 from .._jax import jaxprs, tracing, user_code
 from .._jax.interpreter import Analysis
 from .._jax.jaxprs import ClosedJaxpr, Equation, Jaxpr
-from .._jax.primitives import MAKE_SAME, ONE_TO_ONE
+from .._jax.primitives import CONVOLUTIONS, ELEMENTWISE, MAKE_SAME, ONE_TO_ONE
 from .uneven.nodes import Node, Reading, Value
 
 
@@ -52,7 +52,8 @@ class Agenda(Reading):
         behind = dict(enumerate(values))
         if held:
             kept = self.plain(tracing.barrier([values[k].aval for k in held]), [values[k] for k in held])
-            behind.update(zip(held, kept, strict=True))
+            for k, value in zip(held, kept, strict=True):
+                behind[k], value.maker = value, None  # no sum over the replicas looks behind it either
         return self.run_closed(inner, list(behind.values()))
 
     def plain(self, equation: Equation, values: list[Value]) -> list[Value]:
@@ -66,12 +67,25 @@ class Agenda(Reading):
             results = flags if equation.primitive.name in ONE_TO_ONE else _Ownership().loop(equation, flags)
         for value, is_own in zip(outputs, results, strict=True):
             value.is_own, value.stage = is_own, node.stage + (node.is_own and not is_own)
+        node.by_rows = node.is_own and _follows_convolution(node)
         return outputs
 
 
 def _is_own(equation: Equation, flags: Sequence[bool]) -> bool:
     """Tell whether each replica computes an equation without a meeting for itself."""
     return any(flags) or not jaxprs.is_function_of_operands(equation) or jaxprs.has_replica_number(equation)
+
+
+def _follows_convolution(node: Node) -> bool:
+    """Tell whether a node is elementwise behind a convolution, which JAX makes of the rows of all replicas.
+
+    XLA makes both as one if nothing stands between, not even a reshape.
+    """
+    if node.equation.primitive.name not in ELEMENTWISE:
+        return False
+    makers, shape = [value.maker for value in node.inputs if value.maker is not None], node.outputs[0].aval.shape
+    follows = any(maker.by_rows or maker.equation.primitive.name in CONVOLUTIONS for maker in makers)
+    return follows and all(value.aval.shape == shape or not (value.is_own or value.aval.shape) for value in node.inputs)
 
 
 class _Ownership(Analysis[bool]):

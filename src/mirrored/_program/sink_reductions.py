@@ -11,7 +11,7 @@ replica; what else would be rounded by each replica is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ from .._jax.primitives import (
     DIVISIONS,
     DOT_PRODUCTS,
     MOVES,
+    ONE_TO_ONE,
     PADS,
     SCATTER_SUMS,
 )
@@ -47,33 +48,49 @@ def _add_rows(stack: jax.Array) -> jax.Array:
     return stack[0] if rest is None else stack[0] + rest
 
 
-def sum_over_replicas(
-    value: Value, read: Callable[[Value], Any], totals: Mapping[Value, jax.Array], dtype: np.dtype | None = None
-) -> jax.Array:
+def sum_over_replicas(value: Value, read: Callable[[Value], Any], totals: dict[Value, jax.Array], dtype: np.dtype) -> jax.Array:
     """Return the sum of a per-replica value over the replicas of a device.
 
     `read` returns the array of a value, `[v, ...]` if it is one for each replica; None while it is unknown. `totals` are sums
-    that were made before. `dtype` is that of the sum, by default the value's, or the wider one to which the value is converted.
+    that were made before. `dtype` is that of the sum: the value's, or the wider one to which the value is converted.
     """
-    node, dtype = value.maker, dtype or value.aval.dtype
-    if value in totals and dtype == value.aval.dtype:
-        return totals[value]
-    operands = [] if node is None or not node.is_own else list(map(read, node.inputs))
-    if node is not None and operands and all(operand is not None for operand in operands):
-        if (rule := _rule_of(node)) is not None:
-            return rule(node, operands, dtype).astype(dtype)
-        if _sinks(node, is_wider=dtype != value.aval.dtype):
-            for position, part in enumerate(node.inputs):
-                own = part.aval.dtype
-                wide = dtype if dtype.itemsize > own.itemsize else own
-                if part.is_own:
-                    operands[position] = sum_over_replicas(part, read, totals, wide)
-                elif node.equation.primitive.name in MOVES | DERIVATIVE_SUMS:
-                    operands[position] = jnp.asarray(operands[position], wide) * jnp.asarray(read(value).shape[0], wide)
-            if node.equation.primitive.name in CONVERSIONS:
-                return operands[0].astype(dtype)
-            return tracing.bind(node.equation, operands)[node.outputs.index(value)]
-    return _add_rows(read(value).astype(dtype))
+    total = _sunk(value, read, totals, dtype)
+    return _add_rows(read(value).astype(dtype)) if total is None else total
+
+
+def _sunk(value: Value, read: Callable[[Value], Any], totals: dict[Value, jax.Array], dtype: np.dtype) -> jax.Array | None:
+    """Return the sum over the replicas, made of sums of what the value was made from; None if the value must be added up."""
+    node = value.maker
+    if value in totals and totals[value].dtype.itemsize >= dtype.itemsize:
+        return totals[value].astype(dtype)
+    if node is None or not node.is_own or any(read(part) is None for part in node.inputs):
+        return None
+    operands, name, position = list(map(read, node.inputs)), node.equation.primitive.name, node.outputs.index(value)
+    if (rule := _rule_of(node, dtype)) is not None:
+        return rule(node, operands, dtype).astype(dtype)
+    if name in ONE_TO_ONE:
+        if _sunk(node.inputs[position], read, totals, dtype) is None:
+            return None
+        held = [k for k, part in enumerate(node.inputs) if part.is_own and is_of_floats(part)]
+        types = [jnp.promote_types(dtype, wide_type(node.inputs[k])) for k in held]
+        sums = [sum_over_replicas(node.inputs[k], read, totals, each) for k, each in zip(held, types, strict=True)]
+        totals.update(zip([node.outputs[k] for k in held], jax.lax.optimization_barrier(sums), strict=True))
+        return totals[value].astype(dtype)
+    if not _sinks(node, is_wider=dtype != value.aval.dtype):
+        return None
+    for k, part in enumerate(node.inputs):
+        own = part.aval.dtype
+        wide = dtype if dtype.itemsize > own.itemsize else own
+        if part.is_own:
+            operands[k] = sum_over_replicas(part, read, totals, wide)
+        elif name in MOVES | DERIVATIVE_SUMS:
+            operands[k] = jnp.asarray(operands[k], wide) * jnp.asarray(read(value).shape[0], wide)
+    return operands[0].astype(dtype) if name in CONVERSIONS else tracing.bind(node.equation, operands)[position]
+
+
+def wide_type(value: Value) -> np.dtype:
+    """Return the type of a sum of which it is not known how it is used: with 32 bits or more."""
+    return jnp.promote_types(value.aval.dtype, jnp.float32)
 
 
 def is_of_floats(*values: Value) -> bool:
@@ -93,26 +110,32 @@ def _sinks(node: Node, is_wider: bool) -> bool:
         return False
     if name in ADDITIVE:
         return all(own)
-    if name in CONVERSIONS:  # the sum of replicas may be infinite where one replica's value, in float16, is not
-        return jnp.finfo(avals[0].dtype).maxexp >= jnp.finfo(avals[1].dtype).maxexp
+    if name in CONVERSIONS:  # between float16 and bfloat16, neither has the other's numbers
+        own_dtype, dtype = (aval.dtype for aval in avals)
+        return jnp.promote_types(own_dtype, dtype) in (own_dtype, dtype)
     if name in DIVISIONS or (name in PADS and _is_zero(node.inputs[1])):
         return own == [True, False]
     return name in BILINEAR and sum(own) == 1 and len({aval.dtype for aval in avals}) == 1
 
 
-def _rule_of(node: Node) -> Callable[[Node, Sequence[jax.Array], np.dtype], jax.Array] | None:
+def _rule_of(node: Node, dtype: np.dtype) -> Callable[[Node, Sequence[jax.Array], np.dtype], jax.Array] | None:
     """Return the function that makes the sum over the replicas of a product or sum, given the operands of all replicas."""
     name, own, params = node.equation.primitive.name, [value.is_own for value in node.inputs], node.equation.params
     if not is_of_floats(*node.outputs):
         return None
     if name in DOT_PRODUCTS and all(own) and params.get("out_sharding") is None:
         return _dot
-    if name in CONVOLUTIONS and all(own) and params["feature_group_count"] == 1:
+    if name in CONVOLUTIONS and all(own) and params["feature_group_count"] == 1 and not _overflows(node, dtype):
         return _convolution
     if name in SCATTER_SUMS and own[2] and _is_zero(node.inputs[0]) and not params["dimension_numbers"].operand_batching_dims:
         return _scatter
     is_sum = name in AXIS_SUMS and node.inputs[0].aval.size > node.outputs[0].aval.size  # else it changes the shape only
     return _reduction if is_sum else None
+
+
+def _overflows(node: Node, dtype: np.dtype) -> bool:
+    """Tell whether a sum over the replicas may be infinite where no replica's value, in float16, is."""
+    return bool(jnp.finfo(node.outputs[0].aval.dtype).maxexp < jnp.finfo(dtype).maxexp)
 
 
 def _is_zero(value: Value) -> bool:
@@ -123,12 +146,15 @@ def _is_zero(value: Value) -> bool:
 
 
 def _dot(node: Node, operands: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
-    (left, right), (left_batch, right_batch) = node.equation.params["dimension_numbers"]
+    params = dict(node.equation.params)
+    (left, right), (left_batch, right_batch) = params["dimension_numbers"]
+    if _overflows(node, dtype):
+        params["preferred_element_type"] = dtype
     if (0, 0) in zip(left, right, strict=True):  # the rows of all replicas lie together: XLA need not transpose them
-        return tracing.bind(node.equation, [_merge(operand, 0) for operand in operands])[0]
-    contracted = ((0, *_shift(left)), (0, *_shift(right)))
-    numbers = (contracted, (_shift(left_batch), _shift(right_batch)))
-    params = {**node.equation.params, "dimension_numbers": numbers}
+        operands = [merge(operand, 0) for operand in operands]
+    else:
+        contracted = ((0, *_shift(left)), (0, *_shift(right)))
+        params["dimension_numbers"] = (contracted, (_shift(left_batch), _shift(right_batch)))
     return tracing.bind(node.equation.replace(params=params), operands)[0]
 
 
@@ -136,10 +162,10 @@ def _convolution(node: Node, operands: Sequence[jax.Array], dtype: np.dtype) -> 
     """Convolve with the replicas as further input features, which are summed over."""
     numbers = node.equation.params["dimension_numbers"]
     features = (numbers.lhs_spec[1], numbers.rhs_spec[1])
-    return tracing.bind(node.equation, list(map(_merge, operands, features)))[0]
+    return tracing.bind(node.equation, list(map(merge, operands, features)))[0]
 
 
-def _merge(stack: jax.Array, axis: int) -> jax.Array:
+def merge(stack: jax.Array, axis: int) -> jax.Array:
     moved = jnp.moveaxis(stack, 0, axis)
     return moved.reshape(*moved.shape[:axis], moved.shape[axis] * moved.shape[axis + 1], *moved.shape[axis + 2 :])
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from .._typing import REPLICA_AXIS
 from . import sink_reductions
 from .lift import Lifted
 from .schedule import Agenda
-from .sink_reductions import is_of_floats
+from .sink_reductions import is_of_floats, merge, wide_type
 from .uneven.nodes import Node, Value, stages_of
 
 
@@ -85,20 +85,31 @@ class _Course:
     def keep(self, node: Node, arrays: Sequence[Any]) -> None:
         self.known.update(zip(node.outputs, arrays, strict=True))
 
+    def keep_totals(self, values: Iterable[Value], pairs: Iterable[tuple[Any, Any]]) -> None:
+        """Keep the sums of values, each of which comes with its sum, if it has one."""
+        self.totals.update({value: total for value, (_, total) in zip(values, pairs, strict=True) if total is not None})
+
     def run_own(self, nodes: Sequence[Node]) -> None:
         """Run nodes of one stage on each replica."""
-        how = lambda node: (self.is_alone(node.equation), self.splits(node.equation))  # noqa: E731
-        for (one_by_one, is_split), group in itertools.groupby(nodes, how):
-            if is_split:
+        at_once = lambda node: (node.by_rows and not self.is_whole) or self.splits(node.equation)  # noqa: E731
+        how = lambda node: (self.is_alone(node.equation), at_once(node))  # noqa: E731
+        for (one_by_one, is_at_once), group in itertools.groupby(nodes, how):
+            if is_at_once:
                 for node in group:
-                    self.keep(node, self.run_split(node))
+                    self.keep(node, self.run_at_once(node))
             else:
                 self._run_group(list(group), one_by_one)
 
-    def run_split(self, node: Node) -> list[Any]:
-        """Run a node that is taken apart: a scan, or a barrier, which holds the arrays of all replicas as they are."""
+    def run_at_once(self, node: Node) -> list[Any]:
+        """Run a node on the arrays of all replicas: a scan taken apart, a barrier, or an elementwise one on the rows of all."""
         loop = jaxprs.loop_of(node.equation)
-        return self.run_loop(node, loop) if loop.parts else tracing.bind(node.equation, list(map(self.read, node.inputs)))
+        if loop.parts:
+            return self.run_loop(node, loop)
+        if not node.by_rows:
+            return tracing.bind(node.equation, list(map(self.read, node.inputs)))
+        operands = [merge(self.as_kind(value, True), 0) if value.aval.shape else self.read(value) for value in node.inputs]
+        [rows] = tracing.bind(node.equation, operands)
+        return [rows.reshape(self.mesh.per_device, *node.outputs[0].aval.shape)]
 
     def is_alone(self, equation: Equation) -> bool:
         """Tell whether replicas run an equation one after the other; slow ones and those with a mesh would do something else."""
@@ -159,12 +170,12 @@ class _Course:
         is_alone = len(self.mesh.devices) == 1  # on CPU an all-reduce of one device is a copy
         return totals if is_alone else jax.lax.psum(totals, self.mesh.axis)
 
-    def total(self, value: Value) -> jax.Array:
-        """Add a value up over the device's replicas."""
+    def total(self, value: Value, wide: bool = False) -> jax.Array:
+        """Add a value up over the device's replicas; a `wide` sum has 32 bits or more."""
+        dtype = wide_type(value) if wide else value.aval.dtype
         if value.is_own or value in self.totals:
-            return sink_reductions.sum_over_replicas(value, self.read, self.totals)
-        array = jnp.asarray(self.read(value))
-        return array * jnp.asarray(self.mesh.per_device, array.dtype)
+            return sink_reductions.sum_over_replicas(value, self.read, self.totals, dtype)
+        return jnp.asarray(self.read(value), dtype) * jnp.asarray(self.mesh.per_device, dtype)
 
     def exchange(self, node: Node) -> list[Any]:
         """Run a collective other than a sum on the values of all replicas, and take the results of this device's."""
@@ -184,7 +195,7 @@ class _Course:
     def run_loop(self, node: Node, loop: jaxprs.Loop) -> list[Any]:
         """Run a loop of all replicas, or a condition in which they meet; all take the same way through it.
 
-        A scan also makes the sums over the replicas of the rows that it stacks; JAX drops those that nobody uses.
+        Beside the values of each replica a scan carries and stacks their sums; JAX drops those that nobody uses.
         """
         ends = [value.is_own for value in node.outputs]
         is_own = [value.is_own and k not in loop.index for k, value in enumerate(node.inputs)]  # inside
@@ -193,22 +204,28 @@ class _Course:
         for k in loop.rows:
             operands[k] = _swap(operands[k], is_own[k])
         num_kept = len(ends) if loop.index else len(loop.carry)  # the others are stacked from rows
-        added = [k for k in range(num_kept, len(ends)) if ends[k] and is_of_floats(node.outputs[k]) and not self.mesh.one_by_one]
+        added = [self.splits(node.equation) and end and is_of_floats(v) for v, end in zip(node.outputs, ends, strict=True)]
+        sums = {k: self.total(node.inputs[k], wide=True) for k, is_added in zip(loop.carry, added, strict=False) if is_added}
+        pairs = [operand if k in loop.index else (operand, sums.get(k)) for k, operand in enumerate(operands)]
 
         def body_of(part: jaxprs.Part) -> Callable[..., list[Any]]:
             flags = [is_own[k] for k in (*part.fixed, *loop.carry, *loop.rows)]
 
-            def body(*arguments: jax.Array) -> list[Any]:
-                course = _Course(self.mesh, self.numbers, part.closed.jaxpr, part.closed.consts, arguments, flags)
+            def body(*pairs: tuple[Any, Any]) -> list[Any]:
+                arrays = [array for array, _ in pairs]
+                course = _Course(self.mesh, self.numbers, part.closed.jaxpr, part.closed.consts, arrays, flags)
+                course.keep_totals(course.known, pairs)
                 if part.decides:
                     return course.run([False])
-                return [*course.run(ends), *(course.total(course.plan.outputs[k]) for k in added)]
+                results = zip(course.run(ends), course.plan.outputs, added, strict=True)
+                return [(array, course.total(value, wide=True) if is_added else None) for array, value, is_added in results]
 
             return body
 
-        results = run_parts(node.equation, operands, list(map(body_of, loop.parts)))
-        self.totals.update(zip([node.outputs[k] for k in added], results[len(ends) :], strict=True))
-        results = [*results[:num_kept], *map(_swap, results[num_kept : len(ends)], ends[num_kept:])]
+        made = run_parts(node.equation, pairs, list(map(body_of, loop.parts)))
+        self.keep_totals(node.outputs, made)
+        results = [array for array, _ in made]
+        results = [*results[:num_kept], *map(_swap, results[num_kept:], ends[num_kept:])]
         kinds = zip(results, node.outputs, ends, strict=True)
         return [self.spread(array) if value.is_own > end else array for array, value, end in kinds]
 

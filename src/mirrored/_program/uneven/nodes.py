@@ -42,6 +42,7 @@ class Node:
     joint_inputs: list[Value] = dataclasses.field(default_factory=list)
     stage: int = 0  # before it come so many groups of collectives; a collective begins its stage
     is_own: bool = False  # whether it is not common to all traces, or to all replicas; known after `compare`, or in an `Agenda`
+    by_rows: bool = False  # whether the replicas' rows are one axis in it; only `schedule` tells
 
     @property
     def is_cheap(self) -> bool:
