@@ -57,16 +57,17 @@ OFFERS = {
         cross_replica.reduce_stack cross_replica.require_equal_except cross_replica.run_tasks cross_replica.split_stack
         device_time.COMPUTATION device_time.DeviceTime device_time.last_profile frames.Frame frames.check_enterable
         frames.current frames.entered frames.foreign_trace_message frames.in_cross_replica_context frames.is_traced
-        frames.require_cross_replica host_memory.empty_rows host_memory.gather host_memory.gathers in_flight.finish
-        in_flight.is_paced in_flight.joined in_flight.new_witness in_flight.require_threads in_flight.started
-        mesh.PlannedMesh mesh.ReplicaMesh mesh.cluster_mesh mesh.default_mesh mesh.make_mesh mesh.raising_cpu_threads
-        mesh.replicas_of mesh.resolve_devices mesh.with_replicas named.seen parts.all_gather_parts parts.join_parts
-        parts.num_real parts.own_part parts.part_size parts.reduce_scatter parts.split_parts per_replica.Origin
-        per_replica.PerReplica per_replica.carried_sums per_replica.facts_of per_replica.is_per_replica
-        per_replica.origin_of per_replica.proven_of per_replica.require_whole per_replica.stack_of
-        per_replica.stack_shapes per_replica.uneven_shapes placement.check_later placement.checksum placement.mirror
-        placement.mirror_constants placement.own_copy placement.refuse_argument placement.stack planned.CompiledOnly
-        planned.Planned platforms.PLATFORMS platforms.XLAS_WAY spent.Spent spent.forget_pause spent.waited
+        frames.require_cross_replica frames.require_no_mesh_around host_memory.empty_rows host_memory.gather
+        host_memory.gathers in_flight.finish in_flight.is_paced in_flight.joined in_flight.new_witness
+        in_flight.require_threads in_flight.started mesh.PlannedMesh mesh.ReplicaMesh mesh.cluster_mesh
+        mesh.default_mesh mesh.make_mesh mesh.raising_cpu_threads mesh.replicas_of mesh.resolve_devices
+        mesh.with_replicas named.seen parts.all_gather_parts parts.join_parts parts.num_real parts.own_part
+        parts.part_size parts.reduce_scatter parts.split_parts per_replica.Origin per_replica.PerReplica
+        per_replica.carried_sums per_replica.facts_of per_replica.is_per_replica per_replica.origin_of
+        per_replica.proven_of per_replica.require_whole per_replica.stack_of per_replica.stack_shapes
+        per_replica.uneven_shapes placement.check_later placement.checksum placement.mirror placement.mirror_constants
+        placement.own_copy placement.refuse_argument placement.stack planned.CompiledOnly planned.Planned
+        platforms.PLATFORMS platforms.XLAS_WAY spent.Spent spent.forget_pause spent.waited
     """,
     "_variables": """
         access.all_copies access.claimed access.copied access.lent access.load access.store

@@ -86,6 +86,11 @@ def machines_differ(g):
     copies_differ(g)
 
 
+def in_a_mesh(g):
+    with jax.set_mesh(jax.make_mesh((1,), ("data",))):
+        g.strategy.reduce("sum", g.batch)
+
+
 def next_batch_in_a_step(g):
     iterator = iter(g.strategy.distribute_dataset([np.ones(4)]))
     g.run(lambda: next(iterator))
@@ -205,6 +210,7 @@ CASES: list[tuple[str, str, Case]] = [
     ("ContextError", "gather in a step", lambda g: g.run(lambda: g.strategy.gather(g.w.value, axis=0))),
     ("ContextError", "create in a step", lambda g: g.run(lambda: mr.Variable(0.0, name="made"))),
     ("ContextError", "next batch in a step", next_batch_in_a_step),
+    ("ContextError", "another mesh", in_a_mesh),
     ("ContextError", "loss outside", lambda g: mr.losses.compute_average_loss(np.ones(3))),
     ("StrategyMismatchError", "batch", lambda g: mr.MirroredStrategy(["cpu:0"]).run(lambda x: x, args=(g.batch,))),
     ("StrategyMismatchError", "variable", lambda g: mr.MirroredStrategy(["cpu:0"]).run(lambda: g.w.value)),

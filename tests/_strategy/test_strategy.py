@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from strategies import in_threads, strategy_of, variable
+from strategies import ctx, in_threads, strategy_of, variable
 
 import mirrored as mr
 
@@ -250,3 +250,30 @@ def test_a_function_of_values_may_use_its_memory_again(strategy2):
         return buffer
 
     assert [v.tolist() for v in strategy2.distribute_values_from_function(value).values] == [[0, 0], [1, 1]]
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_inside_jaxs_own_mesh_no_program_starts_and_nothing_has_changed(num_replicas):
+    strategy, x = strategy_of(num_replicas), np.arange(7, dtype=np.float32)
+    w = variable(0.0, strategy)
+    [batch] = strategy.distribute_dataset([x])
+
+    def step(batch):
+        return w.assign_add(ctx().all_reduce("sum", batch.sum()))
+
+    calls = {
+        "run": lambda: strategy.run(step, args=(batch,)),
+        "reduce": lambda: strategy.reduce("sum", batch, axis=0),
+        "gather": lambda: strategy.gather(batch, axis=0),
+        "local_results": lambda: strategy.local_results(batch),
+        "function": lambda: mr.function(lambda: w.assign_add(1.0))(),
+        "scan": lambda: mr.scan(lambda carry, _: (w.assign_add(carry), None), 0.0, length=2),
+    }
+    for mesh in (jax.make_mesh((1,), ("data",)), strategy.mesh):
+        for name, call in calls.items():
+            with jax.set_mesh(mesh), pytest.raises(mr.ContextError, match=r"inside jax\.set_mesh\(...\) of the axes"):
+                print(name, call())
+        strategy.run(step, args=(batch,))
+        with jax.set_mesh(mesh), pytest.raises(mr.ContextError, match="set_mesh"):
+            strategy.run(step, args=(batch,))  # also when it has a program
+    assert float(w) == 2 * x.sum() and float(strategy.reduce("sum", batch, axis=0)) == x.sum()

@@ -21,7 +21,7 @@ from .._jax import jaxprs, tracing, user_code
 from .._jax.jaxprs import ClosedJaxpr, Var
 from .._models import keras, replaced
 from .._replicas import context, frames, named
-from .._replicas.frames import Frame
+from .._replicas.frames import Frame, require_no_mesh_around
 from .._replicas.per_replica import PerReplica, stack_of, uneven_shapes
 from .._replicas.placement import checksum
 from .._text import call_it, shown
@@ -156,6 +156,7 @@ def trace(call: Call, shapes: Sequence[Shape], frame: Frame) -> Traced:
 
     A step has a replica's own arrays; another function has a PerReplica of the stack.
     """
+    require_no_mesh_around()
     leaves, in_step = call.array_leaves(), frame.replica is not None
     avals = [leaf.aval(shape) for leaf, shape in zip(leaves, shapes, strict=True)]
 

@@ -78,6 +78,16 @@ def check_enterable(strategy: object) -> None:
         )
 
 
+def require_no_mesh_around() -> None:
+    """Refuse a program inside `jax.set_mesh`: JAX would compile it for that mesh."""
+    if tracing.current_trace() is tracing.NO_TRACE and not (mesh := jax.sharding.get_abstract_mesh()).empty:
+        raise ContextError(
+            f"a program of a strategy was started inside jax.set_mesh(...) of the axes {dict(mesh.shape)}, and JAX compiles what "
+            "starts there for that mesh. A strategy has devices of its own: run steps, reduce and gather outside of `with "
+            "jax.set_mesh(mesh):`. Your own functions with jax.jit may run inside of it."
+        )
+
+
 def require_cross_replica(verb: str, instead: str) -> None:
     """Refuse a verb that concerns all replicas when one replica's step calls it."""
     frame = _process.frame.get()

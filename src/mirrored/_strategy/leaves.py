@@ -34,6 +34,7 @@ class Leaves:
 
     def local_results(self, value: PyTree) -> tuple[Any, ...]:
         """Return a nest's local values, one nest for each local replica; a 1-tuple if it holds no PerReplica or variable."""
+        frames.require_no_mesh_around()
         leaves, treedef = jax.tree.flatten(value, is_leaf=_is_distributed)
         for leaf in leaves:
             _refuse_stack(leaf, "local_results")
@@ -104,6 +105,7 @@ class Leaves:
     def _run(self, stacks: list[jax.Array], tasks: Sequence[Any]) -> list[jax.Array]:
         if _is_merged():  # every replica holds the whole stacks
             return [task.function(_noted(array, task), *task.static) for array, task in zip(stacks, tasks, strict=True)]
+        frames.require_no_mesh_around()
         return cross_replica.run_tasks(stacks, tasks, self.mesh.mirrored)
 
     def _note(self, variable: Variable, verb: str) -> None:
