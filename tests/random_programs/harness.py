@@ -342,6 +342,8 @@ def ways_of(program: Program) -> list[Way]:
 
 #: Of so many programs XLA compiles one, two steps in one place; the others are computed without it (`lockstep`).
 COMPILED = 20
+#: A loss on one device from which a training is no longer followed: each further step multiplies what rounding has done.
+DIVERGED = 1e3
 
 
 def check(seed: int, one_compiled_of: int = COMPILED) -> list[tuple[int, str, Outcome]]:
@@ -355,7 +357,9 @@ def check(seed: int, one_compiled_of: int = COMPILED) -> list[tuple[int, str, Ou
             right = alone(names, ways[0].sizes, jax.jit if is_compiled else lockstep.jit)
         except Exception as error:  # the generator's fault: it runs on no device
             return [(seed, "one device", Outcome("broken", f"{type(error).__name__}: {error}"))]
-        for way in ways:
+        calm = itertools.takewhile(lambda after: abs(after[1]["loss"]) < DIVERGED, right)
+        count = max(1, len(list(calm)))
+        for way in (each.first(count) for each in ways):
             outcome = judge(program, names, way, right)
             outcome = follow(program, way, right, outcome) if outcome.kind == "refused" else outcome
             outcomes += [(seed, name, outcome) for name in (way.names() if outcome.kind == "ok" else [way.name])]
