@@ -512,6 +512,7 @@ def loss_of_a_replica(p, b, t, total=None):
         of_variables = "def loss():\n    return loss_of_a_replica({name: a.value for name, a in v.items()}, b, t)"
         p = "p = {name: a.value for name, a in v.items()}"
         apply = f"optimizer.apply_gradients(gradients{told})"
+        of_type = "aux = {name: new.astype(p[name].dtype) for name, new in aux.items()}"  # what `assign` does; a scan asks for it
         step = {
             "minimize": [of_variables, f"value = optimizer.minimize(lambda: loss()[0]{told})", "h, aux = b['y'], {}"],
             "mr": [of_variables, own, "(value, (h, aux)), gradients = mr.value_and_grad(loss, own, has_aux=True)()", apply],
@@ -537,17 +538,17 @@ def loss_of_a_replica(p, b, t, total=None):
             "arguments": ["p = carry['p']", trained, whole, "(value, (h, aux)), gradients = jax.value_and_grad(loss, has_aux=True)(trained)",
                           "value, gradients = mr.get_replica_context().all_reduce('sum', (value, gradients))",
                           "updates, tx_state = tx.update(gradients, carry['tx'], trained)",
-                          "carry = {'p': {**p, **optax.apply_updates(trained, updates), **aux}, 'tx': tx_state, 't': t + 1}", "aux = {}"],
+                          of_type, "carry = {'p': {**p, **optax.apply_updates(trained, updates), **aux}, 'tx': tx_state, 't': t + 1}", "aux = {}"],
             "nnx": ["net, its = carry", "def loss(net):", "    return loss_of_a_replica({name: net.weights[name][...] for name in PARAMS}, b, t)",
                     "(value, (h, aux)), gradients = nnx.value_and_grad(loss, has_aux=True)(net)",
                     "value, gradients = mr.get_replica_context().all_reduce('sum', (value, gradients))", "its.update(net, gradients)",
-                    "for name, new in aux.items():", "    net.weights[name][...] = new", "aux, carry = {}, ()"],
+                    "for name, new in aux.items():", "    net.weights[name][...] = new.astype(net.weights[name].dtype)", "aux, carry = {}, ()"],
             "tree": ["p = state.value['p']", trained, whole, "(value, (h, aux)), gradients = jax.value_and_grad(loss, has_aux=True)(trained)",
                      self.one("gradients = mr.get_replica_context().all_reduce('sum', gradients)",
                               "gradients, value = mr.get_replica_context().all_reduce('sum', (gradients, value))",
                               "gradients = jax.lax.psum(gradients, 'replica')"),
                      "updates, tx_state = tx.update(gradients, state.value['tx'], trained)",
-                     "p = {**p, **optax.apply_updates(trained, updates), **aux}",
+                     of_type, "p = {**p, **optax.apply_updates(trained, updates), **aux}",
                      "state.assign({'p': p, 'tx': tx_state, 't': t + 1})", "aux = {}"],
         }[form]  # fmt: skip
         step = [f"t = {t}", *step]

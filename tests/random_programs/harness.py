@@ -7,7 +7,7 @@ import linecache
 import traceback
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import equinox as eqx
 import flax.linen as linen
@@ -27,8 +27,8 @@ OWN_ERRORS = tuple(getattr(mr, name) for name in dir(mr) if name.endswith("Error
 
 @functools.cache
 def batches(sizes: tuple[int, ...]) -> list[Batch]:
-    """Make global batches of so many rows."""
-    draw, n = np.random.default_rng(0), sum(sizes)
+    """Make global batches of so many rows, which are the same whatever follows."""
+    draw, n = np.random.default_rng(0), 50
     rows = {
         "x": draw.normal(size=(n, 4)).astype(np.float32),
         "seq": draw.normal(size=(n, 3, 4)).astype(np.float32),
@@ -144,11 +144,11 @@ def executed(seed: int, text: str) -> dict[str, Any]:
 # -- one device
 
 
-def alone(program: Program, names: dict[str, Any], sizes: tuple[int, ...], jit: Any = jax.jit) -> tuple[Any, list[Any]]:
-    """Train on one device, in plain JAX: the parameters, and the results of each step."""
+def alone(names: dict[str, Any], sizes: tuple[int, ...], jit: Any = jax.jit) -> list[tuple[Any, Any]]:
+    """Train on one device, in plain JAX: after each step the parameters and what is beside them, and its results."""
     p, tx, not_trained = dict(names["PARAMS"]), names["tx"], names["NOT_TRAINED"]
     state = tx.init({name: a for name, a in p.items() if name not in not_trained})
-    ema, seen, positive, results = dict(p), 0.0, 0, []
+    ema, seen, positive, after = dict(p), 0.0, 0, []
     one = jit(step_alone(names))
     for t, b in enumerate(batches(sizes)):
         p, state, value, h, norm = one(p, state, b, np.int32(t))
@@ -156,8 +156,9 @@ def alone(program: Program, names: dict[str, Any], sizes: tuple[int, ...], jit: 
             ema = {name: 0.9 * ema[name] + 0.1 * p[name] for name in ema}
         seen += b["weight"].sum()
         positive += (np.asarray(h)[:, 0] > 0).sum()
-        results.append({"loss": value, "rows": h, "norm": norm, "error": np.abs(b["y"]).mean()})
-    return {"p": p, "ema": ema, "seen": seen, "right": positive, "last": b["y"].mean()}, results
+        results = {"loss": value, "rows": h, "norm": norm, "error": np.abs(b["y"]).mean()}
+        after.append(({"p": p, "ema": ema, "seen": seen, "right": positive, "last": b["y"].mean()}, results))
+    return after
 
 
 def step_alone(names: dict[str, Any]) -> Callable[..., Any]:
@@ -175,19 +176,29 @@ def step_alone(names: dict[str, Any]) -> Callable[..., Any]:
 
 
 class Way(NamedTuple):
-    """So many replicas and devices, the global numbers of rows, and how the steps are called."""
+    """Where replicas are, and the steps: how each is called, and the rows of its batch on all replicas together."""
 
+    name: str
     num_replicas: int
-    sizes: tuple[int, ...]
-    call: str = "run"
     devices: int | None = None
     shard_state: bool = False
     schedule: str = "together"
+    calls: tuple[str, ...] = ("run", "run")
+    sizes: tuple[int, ...] = (5, 5)
 
     def strategy(self) -> mr.Strategy:
         devices = [f"cpu:{i}" for i in range(self.devices or self.num_replicas)]
         virtual = {"num_replicas": self.num_replicas, "schedule": self.schedule} if self.devices else {}
         return mr.MirroredStrategy(devices, **virtual)
+
+    def first(self, count: int) -> Self:
+        """Return a way of the first steps of this one."""
+        return self._replace(calls=self.calls[:count], sizes=self.sizes[:count])
+
+    def names(self) -> set[str]:
+        """Name the ways in which a step is called."""
+        kinds = [f"odd with {size}" if size % self.num_replicas else "even" for size in self.sizes]
+        return {f"{self.name}, {call}, {kind}" for call, kind in zip(self.calls, kinds, strict=True)}
 
 
 def collected(strategy: mr.Strategy, results: Any, axis: int = 0) -> Any:
@@ -199,27 +210,34 @@ def collected(strategy: mr.Strategy, results: Any, axis: int = 0) -> Any:
     return {name: of_all(name, leaf) for name, leaf in results.items()}
 
 
+def own_rows(rows: Batch, context: Any) -> Batch:
+    return {name: of_all[context.replica_id_in_sync_group] for name, of_all in rows.items()}
+
+
 def steps_of(strategy: mr.Strategy, step: Callable[[Any, Batch], Any], way: Way, carry: Any) -> tuple[Any, list[Any]]:
     """Run the steps: what they hand on at last, and the results of each."""
-    data, results = batches(way.sizes), []
     holds_objects = any(isinstance(leaf, nnx.Module) for leaf in (carry if isinstance(carry, tuple) else ()))
-    if way.call == "scan" and not holds_objects:
-        steps = jax.tree.map(lambda *a: np.stack([np.split(leaf, way.num_replicas) for leaf in a], 1), *data)
-        steps = strategy.distribute_values_from_function(lambda c: jax.tree.map(lambda a: a[c.replica_id_in_sync_group], steps))
-        carry, stacked = mr.scan(lambda carry, b: strategy.run(step, args=(carry, b)), carry, steps)
-        stacked = collected(strategy, stacked, 1)
-        return carry, [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(len(data))]
+    steps, results = list(zip(way.calls, batches(way.sizes), strict=True)), []
+    dataset = iter(strategy.distribute_dataset([b for call, b in steps if call != "scan"]))
 
-    def call(carry: Any, b: Batch) -> Any:
+    def run(carry: Any, b: Batch) -> Any:
         carry, result = strategy.run(step, args=(carry, b))
         return carry, collected(strategy, result)
 
-    if way.call == "function":
-        call = mr.function(call)
-    for b in strategy.distribute_dataset(data):
-        given = call(carry, b)
-        carry = carry if holds_objects else given[0]
-        results.append(given[1])
+    called = {"run": run, "function": mr.function(run)}
+    for call, group in itertools.groupby(steps, lambda each: each[0]):
+        data = [b for _, b in group]
+        if call == "scan":
+            rows = jax.tree.map(lambda *a: np.stack([np.split(leaf, way.num_replicas) for leaf in a], 1), *data)
+            rows = strategy.distribute_values_from_function(functools.partial(own_rows, rows))
+            carry, stacked = mr.scan(lambda carry, b: strategy.run(step, args=(carry, b)), carry, rows)
+            stacked = collected(strategy, stacked, 1)
+            results += [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(len(data))]
+            continue
+        for b in itertools.islice(dataset, len(data)):
+            given = called[call](carry, b)
+            carry = carry if holds_objects else given[0]
+            results.append(given[1])
     return carry, results
 
 
@@ -256,7 +274,7 @@ REMEDIES = {
 }  # fmt: skip
 
 
-def follow(program: Program, way: Way, right: tuple[Any, list[Any]], refused: Outcome) -> Outcome:
+def follow(program: Program, way: Way, right: list[tuple[Any, Any]], refused: Outcome) -> Outcome:
     """Write what a refusal says: it is one only if the program runs then."""
     for words, texts in REMEDIES.items():
         text = program.text
@@ -268,72 +286,82 @@ def follow(program: Program, way: Way, right: tuple[Any, list[Any]], refused: Ou
     return Outcome("stuck", refused.words)
 
 
-def judge(program: Program, names: dict[str, Any], way: Way, right: tuple[Any, list[Any]]) -> Outcome:
+def judge(program: Program, names: dict[str, Any], way: Way, right: list[tuple[Any, Any]]) -> Outcome:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
             strategy = way.strategy()
             step, read, carry = names["make"](strategy, way.shard_state)
             carry, results = steps_of(strategy, step, way, carry)
-            if wrong := difference((read(carry), results), right, program.is_small):
+            if wrong := difference((read(carry), results), (right[len(results) - 1][0], [r for _, r in right]), program.is_small):
                 return Outcome("wrong", wrong)
             strategy.assert_mirrored()
         except Exception as error:
             is_own = "/mirrored/" in (traceback.extract_tb(error.__traceback__)[-1].filename) or isinstance(error, OWN_ERRORS)
             return Outcome("refused" if is_own else "broken", f"{type(error).__name__}: {error}")
     own = [w for w in said if "persistent compilation cache" not in str(w.message)]
-    if "stop_gradient" in program.text:  # nothing that is trained may depend on the rows
+    if "stop_gradient" in program.text:  # nothing that is trained may depend on the rows, as the warning says
         own = [w for w in own if "computed the same gradients" not in str(w.message)]
     return Outcome("warned", f"{own[0].category.__name__}: {own[0].message}") if own else Outcome("ok")
 
 
-#: Two numbers of rows are two programs, which take twice the time.
-ODD = {
-    "R2, odd": Way(2, (6, 5)),
-    "R3, odd": Way(3, (5, 5)),
-    "R2, odd only": Way(2, (5, 5)),
-    "R2, sharded, odd": Way(2, (5, 5), shard_state=True),
-    "R3, function, odd": Way(3, (5, 5), "function"),
-    "R4 on 2, odd": Way(4, (7, 7), devices=2),
-    "R3, empty": Way(3, (2, 2)),
-    "R3 on 1, one by one, odd": Way(3, (5, 5), devices=1, schedule="one_by_one"),
-}
-EVEN = {
-    "R1": Way(1, (5, 5)),
-    "R2": Way(2, (6, 6)),
-    "R2, scan": Way(2, (6, 6, 6), "scan"),
-    "R2, function": Way(2, (6, 6), "function"),
-    "R3, sharded": Way(3, (6, 6), shard_state=True),
-    "R4 on 1, one by one": Way(4, (8, 8), devices=1, schedule="one_by_one"),
-    "R4 on 2": Way(4, (8, 8), devices=2),
-}
+#: Where replicas may be, and how they are scheduled.
+PLACES = (
+    Way("R1", 1), Way("R2", 2), Way("R2, sharded", 2, shard_state=True), Way("R3", 3), Way("R3, sharded", 3, shard_state=True),
+    Way("R4 on 2", 4, 2), *(Way(f"R{count} on 1, one by one", count, 1, schedule="one_by_one") for count in (3, 4)),
+)  # fmt: skip
+#: How a step is called: by `strategy.run`, and so in a `mr.function` or a `mr.scan`, which all use its one program.
+CALLS = ("run", "function", "scan")
 
 
-def ways_of(program: Program) -> dict[str, Way]:
-    """Choose an odd way, and for every other program an even one: those take half of the time, and find less."""
-    chosen = [program.random.choice(list(ways.items())) for ways in (ODD, EVEN)]
-    return dict(chosen if program.chance(0.5) else chosen[:1])
+def ways_of(program: Program) -> list[Way]:
+    """Choose three or four ways to call the step, with even batches and with odd ones: in one place, or in two.
+
+    Most of the time goes to the traces, of which each number of rows needs one on one device, and one in each place.
+    """
+    draw, its = program.random, CALLS[:2] if program.is_nnx else CALLS  # `mr.scan` carries no objects
+    if program.chance(0.5):
+        place = draw.choice(PLACES[1:])
+        even, odd = draw.choice({2: [(6, 5)], 3: [(6, 5), (6, 5), (6, 2)], 4: [(8, 7)]}[place.num_replicas])
+        of_even = draw.sample(its, 2)  # four steps: a training that diverges multiplies what rounding does in each
+        blocks = [(even, of_even), (odd, [draw.choice(CALLS[:2])] * (1 if "scan" in of_even else 2))]
+        draw.shuffle(blocks)
+        steps = [(call, rows) for rows, calls in blocks for call in calls for _ in range(1 + (call == "scan"))]
+        calls, sizes = zip(*steps, strict=True)
+        return [place._replace(calls=calls, sizes=sizes)]
+    rows = draw.choice((5, 6, 6, 6, 7, 8, 8, 2))  # of two rows, a third replica has none
+    one = draw.choice([place for place in PLACES if rows % place.num_replicas == 0])
+    other = draw.choice([place for place in PLACES if rows % place.num_replicas])
+    first, second = draw.sample(its, 2)
+    called = (first, second, second) if second == "scan" else (first, first, second)
+    return [
+        one._replace(calls=called, sizes=(rows,) * 3),
+        other._replace(calls=("run", "run", draw.choice(CALLS[:2])), sizes=(rows,) * 3),
+    ]
 
 
-#: Of so many programs XLA compiles one; the others are computed without it (`lockstep`).
+#: Of so many programs XLA compiles one, two steps in one place; the others are computed without it (`lockstep`).
 COMPILED = 20
+#: A loss on one device from which a training is no longer followed: each further step multiplies what rounding has done.
+DIVERGED = 1e3
 
 
-def check(seed: int, one_compiled_of: int = COMPILED, most_ways: int | None = None) -> list[tuple[int, str, Outcome]]:
-    """Run a program in its ways, or in so many of them at most: how each has ended."""
+def check(seed: int, one_compiled_of: int = COMPILED) -> list[tuple[int, str, Outcome]]:
+    """Run a program in its ways: how each has ended."""
     program = Program(seed)
-    ways = list(ways_of(program).items())
-    first = 0 if most_ways is None else seed % len(ways)
-    names, outcomes = executed(seed, program.text), []
     is_compiled = seed % one_compiled_of == 0
+    ways, names, outcomes = ways_of(program), executed(seed, program.text), []
     with contextlib.nullcontext() if is_compiled else lockstep.patched():
-        for name, way in ways[first:][:most_ways]:
-            try:
-                right = alone(program, names, way.sizes, jax.jit if is_compiled else lockstep.jit)
-            except Exception as error:  # the generator's fault: it runs on no device
-                outcomes.append((seed, name, Outcome("broken", f"on one device: {type(error).__name__}: {error}")))
-                continue
+        ways = [ways[-1].first(2)] if is_compiled else ways
+        try:
+            right = alone(names, ways[0].sizes, jax.jit if is_compiled else lockstep.jit)
+        except Exception as error:  # the generator's fault: it runs on no device
+            return [(seed, "one device", Outcome("broken", f"{type(error).__name__}: {error}"))]
+        calm = itertools.takewhile(lambda after: abs(after[1]["loss"]) < DIVERGED, right)
+        count = max(1, len(list(calm)))
+        for way in (each.first(count) for each in ways):
             outcome = judge(program, names, way, right)
-            outcomes.append((seed, name, follow(program, way, right, outcome) if outcome.kind == "refused" else outcome))
+            outcome = follow(program, way, right, outcome) if outcome.kind == "refused" else outcome
+            outcomes += [(seed, name, outcome) for name in (way.names() if outcome.kind == "ok" else [way.name])]
     linecache.cache.pop(f"<program {seed}>", None)
     return outcomes

@@ -29,25 +29,35 @@ class Diverged(AssertionError):
     """A value leaves a step as the same on all replicas, and is not."""
 
 
+#: Kinds of values that NumPy has; to ask whether one is a `jax.Array` takes longer.
+_OF_NUMPY = (np.ndarray, np.generic)
+_BFLOAT16 = np.dtype(jax.numpy.bfloat16)
+
+
 # -- primitives
 
 
 def _wide(x: Any) -> Any:
     """Return numbers of 16 bits as numbers of 32, in which XLA computes too."""
-    return x if x.dtype.kind != "V" and x.dtype != jax.numpy.bfloat16 else x.astype(np.float32)
+    return x if x.dtype.kind != "V" and x.dtype != _BFLOAT16 else x.astype(np.float32)
 
 
 def _dot(x: Any, y: Any, p: dict[str, Any]) -> Any:
-    (contract, batch), letters = p["dimension_numbers"], iter("abcdefghijklmnop")
-    of_x: list[str] = [next(letters) for _ in x.shape]
-    of_y: list[str] = [next(letters) for _ in y.shape]
+    return np.einsum(_letters(p["dimension_numbers"], x.ndim, y.ndim), _wide(x), _wide(y))
+
+
+@functools.cache
+def _letters(dimension_numbers: Any, ndim_x: int, ndim_y: int) -> str:
+    (contract, batch), letters = dimension_numbers, iter("abcdefghijklmnop")
+    of_x: list[str] = [next(letters) for _ in range(ndim_x)]
+    of_y: list[str] = [next(letters) for _ in range(ndim_y)]
     for mine, yours in (contract, batch):
         for i, k in zip(mine, yours, strict=True):
             of_y[k] = of_x[i]
     rest = [a for i, a in enumerate(of_x) if i not in contract[0] and i not in batch[0]]
     rest += [a for k, a in enumerate(of_y) if k not in contract[1] and k not in batch[1]]
     out = "".join([of_x[i] for i in batch[0]] + rest)
-    return np.einsum(f"{''.join(of_x)},{''.join(of_y)}->{out}", _wide(x), _wide(y))
+    return f"{''.join(of_x)},{''.join(of_y)}->{out}"
 
 
 def _broadcast(x: Any, p: dict[str, Any]) -> Any:
@@ -283,10 +293,10 @@ class Lockstep:
         known = dict(zip(jaxpr.invars, values, strict=True))
         known.update(zip(jaxpr.constvars, map(_host, consts), strict=True))
         for equation in jaxpr.eqns:
-            operands = [known[a] if not hasattr(a, "val") else np.asarray(a.val, a.aval.dtype) for a in equation.invars]
+            operands = [np.asarray(a.val, a.aval.dtype) if isinstance(a, jaxprs.Literal) else known[a] for a in equation.invars]
             for variable, result in zip(equation.outvars, self.equation(equation, operands), strict=True):
                 known[variable] = result
-        return [known[a] if not hasattr(a, "val") else np.asarray(a.val, a.aval.dtype) for a in jaxpr.outvars]
+        return [np.asarray(a.val, a.aval.dtype) if isinstance(a, jaxprs.Literal) else known[a] for a in jaxpr.outvars]
 
     def closed(self, closed: Any, values: Any) -> list[Any]:
         return self.run(closed.jaxpr, closed.consts, values)
@@ -370,7 +380,7 @@ def _bind(equation: Any, operands: Any) -> Any:
     if equation.primitive.name == "empty2":
         return [np.full(v.aval.shape, np.nan if v.aval.dtype.kind not in "iub" else 77, v.aval.dtype) for v in equation.outvars]
     rule = RULES.get(equation.primitive.name)
-    if rule is None or any(isinstance(value, jax.Array) for value in operands):
+    if rule is None or not all(isinstance(value, _OF_NUMPY) for value in operands):
         return list(map(_host, tracing.bind(equation, operands)))
     results = rule(*operands, equation.params)
     results = results if isinstance(results, list) else [results]
@@ -379,6 +389,8 @@ def _bind(equation: Any, operands: Any) -> Any:
 
 def _host(array: Any) -> Any:
     """Return an array on the host, unless it holds keys."""
+    if isinstance(array, _OF_NUMPY):
+        return array
     is_key = isinstance(array, jax.Array) and jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key)
     return array if is_key else np.asarray(array)
 
@@ -461,7 +473,11 @@ class jit:
 
 @contextlib.contextmanager
 def patched() -> Iterator[None]:
-    """Let programs of `mirrored` be computed by `Lockstep`, and not compiled."""
+    """Let programs of `mirrored` be computed by `Lockstep`, and not compiled, and let their traces share JAX's inner caches.
+
+    What a random program has inside of loops, calls and derivatives is made anew in each trace; else a cached one could hold
+    another trace's variables (`tracing.separate_caches`).
+    """
 
     class Jax(types.ModuleType):
         def __getattr__(self, name: str) -> Any:
@@ -469,5 +485,6 @@ def patched() -> Iterator[None]:
 
     module: Any = Jax("jax")
     module.jit = jit
-    with mock.patch.object(mirrored._program.program, "jax", module):
+    share = mock.patch.object(tracing, "separate_caches", lambda: contextlib.nullcontext(lambda: None))
+    with mock.patch.object(mirrored._program.program, "jax", module), share:
         yield

@@ -34,18 +34,19 @@ def start() -> None:
     import random_programs.harness  # noqa: F401
 
     gc.freeze()
-    gc.disable()  # a collection for each chunk of programs is enough
+    gc.disable()  # a collection for each chunk of programs is enough, of what is new
 
 
-def chunk(seeds: list[int], until: float, one_compiled_of: int, most_ways: int | None = None) -> list[Any]:
+def chunk(seeds: list[int], until: float, one_compiled_of: int) -> list[Any]:
     """Check programs, as many as begin before a time."""
     import jax
     from random_programs.harness import check
 
-    outcomes = [outcome for seed in seeds if time.time() < until for outcome in check(seed, one_compiled_of, most_ways)]
-    gc.collect()
+    outcomes = [outcome for seed in seeds if time.time() < until for outcome in check(seed, one_compiled_of)]
     if seeds[0] % (20 * CHUNK) == 0:
         jax.clear_caches()
+    gc.collect()
+    gc.freeze()
     return outcomes
 
 
@@ -61,7 +62,6 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no more programs after so many")
     parser.add_argument("--compile", type=int, default=20, metavar="N", help="let XLA compile one of N programs")
-    parser.add_argument("--ways", type=int, metavar="N", help="run each program in at most so many of its ways")
     parser.add_argument("--show", action="store_true", help="print the text of each program and how it ends")
     args = parser.parse_args()
     seeds = range(args.seed, args.seed + args.num)
@@ -81,7 +81,7 @@ def main() -> int:
         block = seeds[first : first + PER_POOL]
         chunks = [list(block[i : i + CHUNK]) for i in range(0, len(block), CHUNK)]
         with ProcessPoolExecutor(args.jobs, context, start) as pool:
-            futures = [pool.submit(chunk, each, until, args.compile, args.ways) for each in chunks]
+            futures = [pool.submit(chunk, each, until, args.compile) for each in chunks]
             for future in as_completed(futures):
                 outcomes += future.result()
                 for seed, way, outcome in future.result():
@@ -110,7 +110,8 @@ def report(outcomes: list[Any], seconds: float) -> int:
         seed, way, words = examples[0]
         print(f"refused {len(examples)} times, first: seed {seed}, {way}: {words}")
     num_refused = len({seed for seed, _, outcome in outcomes if outcome.kind == "refused"})
-    print(f"{len(programs)} programs in {seconds:.0f} s: {dict(counts)}; {num_refused} of them refused in a way")
+    print(f"{len(programs)} programs in {seconds:.0f} s, in {len(outcomes) / len(programs):.1f} ways each: {dict(counts)}")
+    print(f"{num_refused} of them refused in a way")
     wrong = {(seed, way) for seed, way, outcome in outcomes if outcome.kind not in ("ok", "refused")}
     if wrong:
         print(f"see one: {Path(__file__).name} --show --num 1 --seed {min(wrong)[0]}")

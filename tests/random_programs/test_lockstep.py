@@ -1,5 +1,6 @@
 """What computes random programs without XLA computes what XLA does, and finds copies that differ."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -263,3 +264,19 @@ def test_steps_are_computed_without_compiling_them() -> None:
         own = strategy.run(step, args=(x,))
     assert float(w) == 11.0
     np.testing.assert_array_equal(strategy.gather(own, axis=0), np.arange(5) * 11.0)
+
+
+@pytest.mark.parametrize(("around", "count"), [(contextlib.nullcontext, 2), (lockstep.patched, 1)])
+def test_traces_share_what_jax_keeps(around: Any, count: int) -> None:
+    traced, strategy = [], mr.MirroredStrategy(["cpu:0", "cpu:1"])
+    [x] = strategy.distribute_dataset([np.arange(4, dtype=np.float32)])
+
+    @jax.jit
+    def inner(x: jax.Array) -> jax.Array:
+        traced.append(x.shape)
+        return x * 2
+
+    with around():
+        strategy.run(lambda x: inner(x) + 1, args=(x,))
+        strategy.run(lambda x: inner(x) + 2, args=(x,))
+    assert len(traced) == count

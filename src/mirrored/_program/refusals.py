@@ -246,15 +246,15 @@ _DIVIDED_AGAIN = (
     "combined first: mr.get_replica_context().all_reduce('sum', gradient)."
 )
 _SAME_DATA = (
-    "all {num_replicas} replicas computed the same gradients, from no data that differs by replica, and "
-    "{where} sums them: the update is {num_replicas} times that of one device, "
-    "unless the loss was divided by the number of replicas. An array passed to strategy.run goes whole to every "
-    "replica; give each replica its part of the batch with strategy.distribute_dataset(dataset)."
+    "all {num_replicas} replicas computed the same gradients, from no data that differs by replica, and {where} sums them: the "
+    "update is {num_replicas} times that of one device, unless the loss was divided by the number of replicas. Either an array "
+    "was passed to strategy.run, which goes whole to every replica: give each its part of the batch with "
+    "strategy.distribute_dataset(dataset). Or the batch reaches nothing that is trained: see jax.lax.stop_gradient."
 )
 _SAME_WORK = (
-    "all {num_replicas} replicas computed the same gradients, which {where} sums, from no data that differs by "
-    "replica: the update is right, and each replica has done the whole work. Write for x in "
-    "strategy.distribute_dataset(dataset): an array passed to strategy.run goes whole to every replica."
+    "all {num_replicas} replicas computed the same gradients, which {where} sums, from no data that differs by replica: the "
+    "update is right, and each replica has done the whole work. Either an array was passed to strategy.run, which goes whole to "
+    "every replica: write for x in strategy.distribute_dataset(dataset). Or the batch reaches nothing that is trained."
 )
 _COMBINED_LOSS = (
     "the loss was combined over the replicas before it was differentiated, so each gradient already stands for "
