@@ -195,6 +195,8 @@ CASES: list[tuple[str, str, Case]] = [
     ("UnevenReplicasError", "all_reduce", lambda g: g.run(lambda x: ctx().all_reduce("sum", x), g.odd)),
     ("UnevenReplicasError", "a mean over no rows", lambda g: g.run(
         summed_by_hand(lambda x: mr.losses.mean_over_own_rows(jnp.mean(x - ctx().all_gather(x, axis=0)))), one_row(g))),
+    ("UnevenReplicasError", "a loss of two terms", lambda g: g.run(
+        lambda x: mr.losses.compute_average_loss(jnp.stack([x.mean(), (x**2).mean()])), g.odd)),
     ("UnevenReplicasError", "a derivative from outside", lambda g: jax.grad(
         lambda w: g.run(with_its_own_derivative, g.odd, w))(1.0)),
     ("PlanError", "an unknown topology", lambda g: mr.topology("v5e:16")),
