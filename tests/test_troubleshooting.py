@@ -227,6 +227,8 @@ CASES: list[tuple[str, str, Case]] = [
     ("TFRecordError", "cut short", cut_short),
     ("FactorOfReplicasWarning", "nobody has said", lambda g: g.run(step_of(g, jnp.mean), g.batch)),
     ("FactorOfReplicasWarning", "nobody has said, of a sum by hand", lambda g: g.run(summed_by_hand(jnp.mean), g.batch)),
+    ("FactorOfReplicasWarning", "a root of a share", lambda g: g.run(
+        summed_by_hand(lambda x: jnp.sqrt(mr.losses.compute_average_loss(x))), g.batch)),
     ("FactorOfReplicasWarning", "whole batch", lambda g: g.run(step_of(g, jnp.mean), np.ones(4, np.float32))),
     ("FactorOfReplicasWarning", "weight decay", lambda g: g.run(
         lambda w, x: ctx().all_reduce("sum", 0.1 * w + jax.grad(lambda w: jnp.mean(x * w))(w)), 1.0, g.batch)),
