@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental.ode import odeint
 from strategies import all_reduce, ctx, numbers, strategy_of, variable
 
 import mirrored as mr
@@ -449,6 +450,59 @@ def test_a_loss_beside_one_that_is_not_linear_in_a_share_is_told_its_own_lines(s
 
     found = [str(warning.message) for warning in warnings_of(strategy3.run, step, (own_rows(strategy3),))]
     assert len(found) == 2 and found[0].startswith(UNSPOKEN) and found[1].startswith(CURVED)
+
+
+@jax.custom_vjp
+def packed_sine(z):
+    return jnp.sin(z)
+
+
+def unpack_and_multiply(z, g):
+    z, g = jnp.split(jnp.concatenate([z, g]) * 1.0, 2)
+    return (jnp.cos(z) * g,)
+
+
+packed_sine.defvjp(lambda z: (jnp.sin(z), z), unpack_and_multiply)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_a_backward_pass_that_packs_values_and_cotangents_warns_and_the_designs_lines_silence_it(num_replicas):
+    strategy, rows = strategy_of(num_replicas), np.arange(7, dtype=np.float32)
+    w, [own] = variable(2.0, strategy), strategy.distribute_dataset([rows])
+    with strategy.scope():
+        optimizer = mr.Optimizer(optax.sgd(1.0), [w])
+
+    def by_hand(x):
+        return ctx().all_reduce("sum", jax.grad(lambda w: average(packed_sine(w * x)))(2.0))
+
+    expected = np.mean(np.cos(2 * rows) * rows)
+    minimize = lambda x, **options: optimizer.minimize(lambda: packed_sine(w.value * x), **options)  # noqa: E731
+    for step in (minimize, by_hand):
+        [warning] = warnings_of(strategy.run, step, (own,))
+        assert str(warning.message).startswith(UNSPOKEN)
+    w.assign(2.0)
+    assert warnings_of(strategy.run, lambda x: minimize(x, aggregate="sum"), (own,)) == []
+    assert np.isclose(float(w), 2 - expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "nobody has said", mr.FactorOfReplicasWarning)
+        assert np.isclose(float(strategy.run(lambda x: by_hand(x), args=(own,))), expected)
+
+
+def test_odeint_is_a_backward_pass_that_packs_too(strategy3):
+    w, rows = variable(1.0, strategy3), np.arange(7, dtype=np.float32)
+    with strategy3.scope():
+        optimizer = mr.Optimizer(optax.sgd(1.0), [w])
+    [own] = strategy3.distribute_dataset([rows])
+
+    def step(x, aggregate):
+        optimizer.minimize(lambda: odeint(lambda y, t: -y * w.value, x, jnp.array([0.0, 1.0]))[-1], aggregate=aggregate)
+
+    [warning] = warnings_of(strategy3.run, step, (own, None))
+    assert str(warning.message).startswith(UNSPOKEN)
+    w.assign(1.0)
+    assert warnings_of(strategy3.run, step, (own, "sum")) == []
+    assert np.isclose(float(w), 1 + np.mean(rows) * np.exp(-1), rtol=1e-4)  # of the mean of x * exp(-w)
 
 
 def test_an_update_of_what_was_updated_is_judged_by_itself(strategy3):
