@@ -65,6 +65,68 @@ def test_one_loss_for_each_example_is_one_number_for_each_and_the_lines_that_the
         mr.value_and_grad(lambda: w * (losses[:, 0, 0] - losses[:, :1, 0]), w)()
 
 
+#: Of rows `x` [n, 2]: losses that are not one for each example.
+OTHER_LENGTHS = {
+    "the mean over the wrong axis": lambda x: (x**2).mean(axis=0),
+    "a vector of several terms": lambda x: jnp.stack([(x**2).mean(), jnp.abs(x).mean(), x.max(initial=0.0)]),
+    "a term more than rows": lambda x: jnp.append((x**2)[:, 0], 3.0),
+}
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_losses_of_another_length_than_rows_are_refused_where_the_replicas_do_not_divide_the_batch(num_replicas):
+    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+    w, rows = variable(1.0, strategy), np.random.default_rng(0).normal(size=(7, 2)).astype(np.float32)
+    optimizer = mr.Optimizer(optax.sgd(0.1), w)
+    takers = [compute_average_loss, lambda losses: optimizer.minimize(lambda: w * losses)]
+    message = r"not divide evenly.* shape \[n\], has the lengths \(.* rows\..*\n    losses\.mean\(axis=1\) .*\n    mr\.losses\."
+    for name, loss in OTHER_LENGTHS.items():
+        for take in takers:
+            step = lambda x, loss=loss, take=take: take(loss(x))  # noqa: E731
+            for sizes in ([7], [1], [6, 7])[: 3 if num_replicas > 1 else 1]:  # an odd last batch: before the first has run
+                batch, *_ = strategy.distribute_dataset([rows[:size] for size in sizes])
+                before = w.numpy()
+                if num_replicas == 1:
+                    strategy.run(step, args=(batch,))
+                    continue
+                with pytest.raises(mr.UnevenReplicasError, match=message):
+                    strategy.run(step, args=(batch,)), pytest.fail(f"{name}, {sizes}")
+                assert w.numpy() == before
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_lengths_in_the_ratio_of_rows_and_the_lines_for_others_are_those_of_one_device(num_replicas):
+    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+    rows = np.random.default_rng(0).normal(size=(7, 2)).astype(np.float32)
+
+    def terms(x):
+        return jnp.stack([(x**2).mean(), x.mean()])
+
+    right = [  # what a step computes of a batch, and one device
+        (lambda x: compute_average_loss((x**2).mean(axis=1)), lambda x: (x**2).mean()),
+        (lambda x: compute_average_loss(jnp.concatenate([x[:, 0], x[:, 1]])), np.mean),  # two views of each example
+        (lambda x: compute_average_loss(jnp.repeat(x[:, 0], 3)), lambda x: x[:, 0].mean()),
+        (lambda x: compute_average_loss(mr.get_replica_context().all_gather(x[:, 0], axis=0)), lambda x: x[:, 0].mean()),
+        (lambda x: mr.losses.mean_over_own_rows(jnp.mean(terms(x))), lambda x: terms(x).mean()),
+        (lambda x: mr.losses.weighted_mean(y := jnp.append(x[:, 0] * 0, 0) + 2, jnp.ones(y.shape)), lambda x: 2),
+    ]
+    for step, mean in right:
+        for size in (7, 6, 4, 1):
+            [batch] = strategy.distribute_dataset([rows[:size]])
+            total = strategy.reduce("sum", strategy.run(step, args=(batch,)))
+            np.testing.assert_allclose(total, mean(rows[:size]), rtol=1e-5, err_msg=str(size))
+
+    def of_both(x, y):
+        return compute_average_loss(x[:, 0]), compute_average_loss(y[:, 0])
+
+    [odd], [even] = strategy.distribute_dataset([rows]), strategy.distribute_dataset([rows[:6]])
+    for own in ((odd, even), (even, odd)):
+        totals = strategy.reduce("sum", strategy.run(of_both, args=own))
+        np.testing.assert_allclose(sorted(totals), sorted([rows[:, 0].mean(), rows[:6, 0].mean()]), rtol=1e-5)
+    sentences = strategy.distribute_values_from_function(lambda ctx: np.ones((2, 3 + ctx.replica_id_in_sync_group), np.float32))
+    assert float(strategy.reduce("sum", strategy.run(lambda x: compute_average_loss(x.mean(axis=1)), args=(sentences,)))) == 1
+
+
 def test_losses_of_every_real_dtype_and_a_regularization_loss_that_counts_once(strategy3):
     for dtype in ("int32", "bool", "bfloat16", "float16"):
         assert total(STRATEGY, compute_average_loss, np.array([0, 1, 1, 0], jnp.dtype(dtype))) == 0.5

@@ -200,6 +200,8 @@ CASES: list[tuple[str, str, Case]] = [
     ("UnevenReplicasError", "all_reduce", lambda g: g.run(lambda x: ctx().all_reduce("sum", x), g.odd)),
     ("UnevenReplicasError", "a mean over no rows", lambda g: g.run(
         summed_by_hand(lambda x: mr.losses.mean_over_own_rows(jnp.mean(x - ctx().all_gather(x, axis=0)))), one_row(g))),
+    ("UnevenReplicasError", "a loss of two terms", lambda g: g.run(
+        lambda x: mr.losses.compute_average_loss(jnp.stack([x.mean(), (x**2).mean()])), g.odd)),
     ("UnevenReplicasError", "a derivative from outside", lambda g: jax.grad(
         lambda w: g.run(with_its_own_derivative, g.odd, w))(1.0)),
     ("PlanError", "an unknown topology", lambda g: mr.topology("v5e:16")),
@@ -231,6 +233,8 @@ CASES: list[tuple[str, str, Case]] = [
     ("TFRecordError", "cut short", cut_short),
     ("FactorOfReplicasWarning", "nobody has said", lambda g: g.run(step_of(g, jnp.mean), g.batch)),
     ("FactorOfReplicasWarning", "nobody has said, of a sum by hand", lambda g: g.run(summed_by_hand(jnp.mean), g.batch)),
+    ("FactorOfReplicasWarning", "a root of a share", lambda g: g.run(
+        summed_by_hand(lambda x: jnp.sqrt(mr.losses.compute_average_loss(x))), g.batch)),
     ("FactorOfReplicasWarning", "whole batch", lambda g: g.run(step_of(g, jnp.mean), np.ones(4, np.float32))),
     ("FactorOfReplicasWarning", "weight decay", lambda g: g.run(
         lambda w, x: ctx().all_reduce("sum", 0.1 * w + jax.grad(lambda w: jnp.mean(x * w))(w)), 1.0, g.batch)),

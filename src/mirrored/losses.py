@@ -302,7 +302,7 @@ def _weights(given: object, losses: jax.Array, name: str, of: str) -> jax.Array:
 
 def _global_batch_size(given: object, losses: jax.Array, replicas: _ReplicaAxis) -> Any:
     if given is None:
-        return sum(replicas.each(losses.shape[0]))
+        return sum(replicas.examples(losses.shape[0]))
     is_number = isinstance(given, int | float | np.integer | np.floating | np.ndarray | jax.Array) and not isinstance(given, bool)
     known = np.asarray(given) if is_number and not isinstance(given, jax.core.Tracer) else None
     if is_number and jnp.ndim(given) == 0 and (known is None or (known >= 1 and float(known).is_integer())):

@@ -25,6 +25,12 @@ MUTANTS = [
      REFUSALS + "gradients_that_were_combined_before_are_refused"),
     ("_program/refusals.py", "if note.purpose is Purpose.MEAN and state.said is Said.SHARE]", "if False]",
      REFUSALS + "a_mean_of_shares_is_said_with_the_sum_to_write[mean-4-2-average]"),
+    ("_program/uneven/traces.py", "        self._kinds.check_lengths(sizes)\n", "",
+     "tests/test_losses.py::test_losses_of_another_length_than_rows_are_refused_where_the_replicas_do_not_divide_the_batch"),
+    ("_program/uneven/kinds.py", "is_gathered = set(lengths) == {sum(rows)}", "is_gathered = False",
+     "tests/test_losses.py::test_lengths_in_the_ratio_of_rows_and_the_lines_for_others_are_those_of_one_device"),
+    ("_program/proof.py", "        curved = curved or state.curved\n", "",
+     REFUSALS + "what_is_not_linear_in_a_share_is_said_with_the_shares_line_and_the_lines_to_write_are_right"),
     # -- stale values
     ("_program/guards.py", "if expected is not None and id(value) != expected and content_key(value) != content:", "if False:",
      GUARDS + "a_changed_name_is_seen_and_goes_to_and_fro_between_two_programs[attribute]"),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental.ode import odeint
 from strategies import all_reduce, ctx, numbers, strategy_of, variable
 
 import mirrored as mr
@@ -336,6 +337,7 @@ def test_the_gradient_of_a_weight_behind_what_was_gathered_is_a_share_too(strate
 
 
 COMBINED, UNSPOKEN = "combined over the replicas before it was differentiated", "nobody has said how the loss is divided"
+CURVED = "the derivative of the loss by a share of mr.losses"
 #: Losses of four own rows, by what is said of them where `jax.grad` differentiates them.
 DIFFERENTIATED = {
     "sum of shares": (lambda each: all_reduce("sum", mr.losses.compute_average_loss(each)), COMBINED),
@@ -350,7 +352,7 @@ DIFFERENTIATED = {
     "divided by a count": (lambda each: each.sum() / all_reduce("sum", jnp.ones(()) * 4), UNSPOKEN),
     "said to be divided": (lambda each: mr.losses.already_divided(each.sum() / all_reduce("sum", jnp.ones(()) * 4)), ""),
     "of what is left of a mean": (lambda each: mr.losses.compute_average_loss((each - all_reduce("mean", each.mean())) ** 2), ""),
-    "not linear in a share": (lambda each: jnp.log(mr.losses.compute_average_loss(each)), UNSPOKEN),
+    "not linear in a share": (lambda each: jnp.log(mr.losses.compute_average_loss(each)), CURVED),
     "not linear in combined shares": (lambda each: jnp.log(all_reduce("sum", mr.losses.compute_average_loss(each))), COMBINED),
     "a share and what is not linear in combined shares": (
         lambda each: (own := mr.losses.compute_average_loss(each)) + all_reduce("sum", own) ** 2, COMBINED
@@ -363,7 +365,7 @@ DIFFERENTIATED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("expected", [COMBINED, UNSPOKEN, ""])
+@pytest.mark.parametrize("expected", [COMBINED, UNSPOKEN, CURVED, ""])
 def test_what_is_said_of_a_loss_goes_to_its_gradient_however_it_is_differentiated(strategy3, expected):
     losses = [loss for loss, said in DIFFERENTIATED.values() if said == expected]
     for strategy in (strategy3, mr.MirroredStrategy(["cpu:0"])):
@@ -385,6 +387,122 @@ def test_what_is_said_of_a_loss_goes_to_its_gradient_however_it_is_differentiate
         assert len(messages) == 2 * bool(expected) * len(losses), messages
         assert all(expected in message for message in messages), messages
         assert all(warning.filename == __file__ for warning in found)
+
+
+def squares(w, x):
+    return (x * w - 1) ** 2
+
+
+def of_all(share):
+    return all_reduce("sum", share)
+
+
+average, as_one = mr.losses.compute_average_loss, mr.losses.scale_regularization_loss
+#: Losses whose derivative by a share differs by replica, and what the message's lines make of them.
+OF_SHARES = {
+    "a root": (lambda w, x: jnp.sqrt(average(squares(w, x))), lambda w, x: as_one(jnp.sqrt(of_all(average(squares(w, x)))))),
+    "a finite one": (
+        lambda w, x: jnp.nan_to_num(average(squares(w, x))), lambda w, x: as_one(jnp.nan_to_num(of_all(average(squares(w, x)))))
+    ),
+    "a quotient in jit": (
+        jax.jit(lambda w, x: average(squares(w, x)) / average(abs(x * w))),
+        lambda w, x: as_one(of_all(average(squares(w, x))) / of_all(average(abs(x * w)))),
+    ),
+    "a checkpoint": (
+        jax.checkpoint(lambda w, x: jnp.maximum(average(squares(w, x)), 5.0)),
+        lambda w, x: as_one(jnp.maximum(of_all(average(squares(w, x))), 5.0)),
+    ),
+    "times rows": (lambda w, x: average(squares(w, x)) * x.sum(), lambda w, x: average(squares(w, x) * x)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_what_is_not_linear_in_a_share_is_said_with_the_shares_line_and_the_lines_to_write_are_right(num_replicas):
+    strategy, one = strategy_of(num_replicas), strategy_of(1)
+    rows = np.arange(1, 8, dtype=np.float32)
+
+    def outcome(strategy, loss, count):
+        w = variable(2.0, strategy)
+        with strategy.scope():
+            optimizer = mr.Optimizer(optax.sgd(0.1), [w])
+        [own] = strategy.distribute_dataset([rows])
+        by_hand = lambda x: ctx().all_reduce("sum", jax.grad(loss)(2.0, x))  # noqa: E731
+        steps = [lambda x: optimizer.apply_gradients([mr.grad(lambda: loss(w.value, x), w)()]), by_hand]
+        for step, verb in zip(steps, ("apply_gradients", "all_reduce"), strict=True):
+            messages = [str(warning.message) for warning in warnings_of(strategy.run, step, (own,))]
+            assert len(messages) == count
+            assert all(re.match(rf"{CURVED}, at {HERE}:\d+, may .* by {verb} at {HERE}:\d+ need not", m) for m in messages), (
+                messages
+            )
+        return float(w), float(strategy.run(by_hand, args=(own,)))
+
+    for name, (wrong, right) in OF_SHARES.items():
+        outcome(strategy, wrong, 1)
+        np.testing.assert_allclose(outcome(strategy, right, 0), outcome(one, right, 0), rtol=1e-5, err_msg=name)
+
+
+def test_a_loss_beside_one_that_is_not_linear_in_a_share_is_told_its_own_lines(strategy3):
+    _, _, _, of_w, of_b = model(strategy3)
+
+    def step(x):
+        of_w.minimize(lambda: jnp.mean(squares(of_w.variables[0].value, x)))
+        of_b.minimize(lambda: OF_SHARES["a root"][0](of_b.variables[0].value, x))
+
+    found = [str(warning.message) for warning in warnings_of(strategy3.run, step, (own_rows(strategy3),))]
+    assert len(found) == 2 and found[0].startswith(UNSPOKEN) and found[1].startswith(CURVED)
+
+
+@jax.custom_vjp
+def packed_sine(z):
+    return jnp.sin(z)
+
+
+def unpack_and_multiply(z, g):
+    z, g = jnp.split(jnp.concatenate([z, g]) * 1.0, 2)
+    return (jnp.cos(z) * g,)
+
+
+packed_sine.defvjp(lambda z: (jnp.sin(z), z), unpack_and_multiply)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_a_backward_pass_that_packs_values_and_cotangents_warns_and_the_designs_lines_silence_it(num_replicas):
+    strategy, rows = strategy_of(num_replicas), np.arange(7, dtype=np.float32)
+    w, [own] = variable(2.0, strategy), strategy.distribute_dataset([rows])
+    with strategy.scope():
+        optimizer = mr.Optimizer(optax.sgd(1.0), [w])
+
+    def by_hand(x):
+        return ctx().all_reduce("sum", jax.grad(lambda w: average(packed_sine(w * x)))(2.0))
+
+    expected = np.mean(np.cos(2 * rows) * rows)
+    minimize = lambda x, **options: optimizer.minimize(lambda: packed_sine(w.value * x), **options)  # noqa: E731
+    for step in (minimize, by_hand):
+        [warning] = warnings_of(strategy.run, step, (own,))
+        assert str(warning.message).startswith(UNSPOKEN)
+    w.assign(2.0)
+    assert warnings_of(strategy.run, lambda x: minimize(x, aggregate="sum"), (own,)) == []
+    assert np.isclose(float(w), 2 - expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "nobody has said", mr.FactorOfReplicasWarning)
+        assert np.isclose(float(strategy.run(lambda x: by_hand(x), args=(own,))), expected)
+
+
+def test_odeint_is_a_backward_pass_that_packs_too(strategy3):
+    w, rows = variable(1.0, strategy3), np.arange(7, dtype=np.float32)
+    with strategy3.scope():
+        optimizer = mr.Optimizer(optax.sgd(1.0), [w])
+    [own] = strategy3.distribute_dataset([rows])
+
+    def step(x, aggregate):
+        optimizer.minimize(lambda: odeint(lambda y, t: -y * w.value, x, jnp.array([0.0, 1.0]))[-1], aggregate=aggregate)
+
+    [warning] = warnings_of(strategy3.run, step, (own, None))
+    assert str(warning.message).startswith(UNSPOKEN)
+    w.assign(1.0)
+    assert warnings_of(strategy3.run, step, (own, "sum")) == []
+    assert np.isclose(float(w), 1 + np.mean(rows) * np.exp(-1), rtol=1e-4)  # of the mean of x * exp(-w)
 
 
 def test_an_update_of_what_was_updated_is_judged_by_itself(strategy3):

@@ -64,6 +64,7 @@ class State:
     said: Said = Said.NOTHING
     is_operand: bool = False  # whether the step itself passes it, unchanged, to a collective
     came_back: str = ""  # the line of the collective through which it came as a gradient
+    curved: str = ""  # the line of a share by which the derivative of the loss, from which it comes, differs by replica
     has_share: bool = False  # whether a share, or its gradient by a variable, is in it that was not combined
     gradient: Gradient = Gradient.NONE
     drifts: bool = False  # whether in it a gradient that was not combined was added to a mirrored value
@@ -99,16 +100,16 @@ def varying(origin: str) -> State:
 
 def join(states: Iterable[State]) -> State:
     """Return the state of a value that is computed from values in these states."""
-    highest, said, came_back, has_share, drifts, noise, old = ZERO, Said.CONSTANT, "", False, False, None, None
+    highest, said, came_back, curved, has_share, drifts, noise, old = ZERO, Said.CONSTANT, "", "", False, False, None, None
     for state in states:
         said, came_back, has_share = max(said, state.said), came_back or state.came_back, has_share or state.has_share
+        curved = curved or state.curved
         drifts, noise, old = drifts or state.drifts, noise or state.noise, old or state.old
         if state.sameness > highest.sameness:
             highest = state
     mixed = None if old is None else (old[0], False)
-    return State(
-        highest.sameness, highest.origin, said, came_back=came_back, has_share=has_share, drifts=drifts, noise=noise, old=mixed
-    )
+    ways = {"came_back": came_back, "curved": curved}
+    return State(highest.sameness, highest.origin, said, **ways, has_share=has_share, drifts=drifts, noise=noise, old=mixed)
 
 
 def either(states: Sequence[State]) -> State:
@@ -278,7 +279,9 @@ class _Pass(Analysis[State]):
                 has_share = state.has_share or note.purpose is Purpose.SHARE
                 return dataclasses.replace(state, said=Said.SHARE, has_share=has_share)
             case Purpose.COTANGENT if state.said is not Said.WHOLE:  # it varies where a loss is not linear in it
-                return state.saying(Said.SHARE if state.is_mirrored else Said.NOTHING)
+                if state.is_mirrored:
+                    return state.saying(Said.SHARE)
+                return dataclasses.replace(state, said=Said.NOTHING, curved=self.line(equation))
             case Purpose.OWN_GRADIENT:  # by a replica's own rows it is no share
                 is_share = state.said is Said.SHARE
                 return dataclasses.replace(state, has_share=state.has_share or is_share, gradient=Gradient.OWN)

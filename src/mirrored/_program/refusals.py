@@ -109,7 +109,8 @@ def check_gradients(marks: Sequence[tuple[Mark, State]], num_replicas: int) -> N
             sums.setdefault((_place(note), 0 if note.purpose in _SUMS else note.number), []).append((note, state))
     for (place, _), members in sums.items():
         if message := _complaint(members[0][0], [state for _, state in members], num_replicas):
-            user_code.warn(message.format(where=place, num_replicas=num_replicas), FactorOfReplicasWarning)
+            share = next((state.curved for _, state in members if state.curved), "")
+            user_code.warn(message.format(where=place, num_replicas=num_replicas, share=share), FactorOfReplicasWarning)
 
 
 def _place(note: Mark) -> str:
@@ -178,6 +179,8 @@ def _complaint(note: Mark, states: list[State], num_replicas: int) -> str:
         return _SAME_DATA
     if not is_unspoken or note.purpose is Purpose.SUMMED_GRADIENT:
         return ""
+    if any(state.curved for state in states):
+        return _CURVED
     return _UNSPOKEN if note.purpose is Purpose.GRADIENT else _UNSPOKEN_SUM
 
 
@@ -281,6 +284,13 @@ _UNSPOKEN = (
     "    return mr.losses.mean_over_own_rows(loss)  # or mr.losses.already_divided(loss), when all rows have divided it\n"
     "    return share + mr.losses.scale_regularization_loss(penalty)  # a share of mr.losses, and what every replica adds\n"
     "    optimizer.apply_gradients(grads, aggregate='mean')  # of mr.Optimizer; or 'sum', when all rows have divided the loss"
+)
+_CURVED = (
+    "the derivative of the loss by a share of mr.losses, at {share}, may differ by replica, as by that in jnp.sqrt(share), in a "
+    "product or quotient of shares, or in a share times a value of own rows. The shares of all replicas add up, and what is so "
+    "computed of each does not: the sum of gradients by {where} need not be that of one device. Write one of these lines:\n"
+    "    return mr.losses.scale_regularization_loss(jnp.sqrt(ctx.all_reduce('sum', share)))  # or another function of the whole\n"
+    "    return mr.losses.compute_average_loss(losses * weights)  # with what is of own rows in the loss of each example"
 )
 _UNSPOKEN_SUM = (
     "nobody has said how the loss is divided whose gradients {where} sums over the replicas. If it is a mean over the replica's "

@@ -43,6 +43,8 @@ class Sizes(Protocol):
 
     def rows(self) -> tuple[int, int]: ...
 
+    def examples(self, size: int) -> tuple[int, ...]: ...
+
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaAxis:
@@ -63,6 +65,10 @@ class ReplicaAxis:
     def rows(self) -> tuple[int, int]:
         """Return this replica's number of rows and the number of all rows; 1 and R when all replicas have equally many."""
         return (1, self.size) if self.sizes is None else self.sizes.rows()
+
+    def examples(self, size: int) -> tuple[int, ...]:
+        """As `each`, of the length of a loss for each example; refuse it where replicas have other numbers of rows."""
+        return (size,) * self.size if self.sizes is None else self.sizes.examples(size)
 
     def index(self) -> jax.Array | int:
         return jax.lax.axis_index(REPLICA_AXIS) if self.bound else 0

@@ -47,9 +47,9 @@ def helper_with_questions(x):
 
     @jax.jit
     def loss(rows):
-        return mr.losses.compute_average_loss(jnp.sum(rows, axis=1))
+        return jnp.sum(ctx().all_gather(jnp.sum(rows, axis=1), axis=0))
 
-    return loss(x), loss(ctx().all_gather(x, axis=0)[:2]) * ctx().num_replicas_in_sync
+    return loss(x), loss(ctx().all_gather(x, axis=0)[:2]) / ctx().num_replicas_in_sync
 
 
 def custom_derivatives(x):

@@ -73,12 +73,40 @@ class Kinds:
             )
         return counts[0][kind], totals[0]
 
+    def check_lengths(self, lengths: tuple[int, ...]) -> None:
+        """Refuse losses whose lengths on the replicas are neither in the ratio of their rows nor each the number of all rows.
+
+        Rows are along an axis that differs, and along the first axes of batches and of arguments of which an axis differs.
+
+        Raises:
+            UnevenReplicasError: for other lengths.
+        """
+        arguments = enumerate(zip(*self.shapes, strict=True))
+        first = [tuple(shape[0] for shape in own) for i, own in arguments if len(set(own)) > 1 or i in self.batches]
+        counts = [self.on_replicas(sizes) for sizes in (*self._row_counts(), *first)]
+        for rows in counts:
+            is_gathered = set(lengths) == {sum(rows)}
+            if is_gathered or all(own * sum(rows) == sum(lengths) * its for own, its in zip(lengths, rows, strict=True)):
+                return
+        raise UnevenReplicasError(_LENGTHS.format(lengths=lengths, rows=counts[0]))
+
     def most_rows(self, kind: int) -> int:
         return max(sizes[kind] for sizes in self._row_counts())
 
     def _row_counts(self) -> Iterator[tuple[int, ...]]:
         for shapes in zip(*self.shapes, strict=True):
             yield from (sizes for sizes in zip(*shapes, strict=True) if len(set(sizes)) > 1)
+
+
+_LENGTHS = (
+    "the batch does not divide evenly among the replicas, and a loss that shall be one number for each example, shape [n], has "
+    "the lengths {lengths} on the replicas, which have {rows} rows. A mean over the rows, such as losses.mean(axis=0), and a "
+    "vector of several terms have such a length, and their mean would change with the number of replicas. Write one of these "
+    "lines:\n"
+    "    losses.mean(axis=1)                                       # of shape [n, m], the mean of each example's own elements\n"
+    "    mr.losses.mean_over_own_rows(jnp.mean(losses))            # a scalar, of terms that are means over own rows\n"
+    "    mr.losses.weighted_mean(losses, jnp.ones(losses.shape))   # a scalar, divided by the elements on all replicas"
+)
 
 
 def find_kinds(call: Call, leaves: Sequence[ArrayLeaf]) -> Kinds:

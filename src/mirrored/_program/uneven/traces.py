@@ -98,6 +98,11 @@ class _AskedSizes:
     def rows(self) -> tuple[int, int]:
         return self._kinds.rows(self._kind)
 
+    def examples(self, size: int) -> tuple[int, ...]:
+        sizes = self.each(size)
+        self._kinds.check_lengths(sizes)
+        return sizes
+
     def each(self, size: int) -> tuple[int, ...]:
         self._renew_caches()
         is_known = len(self.asked) < len(self._known) and self._known[len(self.asked)][self._kind] == size
