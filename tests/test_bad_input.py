@@ -347,7 +347,7 @@ scan
     mr.scan(lambda c, x: (c, x), 0.0, [1.0, 2.0]) => ValueError: scalar.*jnp\.asarray\(\[1\.0, 2\.0\]\)
     mr.scan(lambda c, x: (c, x), 0.0, (np.ones(2), np.ones(3))) => ValueError: different leading axis sizes: 2, 3
     mr.scan(lambda c, x: (c, x), 0.0, None, -1) => TypeError: mr\.scan got length=-1; expected an int, 0 or more
-    mr.scan(lambda c, x: (c, x), 0.0, uneven) => UnevenReplicasError: xs of mr\.scan.*\(1,\), \(2,\).*the same number of rows
+    mr.scan(lambda c, x: (c, x), 0.0, uneven) => UnevenReplicasError: xs of mr\.scan.*\(1,\), \(2,\), whose first axes differ
 fori_loop
     mr.fori_loop(0, 3, None, 0.0) => TypeError: mr\.fori_loop got None as its body
     mr.fori_loop(0.5, 3, max, 0.0) => TypeError: mr\.fori_loop got the bounds 0\.5 and 3; expected two ints
