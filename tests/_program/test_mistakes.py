@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from strategies import variable
+from strategies import strategy_of, variable
 
 import mirrored as mr
 
@@ -192,3 +192,66 @@ def test_a_step_may_handle_jaxs_own_error(strategy2):
             return 3
 
     assert strategy2.run(handles, args=(np.float32(1),)) == 3
+
+
+def _shard_map(size):
+    mesh, rows = jax.sharding.Mesh(np.array(jax.devices()[:size]), ("m",)), jax.sharding.PartitionSpec("m")
+    return jax.shard_map(lambda x: x + 1, mesh=mesh, in_specs=rows, out_specs=rows)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("num_rows", [6, 7])
+def test_a_map_over_devices_in_a_step_is_refused(num_replicas, size, num_rows):
+    """A `jax.pmap` over as many devices as there are replicas ended the process."""
+    strategy = strategy_of(num_replicas)
+    [batch] = strategy.distribute_dataset([np.ones((num_rows, 2), np.float32)])
+    here = rf"{re.escape(__file__)}:\d+"
+    for function, where in (
+        # In an odd step's merged code, pmap's call is gone, and its line with it.
+        (
+            lambda x: jax.pmap(lambda x: x + 1)(jnp.ones((size, 2))).sum() + x.sum(),
+            here if num_rows == 6 else f"{here}|<unknown>",
+        ),
+        (lambda x: _shard_map(size)(jnp.ones(6)) + x.sum(), here),
+    ):
+        if num_replicas == size == 1:
+            strategy.run(function, args=(batch,))
+            continue
+        for run in (strategy.run, mr.function(strategy.run)):
+            with pytest.raises(mr.ContextError, match=rf"in a step, at ({where}), .*Leave the map out.*jax\.vmap"):
+                run(function, args=(batch,))
+    rows = strategy.run(lambda x: jax.vmap(lambda row: row + 1)(x), args=(batch,))
+    assert strategy.gather(rows, axis=0).tolist() == [[2, 2]] * num_rows
+    assert mr.function(lambda: _shard_map(size)(jnp.ones(6)))().tolist() == [2] * 6, "outside of steps"
+
+
+#: Ordered prints and callbacks, in a step, in a loop of a step, of an odd batch, in a function: `order` says whether.
+PRINTS = {
+    "print": lambda s, order: s.run(lambda x: jax.debug.print("{}", x.sum(), ordered=order), args=(ROWS,)),
+    "callback in a loop": lambda s, order: s.run(
+        lambda: mr.fori_loop(0, 2, lambda i, c: jax.debug.callback(lambda i: None, i, ordered=order) or c, 0)
+    ),
+    "of a function": lambda s, order: mr.function(
+        lambda x: (s.run(lambda: jnp.ones(2)), jax.debug.callback(lambda x: None, x, ordered=order))
+    )(jnp.ones(2)),
+    "odd": lambda s, order: s.run(
+        lambda x: jax.debug.print("{}", x.sum(), ordered=order), args=(next(iter(s.distribute_dataset([np.ones((7, 2))]))),)
+    ),
+}
+
+
+@pytest.mark.parametrize("what", PRINTS)
+def test_an_ordered_print_is_refused_on_several_devices(what):
+    for strategy in (strategy_of(1), strategy_of(1, num_replicas=3)):
+        with strategy.scope():
+            PRINTS[what](strategy, True)
+    for strategy in (strategy_of(2), strategy_of(3), strategy_of(2, num_replicas=4)):
+        message = (
+            rf"ordered=True, at {re.escape(__file__)}:\d+\. .* on {len(strategy.mesh.devices)} devices\. Leave ordered=True out"
+        )
+        with strategy.scope():
+            with pytest.raises(ValueError, match=message):
+                PRINTS[what](strategy, True)
+            PRINTS[what](strategy, False)
+    jax.effects_barrier()
