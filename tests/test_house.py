@@ -402,7 +402,7 @@ BUDGETS = {
     "_program": 4804,  # 4,000
     "_jax": 1637,  # 1,300
     "_replicas": 2648,  # 2,100
-    "_variables": 1916,  # 1,700
+    "_variables": 1926,  # 1,700
     "_models": 1239,  # 1,050
     "_updates": 262,  # 250
     "_strategy": 1173,  # 1,100
