@@ -62,7 +62,11 @@ MISTAKES = {
     "-=": (lambda w, x: in_place(w), UnboundLocalError, "local variable 'w'.*, at {here}", r"w\.assign_sub\(x\)"),
     "value()": (lambda w, x: w.value(), TypeError, "called like a function, at {here}", r"variable\.read_value\(\)"),
     "pmean": (lambda w, x: jax.lax.pmean(x, "batch"), NameError, "no axis 'batch', at {here}", r"pmean\(x, 'replica'\)"),
-    "lax": (lambda w, x: jax.lax.exp(w), TypeError, r"jax\.lax was given a mr\.Variable, at {here}", r"exp\(variable\.value\)"),
+    "lax": (lambda w, x: jax.lax.exp(w), TypeError, r"jax\.lax, .* given a mr\.Variable, at {here}", r"exp\(variable\.value\)"),
+    "index of an array": (
+        lambda w, x: x[:, w], TypeError, r"index of an array, was given a mr\.Variable, at {here}", r"x\[:, variable\.value\]",
+    ),
+    "index in at": (lambda w, x: x.at[w].set(0.0), TypeError, r"index of an array, .* at {here}", r"x\[:, variable\.value\]"),
     "lax of two": (lambda w, x: jax.lax.mul(x[0, 0], w), TypeError, r"given a mr\.Variable, at {here}", r"variable\.value"),
     "apply_updates": (
         lambda w, x: optax.apply_updates({"w": w}, {"w": x[0, 0]}), TypeError, r"optax\.apply_updates, .* at {here}",
@@ -143,7 +147,7 @@ def test_an_array_that_a_step_keeps_is_warned_of(strategy2):
 
 
 def test_what_the_messages_say_to_write_works(strategy2):
-    w = {"w": variable(1.0, strategy2, name="w")}
+    w, place = {"w": variable(1.0, strategy2, name="w")}, variable(2, strategy2)
 
     def step(x):
         ctx = mr.get_replica_context()
@@ -151,10 +155,16 @@ def test_what_the_messages_say_to_write_works(strategy2):
         same = jax.lax.pmean(jnp.mean(x), "replica") - ctx.all_reduce("mean", jnp.mean(x))
         new = optax.apply_updates(jax.tree.map(jnp.asarray, w), {"w": same + jax.lax.exp(w["w"].value) + jnp.exp(w["w"])})
         jax.tree.map(lambda v, n: v.assign(n), w, new, is_leaf=lambda v: isinstance(v, mr.Variable))
-        return loss, jnp.where(x > 2, x, 0), jnp.asarray([5, 6])[x[0, 0].astype(int)]
+        return (
+            loss,
+            jnp.where(x > 2, x, 0),
+            jnp.asarray([5, 6])[x[0, 0].astype(int)],
+            x.at[0, place.value].set(3.0)[:, place.value],
+        )
 
-    loss, masked, item = strategy2.run(step, args=(ROWS,))
+    loss, masked, item, column = strategy2.run(step, args=(ROWS,))
     assert float(np.asarray(loss)) == 2.0 and not np.asarray(masked).any() and int(item) == 6
+    assert column.tolist() == [3, 1, 1, 1]
     np.testing.assert_allclose(w["w"].numpy(), 1 + 2 * np.e, rtol=1e-6)
 
 

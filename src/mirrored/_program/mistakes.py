@@ -54,9 +54,9 @@ _WRONG_TYPES = {
     "jax.numpy, or with a model of Keras, NNX, Linen or Equinox.",
     "array is called": "an array was called like a function, at {}. The value of a variable is an attribute here: write "
     "variable.value or variable.read_value(), where TensorFlow has variable.value().",
-    "variable is not converted": "a function of jax.lax was given a mr.Variable, at {}; it takes arrays only. Write "
-    "jax.lax.exp(variable.value) instead of jax.lax.exp(variable), or take the function of jax.numpy, which takes variables "
-    "too: jnp.exp(variable).",
+    "variable is not converted": "a function of jax.lax, or the index of an array, was given a mr.Variable, at {}; these take "
+    "arrays only. Write variable.value, as in jax.lax.exp(variable.value) and x[:, variable.value]; functions of jax.numpy take "
+    "variables too: jnp.exp(variable).",
     "variable beside an array": "optax.apply_updates, or another function that walks two trees, was given variables in one and "
     "arrays in the other, at {}. It returns new arrays, and would change no variable. Write optimizer = mr.Optimizer(tx, "
     "variables) before the step and optimizer.apply_gradients(gradients) in it; or give optax the values, "
