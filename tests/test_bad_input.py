@@ -37,6 +37,7 @@ def preempted(checkpoint: mr.Checkpoint, step: Any) -> None:
 #: What the rows may name, besides what is in the world.
 NAMES = {"mr": mr, "jax": jax, "jnp": jnp, "np": np, "optax": optax, "NumpyDataset": NumpyDataset, "__file__": __file__}
 NAMES |= {"MASKED": np.ma.array(ONES, mask=[0, 1]), "SPARSE": jax.experimental.sparse.BCOO.fromdense(jnp.eye(2))}
+NAMES |= {"KEYS": jax.random.split(jax.random.key(0, impl="rbg"), 2)}
 NAMES |= {"FOUR": [f"cpu:{i}" for i in range(4)], "ONES": ONES, "WORDS": WORDS, "values": values, "preempted": preempted}
 
 
@@ -85,6 +86,7 @@ WORDS_OF = {
     "NOT_IN_A_STEP": r"was called inside a step that strategy\.run is running",
     "NO_NUMBERS": r"expected arrays or numbers, in any nest",
     "KNOWN_OPS": r"expected one of 'sum', 'mean' or a member of mr\.ReduceOp, for example mr\.ReduceOp\.SUM",
+    "KEY_LINES": r"the rows .* are numpy arrays\. Write jax\.random\.key_data\(keys\) .*wrap_key_data\(data, impl='rbg'\) in the",
     "NO_MASKS": r"masked array, and no device holds masks\. Write array\.filled\(value\)",
 }
 #: Below a public name, rows `expression => error: regular expression of its message`. A line that begins with `=>` belongs to the
@@ -204,6 +206,8 @@ Strategy.distribute_dataset
     two.distribute_dataset(distributed) => TypeError: the dataset is distributed already
     two.distribute_dataset([ONES], 2) => TypeError: options is 2; expected mr\.InputOptions
     next(iter(two.distribute_dataset([WORDS]))) => TypeError: which no device can hold
+    next(iter(two.distribute_dataset([{"k": KEYS}]))) => TypeError: the dataset yielded at \['k'\] random keys, and KEY_LINES
+    next(iter(two.distribute_dataset([KEYS]))) => TypeError: the dataset yielded random keys, and KEY_LINES
     next(iter(two.distribute_dataset([x]))) => TypeError: the dataset yielded a PerReplica
     next(iter(two.distribute_dataset([1, 2]))) => ValueError: the dataset yielded a scalar
     step(lambda: two.distribute_dataset([ONES])) => ContextError: NOT_IN_A_STEP
@@ -220,6 +224,7 @@ Strategy.make_numpy_dataset
     two.make_numpy_dataset((ONES, np.float32(1))) => ValueError: a scalar at \[1\]; expected arrays whose first axis counts rows
     two.make_numpy_dataset(np.zeros(2, [("a", int)])) => TypeError: has dtype \[\('a', '<i8'\)\]
     two.make_numpy_dataset({"x": MASKED}) => TypeError: \['x'\] is a NO_MASKS
+    two.make_numpy_dataset({"k": KEYS}) => TypeError: \['k'\] holds random keys, and KEY_LINES
     two.make_numpy_dataset({"x": [[1, 2], [3]]}) => ValueError: \['x'\] is a list whose elements have different shapes
     two.make_numpy_dataset(WORDS) => TypeError: has dtype <U1, which no device can hold
     two.make_numpy_dataset({"x": object()}) => TypeError|ValueError: \['x'\] (has dtype object|is a scalar)
@@ -347,7 +352,7 @@ scan
     mr.scan(lambda c, x: (c, x), 0.0, [1.0, 2.0]) => ValueError: scalar.*jnp\.asarray\(\[1\.0, 2\.0\]\)
     mr.scan(lambda c, x: (c, x), 0.0, (np.ones(2), np.ones(3))) => ValueError: different leading axis sizes: 2, 3
     mr.scan(lambda c, x: (c, x), 0.0, None, -1) => TypeError: mr\.scan got length=-1; expected an int, 0 or more
-    mr.scan(lambda c, x: (c, x), 0.0, uneven) => UnevenReplicasError: xs of mr\.scan.*\(1,\), \(2,\).*the same number of rows
+    mr.scan(lambda c, x: (c, x), 0.0, uneven) => UnevenReplicasError: xs of mr\.scan.*\(1,\), \(2,\), whose first axes differ
 fori_loop
     mr.fori_loop(0, 3, None, 0.0) => TypeError: mr\.fori_loop got None as its body
     mr.fori_loop(0.5, 3, max, 0.0) => TypeError: mr\.fori_loop got the bounds 0\.5 and 3; expected two ints

@@ -214,6 +214,7 @@ CASES: list[tuple[str, str, Case]] = [
     ("ContextError", "next batch in a step", next_batch_in_a_step),
     ("ContextError", "another mesh", in_a_mesh),
     ("ContextError", "loss outside", lambda g: mr.losses.compute_average_loss(np.ones(3))),
+    ("ContextError", "a map over devices", lambda g: g.run(lambda: jax.pmap(lambda x: x)(jnp.ones((1, 2))))),
     ("StrategyMismatchError", "batch", lambda g: mr.MirroredStrategy(["cpu:0"]).run(lambda x: x, args=(g.batch,))),
     ("StrategyMismatchError", "variable", lambda g: mr.MirroredStrategy(["cpu:0"]).run(lambda: g.w.value)),
     ("VariableLostError", "a program fails", a_program_fails),

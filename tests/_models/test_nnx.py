@@ -36,7 +36,7 @@ class Own(nnx.metrics.Metric):
         self.best[...] = jnp.maximum(self.best[...], values["x"].max())
 
 
-def loss_of(model: Net, batch: dict) -> jax.Array:
+def loss_of(model: nnx.Module, batch: dict) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"]).mean()
 
 
@@ -44,7 +44,7 @@ def mean(tree: object) -> object:
     return mr.get_replica_context().all_reduce("mean", tree)
 
 
-def step(model: Net, optimizer: nnx.Optimizer, batch: dict) -> jax.Array:
+def step(model: nnx.Module, optimizer: nnx.Optimizer, batch: dict) -> jax.Array:
     loss, grads = nnx.value_and_grad(loss_of)(model, batch)
     loss, grads = mean((loss, grads))
     optimizer.update(model, grads)
@@ -147,6 +147,33 @@ def test_what_would_differ_by_replica_is_refused_by_its_name_and_nothing_has_cha
             np.testing.assert_array_equal(old, new)
     with pytest.raises(mr.ReplicasDivergeError, match=r"Own\.best"):
         strategy2.run(lambda metric, batch: metric.update(x=batch["x"]), args=(Own(), batch))
+
+
+class Dropped(nnx.Module):
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.inner, self.drop = nnx.Linear(3, 2, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.drop(self.inner(x))
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize("num_rows", [6, 7])
+def test_the_replicas_own_random_streams_are_named_where_they_are_the_cause(num_replicas: int, num_rows: int) -> None:
+    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+    [batch] = strategy.distribute_dataset([{"x": ROWS[:num_rows], "y": LABELS[:num_rows]}])
+    model = Dropped()
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    def forgotten(model: Dropped, optimizer: nnx.Optimizer, batch: dict) -> None:
+        optimizer.update(model, nnx.grad(loss_of)(model, batch))
+
+    with pytest.raises(
+        mr.ReplicasDivergeError, match=r"ctx\.rng\) at the start of the step, where its nnx\.Rngs and metrics become"
+    ):
+        strategy.run(forgotten, args=(model, optimizer, batch))
+    strategy.run(step, args=(model, optimizer, batch))
 
 
 def test_a_step_leaves_no_old_state_to_the_cyclic_collector(strategy2: mr.Strategy, batch: dict, no_collector: None) -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from strategies import variable
+from strategies import strategy_of, variable
 
 import mirrored as mr
 
@@ -62,7 +62,11 @@ MISTAKES = {
     "-=": (lambda w, x: in_place(w), UnboundLocalError, "local variable 'w'.*, at {here}", r"w\.assign_sub\(x\)"),
     "value()": (lambda w, x: w.value(), TypeError, "called like a function, at {here}", r"variable\.read_value\(\)"),
     "pmean": (lambda w, x: jax.lax.pmean(x, "batch"), NameError, "no axis 'batch', at {here}", r"pmean\(x, 'replica'\)"),
-    "lax": (lambda w, x: jax.lax.exp(w), TypeError, r"jax\.lax was given a mr\.Variable, at {here}", r"exp\(variable\.value\)"),
+    "lax": (lambda w, x: jax.lax.exp(w), TypeError, r"jax\.lax, .* given a mr\.Variable, at {here}", r"exp\(variable\.value\)"),
+    "index of an array": (
+        lambda w, x: x[:, w], TypeError, r"index of an array, was given a mr\.Variable, at {here}", r"x\[:, variable\.value\]",
+    ),
+    "index in at": (lambda w, x: x.at[w].set(0.0), TypeError, r"index of an array, .* at {here}", r"x\[:, variable\.value\]"),
     "lax of two": (lambda w, x: jax.lax.mul(x[0, 0], w), TypeError, r"given a mr\.Variable, at {here}", r"variable\.value"),
     "apply_updates": (
         lambda w, x: optax.apply_updates({"w": w}, {"w": x[0, 0]}), TypeError, r"optax\.apply_updates, .* at {here}",
@@ -143,7 +147,7 @@ def test_an_array_that_a_step_keeps_is_warned_of(strategy2):
 
 
 def test_what_the_messages_say_to_write_works(strategy2):
-    w = {"w": variable(1.0, strategy2, name="w")}
+    w, place = {"w": variable(1.0, strategy2, name="w")}, variable(2, strategy2)
 
     def step(x):
         ctx = mr.get_replica_context()
@@ -151,10 +155,16 @@ def test_what_the_messages_say_to_write_works(strategy2):
         same = jax.lax.pmean(jnp.mean(x), "replica") - ctx.all_reduce("mean", jnp.mean(x))
         new = optax.apply_updates(jax.tree.map(jnp.asarray, w), {"w": same + jax.lax.exp(w["w"].value) + jnp.exp(w["w"])})
         jax.tree.map(lambda v, n: v.assign(n), w, new, is_leaf=lambda v: isinstance(v, mr.Variable))
-        return loss, jnp.where(x > 2, x, 0), jnp.asarray([5, 6])[x[0, 0].astype(int)]
+        return (
+            loss,
+            jnp.where(x > 2, x, 0),
+            jnp.asarray([5, 6])[x[0, 0].astype(int)],
+            x.at[0, place.value].set(3.0)[:, place.value],
+        )
 
-    loss, masked, item = strategy2.run(step, args=(ROWS,))
+    loss, masked, item, column = strategy2.run(step, args=(ROWS,))
     assert float(np.asarray(loss)) == 2.0 and not np.asarray(masked).any() and int(item) == 6
+    assert column.tolist() == [3, 1, 1, 1]
     np.testing.assert_allclose(w["w"].numpy(), 1 + 2 * np.e, rtol=1e-6)
 
 
@@ -192,3 +202,66 @@ def test_a_step_may_handle_jaxs_own_error(strategy2):
             return 3
 
     assert strategy2.run(handles, args=(np.float32(1),)) == 3
+
+
+def _shard_map(size):
+    mesh, rows = jax.sharding.Mesh(np.array(jax.devices()[:size]), ("m",)), jax.sharding.PartitionSpec("m")
+    return jax.shard_map(lambda x: x + 1, mesh=mesh, in_specs=rows, out_specs=rows)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("num_rows", [6, 7])
+def test_a_map_over_devices_in_a_step_is_refused(num_replicas, size, num_rows):
+    """A `jax.pmap` over as many devices as there are replicas ended the process."""
+    strategy = strategy_of(num_replicas)
+    [batch] = strategy.distribute_dataset([np.ones((num_rows, 2), np.float32)])
+    here = rf"{re.escape(__file__)}:\d+"
+    for function, where in (
+        # In an odd step's merged code, pmap's call is gone, and its line with it.
+        (
+            lambda x: jax.pmap(lambda x: x + 1)(jnp.ones((size, 2))).sum() + x.sum(),
+            here if num_rows == 6 else f"{here}|<unknown>",
+        ),
+        (lambda x: _shard_map(size)(jnp.ones(6)) + x.sum(), here),
+    ):
+        if num_replicas == size == 1:
+            strategy.run(function, args=(batch,))
+            continue
+        for run in (strategy.run, mr.function(strategy.run)):
+            with pytest.raises(mr.ContextError, match=rf"in a step, at ({where}), .*Leave the map out.*jax\.vmap"):
+                run(function, args=(batch,))
+    rows = strategy.run(lambda x: jax.vmap(lambda row: row + 1)(x), args=(batch,))
+    assert strategy.gather(rows, axis=0).tolist() == [[2, 2]] * num_rows
+    assert mr.function(lambda: _shard_map(size)(jnp.ones(6)))().tolist() == [2] * 6, "outside of steps"
+
+
+#: Ordered prints and callbacks, in a step, in a loop of a step, of an odd batch, in a function: `order` says whether.
+PRINTS = {
+    "print": lambda s, order: s.run(lambda x: jax.debug.print("{}", x.sum(), ordered=order), args=(ROWS,)),
+    "callback in a loop": lambda s, order: s.run(
+        lambda: mr.fori_loop(0, 2, lambda i, c: jax.debug.callback(lambda i: None, i, ordered=order) or c, 0)
+    ),
+    "of a function": lambda s, order: mr.function(
+        lambda x: (s.run(lambda: jnp.ones(2)), jax.debug.callback(lambda x: None, x, ordered=order))
+    )(jnp.ones(2)),
+    "odd": lambda s, order: s.run(
+        lambda x: jax.debug.print("{}", x.sum(), ordered=order), args=(next(iter(s.distribute_dataset([np.ones((7, 2))]))),)
+    ),
+}
+
+
+@pytest.mark.parametrize("what", PRINTS)
+def test_an_ordered_print_is_refused_on_several_devices(what):
+    for strategy in (strategy_of(1), strategy_of(1, num_replicas=3)):
+        with strategy.scope():
+            PRINTS[what](strategy, True)
+    for strategy in (strategy_of(2), strategy_of(3), strategy_of(2, num_replicas=4)):
+        message = (
+            rf"ordered=True, at {re.escape(__file__)}:\d+\. .* on {len(strategy.mesh.devices)} devices\. Leave ordered=True out"
+        )
+        with strategy.scope():
+            with pytest.raises(ValueError, match=message):
+                PRINTS[what](strategy, True)
+            PRINTS[what](strategy, False)
+    jax.effects_barrier()

@@ -5,9 +5,10 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from parameters import slow
-from strategies import all_reduce, numbers, values_of, variable
+from strategies import TWO, all_reduce, numbers, strategy_of, values_of, variable
 
 import mirrored as mr
 
@@ -188,3 +189,44 @@ def test_what_is_collected_of_an_uneven_batch_has_no_padding(strategy2):
         assert collected.shapes == ((2, 2), (2, 1))
         assert strategy2.gather(collected, axis=1).tolist() == [[10, 20, 30], [11, 21, 31]]
         assert float(strategy2.reduce("mean", collected, axis=(0, 1))) == 20.5
+
+
+@pytest.mark.parametrize(
+    "strategy", [strategy_of(1), TWO, strategy_of(3), strategy_of(1, num_replicas=3)], ids=["R1", "R2", "R3", "R3 on one device"]
+)
+def test_stacked_odd_batches_train_in_one_loop(strategy):
+    """Each iteration's step is an uneven one; only the number of iterations is the same for all replicas."""
+    rows = np.arange(14, dtype=np.float32).reshape(7, 2) / 10
+    [batch] = strategy.distribute_dataset([rows])
+    stacked = strategy.run(lambda x: jnp.stack([x, 2 * x, x - 1]), args=(batch,))
+    w = variable(np.ones(2, np.float32), strategy)
+    optimizer = mr.Optimizer(optax.sgd(0.1), w)
+
+    def step(x):
+        loss, gradient = mr.value_and_grad(lambda: (x @ w.value) ** 2, w)()
+        optimizer.apply_gradients(gradient)
+        return all_reduce("sum", loss), x[:, 0]
+
+    def many(stacked):
+        return mr.scan(lambda carry, x: (carry, strategy.run(step, args=(x,))), None, stacked)[1]
+
+    expected, losses = np.ones(2, np.float32), []
+    for make in (many, mr.function(many)):
+        found, first = make(stacked)
+        del losses[:]
+        for x in (rows, 2 * rows, rows - 1):
+            losses.append(np.mean((x @ expected) ** 2))
+            expected = expected - 0.1 * (2 * x.T @ (x @ expected)) / 7
+        np.testing.assert_allclose(found, losses, 1e-5)
+        np.testing.assert_allclose(w.numpy(), expected, 1e-4)
+        assert strategy.gather(first, axis=1).tolist() == [x[:, 0].tolist() for x in (rows, 2 * rows, rows - 1)]
+
+
+def test_all_replicas_take_equally_many_iterations(strategy3):
+    [batch] = strategy3.distribute_dataset([np.ones((7, 2), np.float32)])
+    with pytest.raises(
+        mr.UnevenReplicasError, match=r"shapes \(3, 2\), \(2, 2\), \(2, 2\), whose first axes differ.*in the step"
+    ):
+        mr.scan(lambda carry, x: (carry, x), None, batch)
+    own = strategy3.run(lambda x: mr.scan(lambda carry, row: (carry + row.sum(), None), 0.0, x)[0], args=(batch,))
+    assert values_of(own) == [6, 4, 4]

@@ -130,6 +130,20 @@ def test_what_is_refused_changes_nothing(strategy2: mr.Strategy) -> None:
             mr.Variable(made)
 
 
+def test_what_a_tree_holds_is_in_its_value_and_its_variables(strategy: mr.Strategy) -> None:
+    tree = variable({"w": np.ones(2, np.float32)}, strategy, name="params")
+    wrong = (lambda: tree["w"], lambda: "w" in tree, lambda: list(tree), lambda: dict(tree), lambda: tree.items(), lambda: tree.w)
+    for call in (lambda function: function(), strategy.run):
+        for use in wrong:
+            with pytest.raises(
+                (TypeError, AttributeError), match=r"Write variable\.value\['w'\] .* variable\.variables\['w'\] for its"
+            ):
+                call(use)
+        call(lambda: tree.variables["w"].assign(tree.value["w"] + 1))
+    assert tree.numpy()["w"].tolist() == [3, 3] and "w" in tree.value and not hasattr(tree, "shape")
+    assert np.asarray(tree, dtype=object).shape == () and jax.tree.leaves(tree)[0].tolist() == [3, 3]
+
+
 # -- of variables
 
 

@@ -426,6 +426,23 @@ def test_an_operator_in_place_is_refused_with_the_line_and_changes_nothing(strat
     assert w.numpy().tolist() == [1, 1]
 
 
+def test_an_item_is_not_assigned_and_the_line_that_is_named_works(strategy):
+    w = variable(np.zeros(3, np.float32), strategy, name="w")
+
+    def changed():
+        w[0] += 1.0
+
+    for wrong in (lambda: operator.setitem(w, 0, 1.0), lambda: operator.setitem(w, (slice(1), 0), 1.0), changed):
+        for call in (lambda function: function(), strategy.run):
+            with pytest.raises(TypeError, match=r"on variable 'w' .*variable\.assign\(variable\.value\.at\[i\]\.set\(x\)\)"):
+                call(wrong)
+    assert w.numpy().tolist() == [0, 0, 0]
+    for call in (lambda function: function(), strategy.run):
+        call(lambda: w.assign(w.value.at[0].add(1.0)))
+        call(lambda: w.assign(w.value.at[1:].set(2.0)))
+    assert w.numpy().tolist() == [2, 2, 2]
+
+
 def test_host_conversions():
     w, s, i, b = variable(W), variable(2.5), variable(3), variable(True)
     assert (float(s), int(i), complex(s), bool(b), [0, 1, 2, 3][i], round(float(s) - 0.1)) == (2.5, 3, 2.5 + 0j, True, 3, 2)

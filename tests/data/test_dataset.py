@@ -223,6 +223,15 @@ WRONG_BATCHES = [
 ]
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_keys_of_the_rows_go_as_their_data_and_are_keys_again_in_the_step(count: int, impl: str) -> None:
+    keys, strategy = jax.random.split(jax.random.key(0, impl=impl), 7), STRATEGIES[count]
+    [data] = strategy.distribute_dataset(strategy.make_numpy_dataset(jax.random.key_data(keys)).batch(7))
+    drawn = strategy.run(lambda data: jax.random.key_data(jax.random.wrap_key_data(data, impl=impl)), args=(data,))
+    np.testing.assert_array_equal(strategy.gather(drawn, axis=0), jax.random.key_data(keys))
+
+
 def test_what_is_no_global_batch(strategy2: mr.MirroredStrategy) -> None:
     for batch, error, message in WRONG_BATCHES:
         iterator = iter(strategy2.distribute_dataset([X, batch]))

@@ -18,7 +18,7 @@ from jax._src.interpreters import ad
 
 from .._typing import REPLICA_AXIS
 from .marks import mark_p
-from .primitives import AGAIN, CALLS, CONTROL_FLOW, HOST_CALLBACKS, LOCAL, POWERS, PURE, SIMPLE, SUMS
+from .primitives import AGAIN, CALLS, CONTROL_FLOW, DEVICE_MAPS, LOCAL, POWERS, PRINTS, PURE, SIMPLE, SUMS
 
 Jaxpr = jex_core.Jaxpr
 #: Since jax 0.11 the same class as Jaxpr; before, a pair of a Jaxpr and its constants.
@@ -276,9 +276,14 @@ def _is_local_and_plain(equation: Equation) -> bool:
     return is_known or (is_plain(equation) and not is_collective(equation))
 
 
-def has_host_callback(jaxpr: Jaxpr) -> bool:
-    """Tell whether a program calls a user's function on the host, which may raise; `jax.debug.print` does not count."""
-    return not HOST_CALLBACKS.isdisjoint([equation.primitive.name for equation in all_equations(jaxpr)])
+def primitives_in(jaxpr: Jaxpr) -> set[str]:
+    """Return the names of a program's primitives, at any depth."""
+    return {equation.primitive.name for equation in all_equations(jaxpr)}
+
+
+def is_ordered_print(equation: Equation) -> bool:
+    """Tell whether an equation is a `jax.debug.print` or `jax.debug.callback` that keeps its place among the others."""
+    return equation.primitive.name in PRINTS and any("Ordered" in type(effect).__name__ for effect in equation.effects)
 
 
 # -- meshes and constants
@@ -287,7 +292,7 @@ def has_host_callback(jaxpr: Jaxpr) -> bool:
 def meshes_in(jaxpr: Jaxpr) -> Iterator[jax.sharding.Mesh]:
     """Yield the meshes that a traced cross-replica function maps over or places results on."""
     for equation in all_equations(jaxpr):
-        if equation.primitive.name == "shard_map":
+        if equation.primitive.name in DEVICE_MAPS:
             yield equation.params["mesh"]
         for placement in equation.params.get("out_shardings", ()):
             if isinstance(placement, jax.sharding.NamedSharding) and isinstance(placement.mesh, jax.sharding.Mesh):

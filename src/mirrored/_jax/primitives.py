@@ -75,6 +75,10 @@ LOCAL = frozenset({"axis_index", "pvary"})
 HOST_CALLBACKS = frozenset({"buffer_callback", "debug_callback", "io_callback", "pure_callback"})
 #: Primitives whose every run the host sees.
 HOST_EFFECTS = HOST_CALLBACKS | {"debug_print"}
+#: Primitives that JAX keeps in order on one device only.
+PRINTS = frozenset({"debug_callback", "debug_print"})
+#: Primitives that run a function on the devices of a mesh.
+DEVICE_MAPS = frozenset({"shard_map"})
 #: Primitives that make random numbers from a key, as the key's type says.
 RANDOM = frozenset({"random_bits", "random_fold_in", "random_gamma", "random_split"})
 #: Primitives that make random numbers as the device does.

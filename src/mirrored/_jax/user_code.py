@@ -28,6 +28,10 @@ _CONTEXTLIB = os.path.dirname(contextlib.__file__) + os.sep + "contextlib"
 _process.library_folders = (_PACKAGE_FOLDER, _JAX_FOLDER, _OPTAX_FOLDER, _CONTEXTLIB, "<frozen")
 
 
+#: Begins a `jax.named_scope` of our code that has no line of the user's around it: messages name the scope.
+OURS = "mirrored: "
+
+
 def leave_out(library: types.ModuleType) -> None:
     """From now on, treat a library's files as code that is not the user's."""
     folder = os.path.dirname(os.path.abspath(library.__file__ or "")) + os.sep
@@ -143,9 +147,10 @@ def _is_bug(error: BaseException, innermost: types.TracebackType) -> bool:
 
 
 def equation_line(*equations: Equation) -> str:
-    """Return the user's `file:line` for the first of some equations for which JAX still knows it."""
+    """Return the user's `file:line` for the first of some equations for which JAX still knows it, or the name of our code."""
     for traceback in filter(None, (equation.source_info.traceback for equation in equations)):
         for frame in traceback.frames:
             if not frame.file_name.startswith(_process.library_folders):
                 return f"{frame.file_name}:{frame.line_num}"
-    return "<unknown>"
+    own = [str(equation.source_info.name_stack).partition(OURS)[2] for equation in equations]
+    return next(filter(None, own), "<unknown>")

@@ -155,7 +155,8 @@ def _on_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
         [whole] = [leaf for leaf in leaves if isinstance(leaf, _StandIn) and leaf.graph is not None]
         objects = _nnx().unflatten(whole.graph, list(whole.arrays))
         replica = current_replica()
-        keys = _make_own(objects, replica) if replica else []
+        with jax.named_scope(user_code.OURS + "the start of the step, where its nnx.Rngs and metrics become each replica's own"):
+            keys = _make_own(objects, replica) if replica else []
         norms = [norm for norm in _nodes(objects, _nnx().BatchNorm) if replica and norm.axis_name is None]
         for norm in norms:  # BatchNorm sees the rows of all replicas
             norm.axis_name = REPLICA_AXIS

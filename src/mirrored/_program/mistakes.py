@@ -6,8 +6,8 @@ import dataclasses
 
 import jax
 
-from .._errors import OneProgramError, PerReplicaError
-from .._jax import complaints, user_code
+from .._errors import ContextError, OneProgramError, PerReplicaError
+from .._jax import complaints, jaxprs, user_code
 from .._replicas.per_replica import is_per_replica
 from .._typing import REPLICA_AXIS
 from .call import NUMBERS, Call, argument_names, leaf_names
@@ -54,9 +54,9 @@ _WRONG_TYPES = {
     "jax.numpy, or with a model of Keras, NNX, Linen or Equinox.",
     "array is called": "an array was called like a function, at {}. The value of a variable is an attribute here: write "
     "variable.value or variable.read_value(), where TensorFlow has variable.value().",
-    "variable is not converted": "a function of jax.lax was given a mr.Variable, at {}; it takes arrays only. Write "
-    "jax.lax.exp(variable.value) instead of jax.lax.exp(variable), or take the function of jax.numpy, which takes variables "
-    "too: jnp.exp(variable).",
+    "variable is not converted": "a function of jax.lax, or the index of an array, was given a mr.Variable, at {}; these take "
+    "arrays only. Write variable.value, as in jax.lax.exp(variable.value) and x[:, variable.value]; functions of jax.numpy take "
+    "variables too: jnp.exp(variable).",
     "variable beside an array": "optax.apply_updates, or another function that walks two trees, was given variables in one and "
     "arrays in the other, at {}. It returns new arrays, and would change no variable. Write optimizer = mr.Optimizer(tx, "
     "variables) before the step and optimizer.apply_gradients(gradients) in it; or give optax the values, "
@@ -73,6 +73,23 @@ def explain(error: Exception, call: Call, knows_id: bool = False) -> None:
     explanation = _explain_number(error, call, where) or _explain_object(error, call) or _explain_code(error, where, knows_id)
     if explanation is not None:
         raise explanation.with_traceback(error.__traceback__) from None
+
+
+def refuse_devices(jaxpr: jaxprs.Jaxpr, maps: frozenset[str], num_devices: int) -> None:
+    """Refuse ordered prints on several devices, and `maps` over devices, of which XLA has ended the process."""
+    for equation, around in [(each, top) for top in jaxpr.eqns for each in (top, *jaxprs.inside(top))]:
+        if num_devices > 1 and jaxprs.is_ordered_print(equation):
+            raise ValueError(
+                "jax.debug.print or jax.debug.callback was given ordered=True, at "
+                f"{user_code.equation_line(equation, around)}. JAX keeps an order on one device only, and this program runs on "
+                f"{num_devices} devices. Leave ordered=True out; print ctx.replica_id_in_sync_group too, to see whose a value is."
+            )
+        if equation.primitive.name in maps and max(num_devices, equation.params["mesh"].size) > 1:
+            raise ContextError(
+                f"jax.shard_map or jax.pmap was called in a step, at {user_code.equation_line(equation, around)}, and a step "
+                "runs on each replica's one device. Leave the map out: strategy.run maps the step itself. For a function of "
+                "each row write jax.vmap(function)(rows); what needs other devices is for outside of the step."
+            )
 
 
 def _explain_number(error: Exception, call: Call, where: str) -> OneProgramError | None:

@@ -9,14 +9,14 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import numpy as np
 
 from .._errors import StrategyMismatchError
 from .._jax import callbacks, jaxprs, user_code
-from .._jax.primitives import LOOPS, SUMS
+from .._jax.primitives import DEVICE_MAPS, HOST_CALLBACKS, LOOPS, PRINTS, SUMS
 from .._jax.tracing import is_wide
 from .._replicas import in_flight, placement
 from .._replicas.mesh import ReplicaMesh
@@ -28,7 +28,7 @@ from .._variables.equal_copies import Watch
 from .._variables.storage import Home
 from .._variables.variable import spec_of
 from .._workers import joint_programs
-from . import memory
+from . import memory, mistakes
 from .call import NUMBERS, ArrayLeaf
 from .fuse_all_reduces import Joined
 from .lift import Lifted
@@ -87,6 +87,7 @@ class Program:
     constants: list[Any]  # the arrays that the function closes over, placed on the mesh
     watch: Watch | None  # compares the copies of the written variables now and then
     calls_host: bool  # may raise when it runs, so the arrays of written variables are not donated
+    refused_maps: ClassVar[frozenset[str]] = frozenset()  # primitives
     has_run: bool = dataclasses.field(default=False, init=False)  # so that JAX starts it without Python code
 
     @classmethod
@@ -104,7 +105,10 @@ class Program:
 
         Only workers whose `describe()` gives the same text run it together.
         """
-        calls_host = jaxprs.has_host_callback(lifted.shown.jaxpr)
+        names = jaxprs.primitives_in(lifted.shown.jaxpr)
+        if not names.isdisjoint(PRINTS | cls.refused_maps):
+            mistakes.refuse_devices(lifted.shown.jaxpr, cls.refused_maps, len(mesh.devices))
+        calls_host = not names.isdisjoint(HOST_CALLBACKS)
         options = {} if out_shardings is None else {"out_shardings": out_shardings}
         jitted = jax.jit(function, donate_argnums=() if calls_host else 0, **options)
         compiled: Any = mesh.executable(jitted, name, lambda: [spec_of(variable).trainable for variable in lifted.variables])
@@ -192,6 +196,7 @@ def program_compiled(jax_name: str) -> Program | None:
 class StepProgram(Program):
     """The program of a step, proven."""
 
+    refused_maps = DEVICE_MAPS
     findings: Findings
     mapped: Callable[..., Any]  # the pure function of global arrays, before it is compiled
     joined: Joined  # behind the results are the SUMs of those that a sum carries, then their MEANs if they differ

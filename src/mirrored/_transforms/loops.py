@@ -14,7 +14,7 @@ from .._jax import user_code
 from .._replicas.arrays import as_array
 from .._replicas.per_replica import PerReplica, stack_of, uneven_shapes
 from .._text import shown
-from .._typing import ArrayLike, PyTree, UserFunction
+from .._typing import ArrayLike, PyTree, Shape, UserFunction
 from .._variables.access import claimed, load, store
 from .._variables.bindings import bound, outer_reader
 from .._variables.variable import Variable
@@ -46,7 +46,7 @@ def scan(
     Raises:
         TypeError: for a body that does not return a pair, and for leaves that are not arrays or numbers.
         ValueError: for `xs` without an axis to loop over.
-        UnevenReplicasError: (a ValueError) when a PerReplica in `xs` has different shapes.
+        UnevenReplicasError: (a ValueError) when the replicas' axes `K` differ; the axes behind may, as in odd batches.
 
     >>> with strategy.scope():
     ...     w = mr.Variable(1.0)
@@ -158,7 +158,7 @@ def _scan(fn: UserFunction, init: PyTree, xs: PyTree, length: int | None) -> tup
 
     first = jax.tree.map(lambda row: jax.ShapeDtypeStruct(row.shape[1:], row.dtype), rows)
     carry, ys = _carry_written(run, [body], init, first)
-    return carry, _map_whole(lambda y: _swap_axes(y) if isinstance(y, PerReplica) else y, ys)
+    return carry, _map_whole(lambda y: _swap_axes(y, lambda s: (len(stack_of(y)), *s)) if isinstance(y, PerReplica) else y, ys)
 
 
 def _fori_loop(fn: UserFunction, lower: int | jax.Array, upper: int | jax.Array, init: PyTree) -> PyTree:
@@ -208,23 +208,25 @@ def _as_arrays(tree: PyTree, what: str) -> PyTree:
 
 def _replicas_second(x: object) -> Any:
     """Turn `[R, K, ...]` into `[K, R, ...]`, so that each iteration takes one row of every replica."""
-    if isinstance(x, PerReplica) and uneven_shapes(x) is not None:
-        raise UnevenReplicasError(
-            f"xs of mr.scan holds a PerReplica with different shapes, {', '.join(map(str, x.shapes))}; all replicas take every "
-            "step of the loop together. Give them the same number of rows."
-        )
     array = x if isinstance(x, PerReplica) else as_array(x, "xs of mr.scan")
     if array.ndim == 0:
         raise ValueError(
             "xs of mr.scan holds a scalar, which has no axis to loop over; expected arrays of shape [K, ...]. For a list of "
             "numbers write jnp.asarray([1.0, 2.0])."
         )
-    return _swap_axes(x) if isinstance(x, PerReplica) else array
+    if not isinstance(x, PerReplica):
+        return array
+    if len({shape[0] for shape in x.shapes}) > 1:
+        raise UnevenReplicasError(
+            f"xs of mr.scan holds a PerReplica of shapes {', '.join(map(str, x.shapes))}, whose first axes differ; they "
+            "count the steps of the loop, and all take each. To loop over each replica's own rows, call mr.scan in the step."
+        )
+    return _swap_axes(x, lambda s: s[1:])
 
 
-def _swap_axes(x: PerReplica) -> PerReplica:
-    array, shapes = jnp.swapaxes(stack_of(x), 0, 1), uneven_shapes(x)
-    return PerReplica(array, shapes and tuple((array.shape[1], *shape) for shape in shapes))
+def _swap_axes(x: PerReplica, change: Callable[[Shape], Shape]) -> PerReplica:
+    shapes = uneven_shapes(x)
+    return PerReplica(jnp.swapaxes(stack_of(x), 0, 1), shapes and tuple(map(change, shapes)))
 
 
 def _check_callable(fn: object, verb: str) -> None:

@@ -22,11 +22,12 @@ def add_operators(kind: Any) -> None:
         setattr(kind, f"__{name}__", functools.partialmethod(kind._apply, f"__{name}__"))
     for name, symbol in _OF_TWO.items():
         setattr(kind, f"__i{name}__", functools.partialmethod(_refuse_in_place, symbol))
+    kind.__setitem__ = functools.partialmethod(_refuse_in_place, "[i] ")
 
 
-def _refuse_in_place(variable: Any, symbol: str, other: object) -> NoReturn:
-    line = {"+": "variable.assign_add(x)", "-": "variable.assign_sub(x)"}.get(symbol, f"variable.assign(variable {symbol} x)")
-    raise TypeError(
-        f"`{symbol}=` on variable {variable.name!r} would put a new array in its place. Write {line}; or y = variable {symbol} x "
-        "for a new array."
-    )
+def _refuse_in_place(variable: Any, symbol: str, *others: object) -> NoReturn:
+    why, new = "put a new array in its place", f"variable {symbol} x"
+    if symbol == "[i] ":
+        why, new = "change its array, and arrays of JAX do not change", "variable.value.at[i].set(x)"
+    line = {"+": "variable.assign_add(x)", "-": "variable.assign_sub(x)"}.get(symbol, f"variable.assign({new})")
+    raise TypeError(f"`{symbol}=` on variable {variable.name!r} would {why}. Write {line}; or y = {new} for a new array.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from . import storage
 
 #: So many arrays of a tree are shown.
 _MAX_SHOWN = 20
+_WAYS_IN = "Write variable.value['w'] for the array at 'w', and variable.variables['w'] for its mr.Variable."
 
 
 class VariableTree:
@@ -115,6 +116,14 @@ class VariableTree:
     def _with(self, arrays: Sequence[Any]) -> PyTree:
         remaining = iter(arrays)
         return jax.tree.unflatten(self._treedef, [next(remaining) if s is None else s[0] for s in self._static])
+
+    if not TYPE_CHECKING:  # so that type checkers find them
+
+        def __getitem__(self, key: object) -> NoReturn:
+            raise TypeError(f"variable {self._name!r} is a tree, and has no [key], `in` or iteration itself. {_WAYS_IN}")
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(f"mr.VariableTree has no attribute {name!r}. {_WAYS_IN}")
 
     def __repr__(self) -> str:
         shown = [f"  {path}: {shape} {dtype}" for path, shape, dtype in self._rows()[:_MAX_SHOWN]]

@@ -113,6 +113,7 @@ def to_numpy(batch: PyTree) -> PyTree:
                 "the rows. Make it dense: dataset.map(lambda x: x.todense())."
             )
         refuse_mask(leaf, lambda: f"the dataset yielded{_at(path)}")
+        refuse_keys(leaf, f"the dataset yielded{_at(path)}")
         array = np.asarray(leaf)
         array = array.astype(array.dtype.newbyteorder("="), copy=False)  # from files of other byte orders, such as IDX
         if not is_numeric(array.dtype) or array.dtype.char in "gG":  # of 16 bytes
@@ -129,6 +130,15 @@ def to_numpy(batch: PyTree) -> PyTree:
         return array
 
     return jax.tree_util.tree_map_with_path(convert, batch, is_leaf=is_wrapped)
+
+
+def refuse_keys(leaf: object, what: str) -> None:
+    """Refuse random keys, which numpy does not hold; `what` begins the message."""
+    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        raise TypeError(
+            f"{what} random keys, and the rows of a dataset are numpy arrays. Write jax.random.key_data(keys) in the dataset, "
+            f"and keys = jax.random.wrap_key_data(data, impl={str(jax.random.key_impl(leaf))!r}) in the step."
+        )
 
 
 def copied(batch: PyTree) -> PyTree:

@@ -15,7 +15,7 @@ from ..._replicas.host_memory import empty_rows
 from ..._replicas.per_replica import PerReplica
 from ..._text import counted, shown
 from ..._typing import PyTree
-from .._sharing.rows import count_rows
+from .._sharing.rows import count_rows, refuse_keys
 from .verbs import applied, check_int, checked_function, num_steps, spec_of_batch
 
 
@@ -285,10 +285,11 @@ def stacked_lists(arrays: PyTree) -> PyTree:
     """Convert leaves into arrays where numpy can; stack a list of arrays, as in tf.data."""
 
     def stacked(path: tuple[object, ...], leaf: object) -> np.ndarray:
+        name = jax.tree_util.keystr(path) or "numpy_input"
+        refuse_keys(leaf, f"{name} holds")
         try:
             return leaf if isinstance(leaf, np.ma.MaskedArray) else np.asarray(leaf)  # a masked array is refused later, by name
         except ValueError as error:
-            name = jax.tree_util.keystr(path) or "numpy_input"
             raise ValueError(
                 f"{name} is a list whose elements have different shapes, so they cannot be stacked as rows: {error}. For "
                 "several arrays of one row each write a tuple or a dict: (x, y)."
