@@ -33,6 +33,7 @@ from mirrored._checkpoint import state as _state
 from mirrored._checkpoint.checkpoint import Checkpoint
 from mirrored._checkpoint.writer import Writer
 from mirrored._errors import CheckpointError
+from mirrored._jax import topologies
 from mirrored._replicas import in_flight
 
 Pair = namedtuple("Pair", "first second")
@@ -1126,3 +1127,23 @@ def test_a_step_that_takes_the_place_of_another_while_one_looks_is_seen(tmp_path
 
     monkeypatch.setattr(os, "listdir", replaced)
     assert _files.StepFiles(tmp_path).scan() == ([2], [])
+
+
+def test_under_a_plan_nothing_is_saved_or_restored_beside_a_job_that_saves(tmp_path, monkeypatch):
+    with mr.MirroredStrategy(["cpu:0"]).scope():
+        beside = mr.Checkpoint(tmp_path, w=mr.Variable(1.0))
+    with beside, monkeypatch.context() as patch:
+        beside.save(3)
+        beside.wait()
+        patch.setattr(topologies, "runs_nothing", lambda device: True)
+        with mr.MirroredStrategy(["cpu:1"]).scope(), mr.Checkpoint(tmp_path, w=mr.Variable(1.0)) as planned:
+            assert planned.restore_latest() is None
+            planned.save(1)
+            assert planned.steps() == [3]
+
+
+def test_a_file_in_the_way_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    for path in ("file", "file/x", "file/x/y"):
+        with pytest.raises(ValueError, match=r"/file is not a directory"):
+            mr.Checkpoint(tmp_path / path, state={"n": 0})

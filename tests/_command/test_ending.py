@@ -85,7 +85,7 @@ def test_a_new_checkpoint_renews_the_budget_and_each_folder_has_steps_of_its_own
 def test_preemption_with_a_new_checkpoint_is_free() -> None:
     budget = Budget(1)
     assert all(budget.allows(attempt(143, 143, step=step)) for step in range(5))
-    assert budget.used == 0 and str(budget) == "all is saved in step 4"
+    assert budget.used == 0 and str(budget) == "not counted: a new checkpoint, of step 4"
     assert budget.allows(attempt(143, step=4))
     assert not budget.allows(attempt(143, step=4))
     assert not Budget(0).allows(attempt(143, step=1))

@@ -144,6 +144,21 @@ def test_an_outlet_takes_what_fits_and_forgets_what_nobody_reads() -> None:
     os.close(write)
 
 
+def test_an_outlet_on_a_full_disk_says_so_and_goes_on_when_there_is_room(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    outlet = Outlet(full)
+    for _ in range(2):
+        outlet.write(b"lost")
+        outlet.flush()
+    assert capfd.readouterr().err == "mirrored launch: output is lost: No space left on device\n"
+    with (tmp_path / "log").open("wb") as log:
+        os.dup2(log.fileno(), full)
+    outlet.write(b"kept")
+    outlet.flush()
+    os.close(full)
+    assert (tmp_path / "log").read_bytes() == b"kept"
+
+
 def test_an_outlet_that_cannot_take_anything_now_keeps_it() -> None:
     read, write = os.pipe()
     os.set_blocking(write, False)

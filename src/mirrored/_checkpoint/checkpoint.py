@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from .._errors import CheckpointError, ContextError, StrategyMismatchError
 from .._options import check_int
-from .._replicas import frames, in_flight
+from .._replicas import frames, in_flight, mesh
 from .._strategy.current import DefaultStrategy, get_strategy, has_strategy
 from .._strategy.strategy import coordination_of, joint_strategy
 from .._typing import PyTree
@@ -96,6 +96,7 @@ class Checkpoint:
         self._last: int | None = None  # the step that this program saved or restored last
         self._known = max(self.steps(), default=-1)  # the last step on disk that this program knows
         self._is_closed = False
+        self._is_planned = isinstance(mesh.replicas_of(self._strategy.mesh), mesh.PlannedMesh)  # nothing is saved or restored
         self._is_shared = self._strategy.num_workers == 1  # whether the workers are known to share the directory
 
     # -- saving
@@ -117,9 +118,10 @@ class Checkpoint:
             ValueError: when the directory has a later step that this program has not restored.
             ContextError: (a RuntimeError) inside a step.
         """
-        step = files.checked_step(step, "checkpoint.save")
+        step, call = files.checked_step(step, "checkpoint.save"), f"save({step})"
         self._require_usable("save")
-        call = f"save({step})"
+        if self._is_planned:
+            return
         with progress.phase(f"saving step {step}", is_patient=True):
             self._writer.finish()
             self._require_shared(call)
@@ -144,10 +146,8 @@ class Checkpoint:
 
     def _prepare_save(self, step: int) -> tuple[Leaves, dict[str, Any], dict[str, Any], Exception | None]:
         """Tell the chief this worker's positions; return its leaves, positions, report to all workers, and own error."""
-        report: dict[str, Any] = {}
         leaves: Leaves = {}
-        positions: dict[str, Any] = {}
-        error = None
+        positions, report, error = dict[str, Any](), dict[str, Any](), None
         try:
             leaves = self._leaves()
             report["digest"] = files.digest(values.kinds_of(leaves))
@@ -181,8 +181,8 @@ class Checkpoint:
         for variable in values.variables_of(leaves):
             if not spec_of(variable).is_on_read:
                 by_mesh.setdefault(spec_of(variable).mesh, []).append(variable)
-        for mesh, variables in by_mesh.items():
-            equal_copies.check(mesh, variables)
+        for devices, variables in by_mesh.items():
+            equal_copies.check(devices, variables)
 
     def wait(self) -> int | None:
         """Wait until all saves are on disk; return the last step there, or None.
@@ -266,7 +266,7 @@ class Checkpoint:
         with progress.phase("restoring the checkpoint", is_patient=True):
             self._writer.finish()
             self._require_shared("restore_latest()")
-            steps = self._agreed_steps()
+            steps = [] if self._is_planned else self._agreed_steps()
             damaged: dict[int, str] = {}
             for step in reversed(steps):
                 saved, problem = self._read(step)

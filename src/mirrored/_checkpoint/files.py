@@ -76,8 +76,9 @@ def checked_directory(directory: object) -> Path:
             "once. Mount the bucket, or save to a shared disk."
         )
     path = Path(os.path.realpath(directory))
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"mr.Checkpoint: {path} is not a directory.")
+    there = next(each for each in (path, *path.parents) if each.exists())
+    if not there.is_dir():
+        raise ValueError(f"mr.Checkpoint: {there} is not a directory.")
     return path
 
 

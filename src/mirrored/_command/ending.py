@@ -97,7 +97,8 @@ class Budget:
 
     def __str__(self) -> str:
         since = "without a checkpoint" if self.last_new is None else f"since the checkpoint of step {self.last_new}"
-        return f"restart {self.used} of {self.max_restarts} {since}" if self.used else f"all is saved in step {self.last_new}"
+        free = f"not counted: a new checkpoint, of step {self.last_new}"
+        return f"restart {self.used} of {self.max_restarts} {since}" if self.used else free
 
 
 def shell_code(code: int) -> int:

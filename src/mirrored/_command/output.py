@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import io
 import os
 import re
 import select
 import stat
+import sys
 from pathlib import Path
 
 from .. import _env
@@ -53,7 +55,7 @@ class Outlet:
         if self.is_terminal:
             self._chunk = 256  # a ready terminal takes at least so many
         self.has_colour = self.is_terminal and not _env.NO_COLOR.get()
-        self._shows_state = False
+        self._shows_state = self._has_told = False
 
     @property
     def is_waiting(self) -> bool:
@@ -93,9 +95,13 @@ class Outlet:
             del self._pending[: os.write(self.fd, self._pending[: self._chunk])]
         except BlockingIOError:
             return
-        except OSError:  # the reader or the terminal is gone; training goes on
-            self._is_open = False
+        except OSError as error:  # training goes on
             self._pending.clear()
+            self._is_open = error.errno in (errno.ENOSPC, errno.EDQUOT)  # else the reader or the terminal is gone
+            if self._is_open and not self._has_told:
+                self._has_told = True
+                with contextlib.suppress(OSError):
+                    os.write(sys.stderr.fileno(), f"mirrored launch: output is lost: {error.strerror}\n".encode())
 
 
 class Tail:

@@ -70,7 +70,7 @@ def _run(script: str, args: Sequence[str]) -> int:
         path = Path(script).resolve()
         lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if Path(each.filename).resolve() == path]
         where = f"{script}:{lines[-1]}: " if lines else ""
-        sys.stderr.write(f"mirrored plan: {where}{str(error).partition('. ')[0]}.\n")
+        sys.stderr.write(f"mirrored plan: {where}{str(error).partition('. ')[0].rstrip('.')}.\n")
         return 0
     except Exception:
         traceback.print_exc()

@@ -14,7 +14,7 @@ from .. import _process
 from .._errors import PlanError
 from .._jax import topologies, user_code
 from .._jax.costs import Work, work_in
-from .._typing import PyTree
+from .._typing import ArrayLike, PyTree
 
 _logger = logging.getLogger("mirrored")
 
@@ -64,12 +64,22 @@ class Planned(jax.ShapeDtypeStruct):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
-_OPERATIONS = """
-array jax_array float int bool complex index format iter getitem contains add radd sub rsub mul rmul truediv rtruediv floordiv
-rfloordiv mod rmod pow rpow matmul rmatmul neg pos abs round lt le gt ge
+def _computing(operation: str) -> Callable[..., Planned]:
+    def compute(self: Planned, *others: ArrayLike) -> Planned:
+        shape = jax.eval_shape(lambda first, *rest: getattr(first, operation)(*rest), self, *others)
+        return stand_in(shape, self.sharding)
+
+    return compute
+
+
+_READING = "array jax_array float int bool complex index format iter getitem contains"
+_COMPUTING = """
+add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos abs round lt le gt ge
 """
-for _operation in _OPERATIONS.split():
+for _operation in _READING.split():
     setattr(Planned, f"__{_operation}__", Planned._refuse)
+for _operation in _COMPUTING.split():  # such as the sum of the losses of an evaluation
+    setattr(Planned, f"__{_operation}__", _computing(f"__{_operation}__"))
 
 
 def stand_in(array: Any, placement: Sharding | None) -> Planned:

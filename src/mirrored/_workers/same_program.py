@@ -34,8 +34,9 @@ _ADVICE = (
 #: Ends an error about batches that all workers read.
 ONE_DATASET = (
     "Under AutoShardPolicy.DATA every worker reads the same batches and takes its rows of each; now rows would be lost and "
-    "others used twice. Give what shuffles one seed on all workers, and read the same files in the same order; or let each "
-    "worker read records of its own: auto_shard_policy='file' or 'off', or distribute_datasets_from_function."
+    "others used twice. Give what shuffles one seed on all workers, read the same files in the same order, and go through the "
+    "same datasets, none of them under `if strategy.is_chief:` alone; or let each worker read records of its own: "
+    "auto_shard_policy='file' or 'off', or distribute_datasets_from_function."
 )
 
 
