@@ -410,7 +410,7 @@ BUDGETS = {
     "data": 3460,  # 3,200
     "_workers": 2448,  # 1,700
     "_cluster": 1529,  # 1,080
-    "_checkpoint": 2017,  # 1,800
+    "_checkpoint": 2011,  # 1,800
     "_report": 974,  # 800
     "_plan": 604,  # a feature of its own
     "_testing": 770,  # 750
