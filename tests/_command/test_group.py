@@ -120,7 +120,9 @@ def read_until(process: subprocess.Popen[bytes], text: str, count: int = 1) -> N
 @pytest.fixture
 def launcher(tmp_path: Path) -> Iterator[Launcher]:
     it = Launcher(tmp_path)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, under which somebody may run the tests, ignores it
     yield it
+    signal.signal(signal.SIGHUP, before)
     for process in it.started:
         process.kill()
         process.wait()
