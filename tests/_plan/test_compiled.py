@@ -207,7 +207,8 @@ def test_values_are_refused_and_all_else_works_outside_of_steps(tmp_path) -> Non
     count.assign_add(1.0)
     assert "planned" in repr(w) and "planned: 8 x TPU v5 lite" in strategy.explain()
     strategy.barrier("end")
-    for reading in (w.numpy, lambda: float(total), lambda: w + 1, lambda: strategy.local_results(w), lambda: float(count.value)):
+    assert (w + 1).shape == (3,)  # what is computed of shapes is a shape
+    for reading in (w.numpy, lambda: float(total + 1), lambda: strategy.local_results(w), lambda: float(count.value)):
         with pytest.raises(mr.PlanError, match="the plan ends here"):
             reading()
     page = mr.report(strategy, tmp_path / "plan.html").read_text()
