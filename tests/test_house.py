@@ -415,7 +415,7 @@ BUDGETS = {
     "_plan": 604,  # a feature of its own
     "_testing": 770,  # 750
     "losses optimizer": 668,  # 600
-    "_command launch": 1530,  # 1,000
+    "_command launch": 1529,  # 1,000
     "__init__ __main__ _public testing": 126,
     "_process": 98,  # was in _replicas, _jax, _strategy and _models
     "_env _errors _html _libraries _options _text _tf_names _typing": 1051,  # 950

@@ -13,7 +13,6 @@ import os
 import re
 import select
 import stat
-import sys
 from pathlib import Path
 
 from .. import _env
@@ -98,10 +97,10 @@ class Outlet:
         except OSError as error:  # training goes on
             self._pending.clear()
             self._is_open = error.errno in (errno.ENOSPC, errno.EDQUOT)  # else the reader or the terminal is gone
-            if self._is_open and not self._has_told:
-                self._has_told = True
-                with contextlib.suppress(OSError):
-                    os.write(sys.stderr.fileno(), f"mirrored launch: output is lost: {error.strerror}\n".encode())
+            with contextlib.suppress(OSError):
+                if self._is_open and not self._has_told and select.select([], [2], [], 0)[1]:  # this write must not block either
+                    self._has_told = True
+                    os.write(2, f"mirrored launch: output is lost: {error.strerror}\n".encode())
 
 
 class Tail:
