@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -143,10 +145,11 @@ def nnx_steps(strategy: mr.Strategy, make: Callable[[str | None], nnx.Module], r
 
 
 def keras_fits(strategy: mr.Strategy, make_model: Callable[[], Any], rows: Rows, num_batches: int) -> list[Contender]:
-    """Epochs of Keras' `fit`, in the scope of Keras' own DataParallel, and in ours."""
+    """Epochs of Keras' `fit`, in the scope of Keras' own DataParallel (of none, for one replica), and in ours."""
     x, y = (np.concatenate([array] * num_batches) for array in rows)
     devices = [f"cpu:{i}" for i in range(strategy.num_replicas_in_sync)]
-    own = keras.distribution.DataParallel(devices=devices, auto_shard_dataset=False)
+    data_parallel = functools.partial(keras.distribution.DataParallel, auto_shard_dataset=False)
+    own_scope = data_parallel(devices=devices).scope if len(devices) > 1 else contextlib.nullcontext
 
     def fitting(name: str, scope: Callable[[], Any]) -> Contender:
         keras.utils.set_random_seed(0)
@@ -161,4 +164,4 @@ def keras_fits(strategy: mr.Strategy, make_model: Callable[[], Any], rows: Rows,
 
         return Contender(name, run)
 
-    return [fitting("keras.distribution.DataParallel", own.scope), fitting("mirrored", strategy.scope)]
+    return [fitting("keras.distribution.DataParallel", own_scope), fitting("mirrored", strategy.scope)]

@@ -37,7 +37,9 @@ def main() -> None:
     mr.MirroredStrategy([f"cpu:{i}" for i in range(max(sizes))])  # starts the backend with so many devices
     for workload in (WORKLOADS[name] for name in options.workloads.split(",")):
         for num_replicas in sizes:
-            contenders = [*by_hand(workload, num_replicas), *with_mirrored(workload, num_replicas)]
+            mesh = Mesh(np.array(jax.devices()[:num_replicas]), ("data",))
+            strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+            contenders = [*by_hand(workload, mesh), *with_mirrored(workload, strategy)]
             check_losses(contenders, num_steps=2, tolerance=1e-3)
             times = interleave(contenders, rounds, turn)
             rows = []
@@ -60,13 +62,12 @@ def batches_of(workload: Workload) -> list[tuple[np.ndarray, np.ndarray]]:
     return [batches[i % len(batches)] for i in range(NUM_STEPS)]
 
 
-def with_mirrored(workload: Workload, num_replicas: int) -> list[Contender]:
-    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+def with_mirrored(workload: Workload, strategy: mr.Strategy) -> list[Contender]:
     batches = list(strategy.distribute_dataset(batches_of(workload)))
     stacked = tuple(np.stack(parts) for parts in zip(*batches_of(workload), strict=True))
 
     def rows_of(context: Any) -> Any:
-        size = workload.batch // num_replicas
+        size = workload.batch // strategy.num_replicas_in_sync
         start = context.replica_id_in_sync_group * size
         return tuple(array[:, start : start + size] for array in stacked)
 
@@ -105,8 +106,7 @@ def _looping(name: str, call: Callable[[Any, Any], Any], batches: list[Any]) -> 
     return Contender(name, run)
 
 
-def by_hand(workload: Workload, num_replicas: int) -> list[Contender]:
-    mesh = Mesh(np.array(jax.devices()[:num_replicas]), ("data",))
+def by_hand(workload: Workload, mesh: Mesh) -> list[Contender]:
     split = NamedSharding(mesh, PartitionSpec("data"))
     batches = [jax.device_put(batch, split) for batch in batches_of(workload)]
     stacked = [np.stack(parts) for parts in zip(*batches_of(workload), strict=True)]
