@@ -118,6 +118,16 @@ def broken_accelerator(g):
     mr.MirroredStrategy()
 
 
+def no_such_gpu(g):
+    before = jax.config.jax_platforms
+    g.monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    jax.config.update("jax_platforms", None)
+    try:
+        mr.MirroredStrategy()
+    finally:
+        jax.config.update("jax_platforms", before)
+
+
 def no_task(g):
     g.monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1"]}}')
     mr.TFConfigClusterResolver().cluster_spec()
@@ -221,6 +231,7 @@ CASES: list[tuple[str, str, Case]] = [
     ("DeviceError", "twice", lambda g: mr.MirroredStrategy(["cpu:0", "cpu:0"])),
     ("DeviceError", "no gpu", no_gpu),
     ("DeviceError", "does not start", broken_accelerator),
+    ("DeviceError", "no such gpu", no_such_gpu),
     ("DeviceError", "too late", lambda g: mr.MirroredStrategy(["cpu:99"])),
     ("ClusterConfigError", "no task", no_task),
     ("ClusterConfigError", "started by a worker", started_by_a_worker),

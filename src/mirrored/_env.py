@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -83,7 +84,7 @@ HOSTNAME = EnvironmentVariable("HOSTNAME", "The name of a pod: in an indexed Job
 JAX_PLATFORMS = EnvironmentVariable("JAX_PLATFORMS", "Set to cpu by `mirrored launch --cpu-devices`; JAX reads it.")
 JAX_NUM_CPU_DEVICES = EnvironmentVariable("JAX_NUM_CPU_DEVICES", "Set by `mirrored launch --cpu-devices`; JAX reads it.")
 JAX_LOCAL_DEVICE_IDS = EnvironmentVariable("JAX_LOCAL_DEVICE_IDS", "Set by `mirrored launch`: a worker's GPUs; JAX reads it.")
-CUDA_VISIBLE_DEVICES = EnvironmentVariable("CUDA_VISIBLE_DEVICES", "Read by `mirrored launch --gpus-per-worker`: how many GPUs.")
+CUDA_VISIBLE_DEVICES = EnvironmentVariable("CUDA_VISIBLE_DEVICES", "Read: the number of GPUs that the user wants.")
 MIRRORED_ATTEMPT = EnvironmentVariable("MIRRORED_ATTEMPT", "Set by `mirrored launch`: 0, and one more after every restart.")
 MIRRORED_PROGRESS_FILE = EnvironmentVariable("MIRRORED_PROGRESS_FILE", "Set by `mirrored launch`: file of the last saved step.")
 MIRRORED_WORKER = EnvironmentVariable("MIRRORED_WORKER", "Set by each worker of several: the worker that its children cannot be.")
@@ -115,6 +116,14 @@ def forced_host_devices() -> int:
     """Return the number of CPU devices that `XLA_FLAGS` asks for, or 0."""
     counts = re.findall(r"--xla_force_host_platform_device_count=(\d+)", XLA_FLAGS.get() or "")
     return int(counts[-1]) if counts else 0
+
+
+def named_gpus() -> int | None:
+    """Return how many GPUs `CUDA_VISIBLE_DEVICES` names, or None if it is unset."""
+    if (names := CUDA_VISIBLE_DEVICES.get()) is None:
+        return None
+    listed = [name.strip() for name in names.split(",")]  # CUDA stops reading at the first that is no GPU, such as -1
+    return len(list(itertools.takewhile(lambda name: name and not name.startswith("-"), listed)))
 
 
 @contextlib.contextmanager

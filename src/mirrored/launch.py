@@ -267,11 +267,8 @@ def _check_gpus(parser: _Parser, options: argparse.Namespace) -> None:
 
 def _find_gpus() -> tuple[int | None, str]:
     """Return the number of NVIDIA GPUs that workers can use, and the source of that number; None if nothing tells it."""
-    names = _env.CUDA_VISIBLE_DEVICES.get()
-    if names is not None:  # CUDA stops reading at the first entry that is no GPU, such as -1
-        listed = [name.strip() for name in names.split(",")]
-        count = len(list(itertools.takewhile(lambda name: name and not name.startswith("-"), listed)))
-        return count, f"CUDA_VISIBLE_DEVICES, which is {describe(names)}, has {count}"
+    if (count := _env.named_gpus()) is not None:
+        return count, f"CUDA_VISIBLE_DEVICES, which is {describe(_env.CUDA_VISIBLE_DEVICES.get())}, has {count}"
     count = sum(re.fullmatch(r"nvidia\d+", name) is not None for name in os.listdir("/dev"))
     return count or None, f"this host has {count}"
 

@@ -42,6 +42,28 @@ def test_a_step_that_does_not_fit_says_what_takes_the_memory_and_changes_nothing
     assert float(run()) == 0 and float(run()) == 0
 
 
+def test_a_step_that_does_not_even_compile_says_the_same(strategy2, monkeypatch):
+    """On a GPU XLA tries kernels while it compiles, on a TPU it knows the memory."""
+    w, run = train(strategy2)
+    monkeypatch.setattr(ReplicaMesh, "memory_limit", lambda mesh: 2**30)
+    words = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 33.22GiB\nSource Location Trace"
+
+    def compile(self, *args, **kwargs):
+        raise jax.errors.JaxRuntimeError(words)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jax.stages.Lowered, "compile", compile)
+        expected = r"step does not fit into a device, which has 1\.0 GiB.* 33.22GiB\. Known so far: 1.0 MiB trained variables"
+        with pytest.raises(mr.DeviceError, match=expected) as told:
+            run()
+        assert "nothing has changed" in str(told.value) and "Trace" not in str(told.value)
+        words = "INTERNAL: another fault"
+        with pytest.raises(jax.errors.JaxRuntimeError, match="another fault"):
+            run()
+    assert not w.numpy().any()
+    assert float(run()) == 0
+
+
 def test_it_is_compiled_once_and_asked_before_the_first_run_only(strategy2, monkeypatch):
     asked = []
     monkeypatch.setattr(ReplicaMesh, "memory_limit", lambda mesh: asked.append(mesh) or 2**30)

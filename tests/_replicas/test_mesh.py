@@ -1,6 +1,7 @@
 """Devices: how they are named, made, and refused. What happens when JAX starts is seen in processes of their own."""
 
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -44,6 +45,14 @@ def printed(environment: dict[str, str], code: str) -> str:
 def pool(*expected: object) -> str:
     replicas, devices, threads, nproc = expected
     return f"{replicas} {devices} {max(threads, len(os.sched_getaffinity(0)))} {nproc}"
+
+
+@pytest.fixture
+def set_platforms() -> Iterator[Callable[[str | None], None]]:
+    """A function that sets JAX_PLATFORMS, as the program itself would."""
+    before = jax.config.jax_platforms
+    yield lambda names: jax.config.update("jax_platforms", names)
+    jax.config.update("jax_platforms", before)
 
 
 @pytest.mark.slow
@@ -125,6 +134,21 @@ def test_an_error_of_jax_s_start_is_the_devices_or_another_worker_s_loss(monkeyp
     assert lost.value is error and cleared == [True]
 
 
+def test_gpus_that_a_variable_names_and_jax_has_not_found_are_an_error(monkeypatch: pytest.MonkeyPatch, set_platforms) -> None:
+    """JAX itself warns in such a case, and computes on the CPU."""
+    set_platforms(None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with pytest.raises(mr.DeviceError, match=r"CUDA_VISIBLE_DEVICES is '3', and JAX has found no such GPU .* on the CPU instead"):
+        mr.MirroredStrategy()
+    assert mr.MirroredStrategy(["cpu:0"]).devices[0].platform == "cpu"
+    for none in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", none)
+        assert mr.MirroredStrategy().devices[0].platform == "cpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    set_platforms("cpu")  # the line that the message offers
+    assert mr.MirroredStrategy().devices[0].platform == "cpu"
+
+
 def test_jax_without_cpu_devices_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with JAX_PLATFORMS=cuda: there is no CPU backend to prepare, and none is needed."""
     gpus = [SimpleNamespace(platform="gpu", id=i) for i in range(2)]
@@ -142,7 +166,7 @@ def test_jax_without_cpu_devices_is_no_obstacle(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_gpu_that_jax_does_not_see_has_a_cause_and_a_line(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, set_platforms
 ) -> None:
     caplog.set_level("INFO", logger="mirrored")
 
@@ -156,14 +180,10 @@ def test_a_gpu_that_jax_does_not_see_has_a_cause_and_a_line(
     monkeypatch.setattr(mesh, "_NVIDIA_DRIVER", str(tmp_path / "no driver"))
     assert "pip install" not in tell() and "Leave devices out" in tell()
     monkeypatch.setattr(mesh, "_NVIDIA_DRIVER", __file__)
-    before = jax.config.jax_platforms
-    try:
-        jax.config.update("jax_platforms", None)
-        assert tell().count('JAX has no CUDA. Write pip install "jax[cuda13]".') == 2
-        jax.config.update("jax_platforms", "cpu")
-        assert tell().count("JAX_PLATFORMS=cpu leaves its GPUs out. Unset it.") == 2
-    finally:
-        jax.config.update("jax_platforms", before)
+    set_platforms(None)
+    assert tell().count('JAX has no CUDA. Write pip install "jax[cuda13]".') == 2
+    set_platforms("cpu")
+    assert tell().count("JAX_PLATFORMS=cpu leaves its GPUs out. Unset it.") == 2
 
 
 def test_workers_with_different_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

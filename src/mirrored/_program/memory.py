@@ -13,6 +13,12 @@ from .._errors import DeviceError
 from .._text import bytes_in_words
 from .._workers.joint_programs import Announced
 
+_OF_STATE = "an optimizer's and other state"
+_REMEDIES = (
+    "It was not run, and nothing has changed. Temporaries shrink with fewer rows, with parts of a batch one after the other "
+    '(schedule="one_by_one"), with jax.checkpoint and with bfloat16; the state of an optimizer with shard_state=True.'
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
@@ -73,7 +79,16 @@ def refuse_too_large(
         is_trained, arguments: as for `Memory.of`.
     """
     program: Any = compiled.program if isinstance(compiled, Announced) else compiled
-    made = program.lower(*arguments).compile()
+    try:
+        made = program.lower(*arguments).compile()
+    except jax.errors.JaxRuntimeError as error:  # XLA tries kernels on a GPU, and a TPU's compiler knows the memory
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        reason, parts = str(error).splitlines()[0], Memory.of(None, is_trained, arguments).in_words(_OF_STATE)
+        raise DeviceError(
+            f"{name} does not fit into a device, which has {bytes_in_words(has)}, less what other processes use. XLA, which "
+            f"compiled it, says: {reason}. Known so far: {parts}. {_REMEDIES}"
+        ) from error
     sizes = made.memory_analysis()
     if sizes is None:  # this backend does not tell
         return
@@ -81,11 +96,9 @@ def refuse_too_large(
     needs = sizes.argument_size_in_bytes + memory.results + memory.temporaries
     if needs <= has:
         return
-    parts = memory.in_words("an optimizer's and other state")
+    parts = memory.in_words(_OF_STATE)
     raise DeviceError(
-        f"{name} needs {bytes_in_words(needs)} of memory on each device, which has {bytes_in_words(has)}: {parts}. It was not "
-        "run, and nothing has changed. Temporaries shrink with fewer rows, with parts of a batch one after the other "
-        '(schedule="one_by_one"), with jax.checkpoint and with bfloat16; the state of an optimizer with shard_state=True.'
+        f"{name} needs {bytes_in_words(needs)} of memory on each device, which has {bytes_in_words(has)}: {parts}. {_REMEDIES}"
     )
 
 

@@ -291,6 +291,13 @@ def start_backend(num_cpu_devices: int) -> None:
                 f"JAX cannot start the devices of this process: {error}. Nothing is trained on the CPU instead. Free or repair "
                 "them; to train on the CPU, set JAX_PLATFORMS=cpu in the environment."
             ) from error
+    is_chosen = num_cpu_devices or jax.config.jax_platforms  # pyrefly: ignore[missing-attribute]
+    if not is_chosen and _env.named_gpus() and jax.default_backend() == "cpu":
+        raise DeviceError(
+            f"CUDA_VISIBLE_DEVICES is {_env.CUDA_VISIBLE_DEVICES.get()!r}, and JAX has found no such GPU (nvidia-smi lists them, "
+            'and JAX needs pip install "jax[cuda13]"). Nothing is trained on the CPU instead. Name GPUs that exist; to train on '
+            "the CPU, set JAX_PLATFORMS=cpu in the environment."
+        )
 
 
 def raising_cpu_threads() -> contextlib.AbstractContextManager[None]:
