@@ -83,15 +83,15 @@ class Steps:
             if spent.thread:
                 return
             spent.thread = thread
-        end = time.perf_counter()
+        end, input, devices = time.perf_counter(), waited.input, waited.devices
         if (before := spent.last) is not None:
             last, last_input, last_devices = before
             spent.num_steps += 1
             spent.wall += end - last
-            spent.input += waited.input - last_input
-            spent.devices += waited.devices - last_devices
-            spent.python += end - start - (waited.devices - waited_before)
-        spent.last = end, waited.input, waited.devices
+            spent.input += input - last_input
+            spent.devices += devices - last_devices
+            spent.python += end - start - (devices - waited_before)
+        spent.last = end, input, devices
 
     def _run_otherwise(self, strategy: object, program: StepProgram | None, call: Call, coming: Any) -> PyTree:
         """Run a step that is new, traced or eager; a new one is traced for the last batch too, which is `coming`."""
