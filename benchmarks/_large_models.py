@@ -1,4 +1,4 @@
-"""Models of a size that fills a GPU: GPT with 124 million parameters, and ResNet-50."""
+"""Models of a size that fills a GPU: GPT with 111 million parameters, and ResNet-50."""
 
 from __future__ import annotations
 

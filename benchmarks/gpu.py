@@ -1,6 +1,6 @@
 """What does `mirrored` cost on this machine's GPUs, next to the same by hand? In at most five minutes; a CPU is for trying it.
 
-Peak memory of GPT with 124 million parameters; the small workloads of the other benchmarks; GPT and ResNet-50 in bfloat16, on
+Peak memory of GPT with 111 million parameters; the small workloads of the other benchmarks; GPT and ResNet-50 in bfloat16, on
 one device, with four replicas on it, and on all devices; ResNet-50 fed from host memory; `mr.scan`; Flax NNX and Keras' `fit`
 where these are installed; a checkpoint of 256 MiB. docs/speed.md has the figures of one H200.
 """

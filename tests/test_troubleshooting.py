@@ -121,6 +121,7 @@ def broken_accelerator(g):
 def no_such_gpu(g):
     before = jax.config.jax_platforms
     g.monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    g.monkeypatch.setattr(mesh, "_has_cuda", lambda: True)
     jax.config.update("jax_platforms", None)
     try:
         mr.MirroredStrategy()

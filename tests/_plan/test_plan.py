@@ -13,7 +13,7 @@ from mirrored._plan.plan import ProgramPlan
 from mirrored._program.memory import Memory
 
 GIB = 2**30
-#: Of GPT with 124 M parameters on 16 x 512 tokens, compiled for one H100; one H200 takes 15.0 ms.
+#: Of GPT with 111 M parameters on 16 x 512 tokens, compiled for one H100; one H200 takes 15.0 ms.
 GPT = ProgramPlan("gpt", ("int32[1,16,513]",), "", Memory(GIB // 2, GIB, 32_832, 1024, 8 * GIB), 5.907e12, 0.0, 57.6e9, (), 7.0)
 #: Of ResNet-50 in bfloat16 on 128 pictures; one H200 takes 20.8 ms.
 RESNET = ProgramPlan("resnet", (), "", Memory(10**8, 10**8, 2 * 10**7, 1024, 5 * GIB), 3.613e12, 3.612e12, 33.6e9, (), 15.5)

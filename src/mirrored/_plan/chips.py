@@ -43,7 +43,7 @@ CHIPS = {
     "NVIDIA H200": Chip("H200", 989e12, 141e9, 4800 * GB, 450 * GB, 8, 40 * GB),
 }
 #: The parts of the published rates that a training step reaches, measured on one H200 (docs/speed.md): memory limits GPT with
-#: 124 M parameters, convolutions limit ResNet-50.
+#: 111 M parameters, convolutions limit ResNet-50.
 REACHED_PRODUCTS, REACHED_CONVOLUTIONS, REACHED_MEMORY = 0.5, 0.2, 0.75
 #: Seconds that one message takes between near devices, and between hosts.
 NEAR_LATENCY, FAR_LATENCY = 3e-6, 10e-6

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import importlib.metadata
 import logging
 import os
 import re
@@ -292,11 +293,11 @@ def start_backend(num_cpu_devices: int) -> None:
                 "them; to train on the CPU, set JAX_PLATFORMS=cpu in the environment."
             ) from error
     is_chosen = num_cpu_devices or jax.config.jax_platforms  # pyrefly: ignore[missing-attribute]
-    if not is_chosen and _env.named_gpus() and jax.default_backend() == "cpu":
+    if not is_chosen and _env.named_gpus() and jax.default_backend() == "cpu" and _has_cuda():
         raise DeviceError(
-            f"CUDA_VISIBLE_DEVICES is {_env.CUDA_VISIBLE_DEVICES.get()!r}, and JAX has found no such GPU (nvidia-smi lists them, "
-            'and JAX needs pip install "jax[cuda13]"). Nothing is trained on the CPU instead. Name GPUs that exist; to train on '
-            "the CPU, set JAX_PLATFORMS=cpu in the environment."
+            f"CUDA_VISIBLE_DEVICES is {_env.CUDA_VISIBLE_DEVICES.get()!r}, and JAX, whose CUDA is installed, has found no such "
+            "GPU. Nothing is trained on the CPU instead. Name GPUs that nvidia-smi lists; to train on the CPU, set "
+            "JAX_PLATFORMS=cpu in the environment."
         )
 
 
@@ -373,6 +374,10 @@ def _local_devices(platform: str) -> Sequence[jax.Device]:
         return jax.local_devices(backend=platform)
     except RuntimeError:  # JAX has no such backend: `start_backend` has started all that exist
         return ()
+
+
+def _has_cuda() -> bool:
+    return any("cuda" in plugin.name for plugin in importlib.metadata.entry_points(group="jax_plugins"))
 
 
 def _why_no_gpu() -> str:

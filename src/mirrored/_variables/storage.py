@@ -221,11 +221,9 @@ def overwrite(compiled: Callable[..., Any], home: Home, read_only: Sequence[Slot
             if borrowed:
                 held.update(borrowed.keys() & home.every)
             arguments = (home.arrays, arrays_of(read_only) if read_only else [], *others)
-            for array in arguments[0] or arguments[1]:
-                if hasattr(array, "is_ready"):  # random keys and lost arrays have none
-                    if array.is_ready():
-                        array.block_until_ready()  # an error of the program that was to compute it comes now
-                    break
+            first = next((array for array in arguments[0] or arguments[1] if hasattr(array, "is_ready")), None)
+            if first is not None and first.is_ready():  # random keys and lost arrays have none
+                first.block_until_ready()  # now an error of the program that was to compute it comes, if it has failed
             if type(compiled) is Announced:  # now, because it is Python
                 compiled.announce(*arguments)
                 compiled = compiled.program
