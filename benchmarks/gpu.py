@@ -1,13 +1,14 @@
 """What does `mirrored` cost on this machine's GPUs, next to the same by hand? In at most five minutes; a CPU is for trying it.
 
 Peak memory of GPT with 111 million parameters; the small workloads of the other benchmarks; GPT and ResNet-50 in bfloat16, on
-one device, with four replicas on it, and on all devices; ResNet-50 fed from host memory; `mr.scan`; Flax NNX and Keras' `fit`
-where these are installed; a checkpoint of 256 MiB. docs/speed.md has the figures of one H200.
+one device, with four replicas on it, and on all devices; ResNet-50 fed from host memory, and in PyTorch where that is installed;
+`mr.scan`; Flax NNX and Keras' `fit` where these are; a checkpoint of 256 MiB. docs/speed.md has the figures of one H200.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import itertools
 import os
@@ -15,10 +16,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import _jax_contenders
+import _peers
 import jax
 import loop
 import numpy as np
@@ -35,7 +38,7 @@ MEBIBYTES = 256
 
 
 def main() -> None:
-    options = parse(__doc__, rounds=8, turn=0.5, only="", peak="")
+    options = parse(__doc__, rounds=5, turn=0.5, only="", peak="")
     if options.peak:
         print(peak(options.peak, options.quick))
         return
@@ -89,7 +92,21 @@ def convolutions(options: argparse.Namespace) -> None:
         model = resnet(stages=(1,), size=32, rows=4) if options.quick else resnet()
         fed = [fed_by_hand(model), fed_with_mirrored(model)]
         compare(f"{model.name}, from host memory", fed, options)
-        on_devices(model, options, ("together",))
+        with peers(options) as others:
+            on_devices(model, options, ("together",), others)
+
+
+@contextlib.contextmanager
+def peers(options: argparse.Namespace) -> Iterator[list[Contender]]:
+    """Start PyTorch's ResNet-50, if this Python has PyTorch, for the duration of a block."""
+    if not (is_installed("torch") and is_installed("torchvision")):
+        print("skipped: PyTorch, which is not installed")
+        yield []
+        return
+    size = ["4", "32"] if options.quick else []
+    command = [sys.executable, str(Path(__file__).with_name("peer_torch_resnet.py")), *size]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield [Contender("PyTorch", _peers.remote(process))]
 
 
 def scan(options: argparse.Namespace) -> None:
@@ -134,16 +151,19 @@ def checkpoint(options: argparse.Namespace) -> None:
     print_table(f"a checkpoint of {w.numpy().nbytes / 2**20:.0f} MiB", rows)
 
 
-def compare(title: str, contenders: Sequence[Contender], options: argparse.Namespace) -> None:
-    """Time first steps, check the losses, take turns, and show each one's time and its ratio to the first."""
+def compare(title: str, contenders: Sequence[Contender], options: argparse.Namespace, others: Sequence[Contender] = ()) -> None:
+    """Time first steps, check the losses, take turns, and show each one's time and its ratio to the first.
+
+    Other frameworks begin with random numbers of their own, so their losses are not compared.
+    """
     rounds, turn = (2, 0.0) if options.quick else (options.rounds, options.turn)
     firsts = {}
-    for contender in contenders:
+    for contender in (*contenders, *others):
         start = time.perf_counter()
         contender.run(1)
         firsts[contender.name] = time.perf_counter() - start
     check_losses(contenders, 1, 0.02)
-    times = interleave(contenders, rounds, turn)
+    times = interleave([*contenders, *others], rounds, turn)
     rows = []
     for name, first in firsts.items():
         seconds, ratios = times.median(name), times.ratios(name, contenders[0].name)
@@ -151,11 +171,12 @@ def compare(title: str, contenders: Sequence[Contender], options: argparse.Names
     print_table(f"{title}; ratio to {contenders[0].name}", rows)
 
 
-def on_devices(model: Model, options: argparse.Namespace, schedules: Sequence[str]) -> None:
+def on_devices(model: Model, options: argparse.Namespace, schedules: Sequence[str], others: Sequence[Contender] = ()) -> None:
     """Compare on one device, with replicas that share it, and on all devices."""
     devices = jax.local_devices()
     sharing = [ours(model, devices[:1], f"4 replicas, {each}", num_replicas=4, schedule=each) for each in schedules]
-    compare(f"{model.name} on one device", [by_hand(model, devices[:1]), ours(model, devices[:1]), *sharing], options)
+    on_one = [by_hand(model, devices[:1]), ours(model, devices[:1]), *sharing]
+    compare(f"{model.name} on one device", on_one, options, others)
     if len(devices) > 1:
         both = [by_hand(model, devices), ours(model, devices)]
         compare(f"{model.name} on {len(devices)} devices", both, options)
