@@ -14,6 +14,7 @@ from strategies import in_threads, variable
 
 import mirrored as mr
 from mirrored._program import steps
+from mirrored._program.cache import MAX_FAST_PATHS
 
 
 def rows(strategy, *shape, scale=1.0):
@@ -72,6 +73,31 @@ def test_a_step_in_a_loop_is_known_without_its_key(kind, total, warm, x, monkeyp
     assert warm(step, *args) == expected
     monkeypatch.delattr(steps, "key_of")
     assert total(step, *args) == expected
+
+
+def test_steps_that_take_turns_are_known_too(total, warm, x, strategy, monkeypatch):
+    """As those of a generator and a discriminator, of two models by one factory, or a function that is made anew in each turn."""
+
+    def times(factor):
+        return lambda x: factor * jnp.sum(x)
+
+    def plain(x):
+        return jnp.sum(x)
+
+    doubled, tripled = times(2), times(3)
+    for _ in range(3):
+        assert [total(step, x) for step in (plain, doubled, tripled)] == [9, 18, 27]
+    monkeypatch.delattr(steps, "key_of")
+    for _ in range(2):
+        assert [total(step, x) for step in (tripled, plain, doubled)] == [27, 9, 18]
+    assert total(times(3), x) == 27, "its code is that of the last one which had to be looked up"
+
+
+def test_fast_paths_of_functions_that_are_gone_do_not_pile_up(warm, total, x, strategy):
+    kept = [lambda x: jnp.sum(x) for _ in range(MAX_FAST_PATHS)]
+    for step in [jnp.sum, *kept]:
+        assert total(step, x) == total(step, x) == 9
+    assert 0 < len(strategy._steps.programs._fast_paths) <= MAX_FAST_PATHS + 2
 
 
 def test_a_function_gets_defaults_or_becomes_a_method(total, warm, x):
@@ -157,7 +183,7 @@ def test_a_fast_path_ends_with_its_program(strategy, warm, x):
     for value in (1.0, 2.0):
         ended = train(value)
         gc.collect()
-        assert ended() is None and strategy._steps.programs.fast_path is None
+        assert ended() is None and not strategy._steps.programs._fast_paths
 
 
 def test_threads_share_a_step_and_take_each_their_own(strategy, total, x):

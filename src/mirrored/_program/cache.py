@@ -30,6 +30,7 @@ ProgramT = TypeVar("ProgramT", bound=Program)
 
 #: Programs kept per strategy, least recently used first out; beyond `MAX_FORGOTTEN` only those that were called lately.
 MAX_PROGRAMS, MAX_FORGOTTEN, LATELY_SECONDS = 256, 64, 600.0
+MAX_FAST_PATHS = 128
 #: So many programs of one function are normal (a few shapes, training and not); more are reported once.
 MAX_SILENT_RECOMPILATIONS = 8
 
@@ -50,6 +51,8 @@ class CacheEntry(Generic[ProgramT]):
         self.cause = cause  # why the program before of its function did not fit
         self.hash = hash(key)  # as it is now: later the key's objects may have another one, and may not be compared any more
         self.used = time.monotonic()
+        self.fast_path: FastPath[ProgramT] | None = None
+        self.is_found = False  # by a second call, which has looked for a fast path
         self._references: list[weakref.ref[Any]] = []
         self._pinned: list[Callable[[], Any]] = []
 
@@ -80,8 +83,7 @@ class Programs(Generic[ProgramT]):
         self._entries: collections.OrderedDict[CacheEntry[ProgramT], None] = collections.OrderedDict()
         self._seen: collections.OrderedDict[tuple[int, ...], _Seen] = collections.OrderedDict()
         self._last: CacheEntry[ProgramT] | None = None  # of the last call
-        self._short: CacheEntry[ProgramT] | None = None  # for which a fast path was looked for
-        self.fast_path: FastPath[ProgramT] | None = None  # of a call that was made twice in a row
+        self._fast_paths: dict[int, FastPath[ProgramT]] = {}  # of the last calls, by the `id` of a function, and of its code
         _all.add(self)
 
     def __iter__(self) -> Iterator[ProgramT]:
@@ -91,6 +93,11 @@ class Programs(Generic[ProgramT]):
         """Return the programs, each with the reason why the one before of its function did not fit; "" for the first."""
         return [(entry.program, entry.cause) for entry in list(self._entries)]
 
+    def fast_path_of(self, function: UserFunction) -> FastPath[ProgramT] | None:
+        """Return the fast path that a call of a function may take; the call finds out whether it fits."""
+        paths = self._fast_paths
+        return paths.get(id(function)) or paths.get(id(getattr(function, "__code__", None)))
+
     def get(
         self, key: tuple[Any, ...], functions: tuple[UserFunction, ...], args: Sequence[Any] | None = None
     ) -> ProgramT | None:
@@ -98,19 +105,34 @@ class Programs(Generic[ProgramT]):
 
         See `key_of` for a call's key and functions.
         """
-        if (last := self._last) is not None and key == last.key and match(last.guards, functions):  # need not hash its key
-            if args is not None and self._short is not last:  # called twice in a row
-                self._short = last
-                self.fast_path = fast_path_to(last.key, last.program, last.guards, args, last.program.mesh.stacked)
-                if last not in self._entries:  # it was just dropped
-                    self._short = self.fast_path = None
-            return last.program
-        for entry in list(self._by_hash.get(hash(key), ())):
-            if entry.key == key and match(entry.guards, functions):
-                self._last = entry
-                self._touch(entry)
-                return entry.program
-        return None
+        last = self._last
+        found = last if last is not None and key == last.key else None  # need not hash its key
+        if found is None or not match(found.guards, functions):
+            alike = [entry for entry in list(self._by_hash.get(hash(key), ())) if entry.key == key]
+            found = next((entry for entry in alike if match(entry.guards, functions)), None)
+            if found is None:
+                return None
+            self._last = found
+            self._touch(found)
+        if args is not None:
+            self._shorten(found, functions[0], args)
+        return found.program
+
+    def _shorten(self, entry: CacheEntry[ProgramT], function: UserFunction, args: Sequence[Any]) -> None:
+        """Let later calls like this one take the entry's fast path, if it has one."""
+        if not entry.is_found:
+            entry.is_found = True
+            entry.fast_path = fast_path_to(entry.key, entry.program, entry.guards, args, entry.program.mesh.stacked)
+        if entry.fast_path is not None:
+            if len(self._fast_paths) > MAX_FAST_PATHS:  # functions that are made anew for each call have new ones
+                self._fast_paths.clear()
+            for known in (function, getattr(function, "__code__", None)):
+                self._fast_paths[id(known)] = entry.fast_path
+            if entry not in self._entries:  # it was just dropped
+                self._forget(entry)
+
+    def _forget(self, entry: CacheEntry[ProgramT]) -> None:
+        self._fast_paths = {key: path for key, path in self._fast_paths.items() if path is not entry.fast_path}
 
     def _touch(self, entry: CacheEntry[ProgramT]) -> None:
         entry.used = time.monotonic()
@@ -163,9 +185,9 @@ class Programs(Generic[ProgramT]):
 
     def _insert(self, entry: CacheEntry[ProgramT], functions: tuple[UserFunction, ...]) -> None:
         """Make an entry that of the last call, in place of any that other threads have made meanwhile."""
-        for used in (self._last, self._short):
-            if used is not None:  # their calls have not touched them, to be fast
-                self._touch(used)
+        of_short = set(map(id, self._fast_paths.values()))
+        for used in [each for each in self._entries if each is self._last or id(each.fast_path) in of_short]:
+            self._touch(used)  # their calls have not, to be fast
         alike = [other for other in self._by_hash.get(entry.hash, ()) if other.key == entry.key]
         for made_meanwhile in [other for other in alike if match(other.guards, functions)]:
             self.drop(made_meanwhile)
@@ -201,8 +223,7 @@ class Programs(Generic[ProgramT]):
             del self._by_hash[entry.hash]
         if self._last is entry:
             self._last = None
-        if self._short is entry:
-            self._short = self.fast_path = None
+        self._forget(entry)
 
 
 def _drop_from(programs: weakref.ref[Programs[Any]], entry: weakref.ref[CacheEntry[Any]], _: object) -> None:
