@@ -30,7 +30,7 @@ def main(num_rows: int = 128, size: int = 224) -> None:
     def run(num_steps: int) -> float:
         for _ in range(num_steps):
             loss = step()
-        return float(loss)
+        return loss.item()
 
     _peers.serve(run)
 

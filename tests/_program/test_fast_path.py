@@ -97,7 +97,7 @@ def test_fast_paths_of_functions_that_are_gone_do_not_pile_up(warm, total, x, st
     kept = [lambda x: jnp.sum(x) for _ in range(MAX_FAST_PATHS)]
     for step in [jnp.sum, *kept]:
         assert total(step, x) == total(step, x) == 9
-    assert 0 < len(strategy._steps.programs._fast_paths) <= MAX_FAST_PATHS + 2
+    assert 0 < len(strategy._steps.programs.fast_paths) <= MAX_FAST_PATHS + 2
 
 
 def test_a_function_gets_defaults_or_becomes_a_method(total, warm, x):
@@ -183,7 +183,7 @@ def test_a_fast_path_ends_with_its_program(strategy, warm, x):
     for value in (1.0, 2.0):
         ended = train(value)
         gc.collect()
-        assert ended() is None and not strategy._steps.programs._fast_paths
+        assert ended() is None and not strategy._steps.programs.fast_paths
 
 
 def test_threads_share_a_step_and_take_each_their_own(strategy, total, x):

@@ -83,7 +83,7 @@ class Programs(Generic[ProgramT]):
         self._entries: collections.OrderedDict[CacheEntry[ProgramT], None] = collections.OrderedDict()
         self._seen: collections.OrderedDict[tuple[int, ...], _Seen] = collections.OrderedDict()
         self._last: CacheEntry[ProgramT] | None = None  # of the last call
-        self._fast_paths: dict[int, FastPath[ProgramT]] = {}  # of the last calls, by the `id` of a function, and of its code
+        self.fast_paths: dict[int, FastPath[ProgramT]] = {}  # of the last calls, by the `id` of a function and of its code
         _all.add(self)
 
     def __iter__(self) -> Iterator[ProgramT]:
@@ -92,11 +92,6 @@ class Programs(Generic[ProgramT]):
     def causes(self) -> list[tuple[ProgramT, str]]:
         """Return the programs, each with the reason why the one before of its function did not fit; "" for the first."""
         return [(entry.program, entry.cause) for entry in list(self._entries)]
-
-    def fast_path_of(self, function: UserFunction) -> FastPath[ProgramT] | None:
-        """Return the fast path that a call of a function may take; the call finds out whether it fits."""
-        paths = self._fast_paths
-        return paths.get(id(function)) or paths.get(id(getattr(function, "__code__", None)))
 
     def get(
         self, key: tuple[Any, ...], functions: tuple[UserFunction, ...], args: Sequence[Any] | None = None
@@ -124,15 +119,15 @@ class Programs(Generic[ProgramT]):
             entry.is_found = True
             entry.fast_path = fast_path_to(entry.key, entry.program, entry.guards, args, entry.program.mesh.stacked)
         if entry.fast_path is not None:
-            if len(self._fast_paths) > MAX_FAST_PATHS:  # functions that are made anew for each call have new ones
-                self._fast_paths.clear()
+            if len(self.fast_paths) > MAX_FAST_PATHS:  # functions that are made anew for each call have new ones
+                self.fast_paths.clear()
             for known in (function, getattr(function, "__code__", None)):
-                self._fast_paths[id(known)] = entry.fast_path
+                self.fast_paths[id(known)] = entry.fast_path
             if entry not in self._entries:  # it was just dropped
                 self._forget(entry)
 
     def _forget(self, entry: CacheEntry[ProgramT]) -> None:
-        self._fast_paths = {key: path for key, path in self._fast_paths.items() if path is not entry.fast_path}
+        self.fast_paths = {key: path for key, path in self.fast_paths.items() if path is not entry.fast_path}
 
     def _touch(self, entry: CacheEntry[ProgramT]) -> None:
         entry.used = time.monotonic()
@@ -185,7 +180,7 @@ class Programs(Generic[ProgramT]):
 
     def _insert(self, entry: CacheEntry[ProgramT], functions: tuple[UserFunction, ...]) -> None:
         """Make an entry that of the last call, in place of any that other threads have made meanwhile."""
-        of_short = set(map(id, self._fast_paths.values()))
+        of_short = set(map(id, self.fast_paths.values()))
         for used in [each for each in self._entries if each is self._last or id(each.fast_path) in of_short]:
             self._touch(used)  # their calls have not, to be fast
         alike = [other for other in self._by_hash.get(entry.hash, ()) if other.key == entry.key]

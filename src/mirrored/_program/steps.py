@@ -56,7 +56,8 @@ class Steps:
         frame = frames.current()
         is_traced = (frame is not None and frame.bindings is not None) or tracing.current_trace() is not tracing.NO_TRACE
         is_plain = not is_traced and not is_eager.get()
-        fast_path = self.programs.fast_path_of(function) if is_plain and not kwargs else None
+        paths = self.programs.fast_paths if is_plain and not kwargs else {}
+        fast_path = paths.get(id(function)) or paths.get(id(getattr(function, "__code__", None)))
         if fast_path is not None and (arrays := fast_path.arrays_of(function, args)) is not None:
             program = fast_path.program
         elif "flax.nnx" in sys.modules and nnx.holds_objects((args, kwargs)):

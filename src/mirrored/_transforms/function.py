@@ -85,7 +85,8 @@ def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any])
     if "flax.nnx" in sys.modules and nnx.holds_objects((args, kwargs)):
         return nnx.run_with_objects(call_compiled, None, fn, args, kwargs)
     strategy = None if frame is None else id(frame.strategy)
-    if not kwargs and (fast_path := _programs.fast_path_of(fn)) is not None and fast_path.key[-2] == strategy:
+    fast_path = None if kwargs else _programs.fast_paths.get(id(fn))
+    if fast_path is not None and fast_path.key[-2] == strategy:
         arrays = fast_path.arrays_of(fn, args)
         if arrays is not None:
             return fast_path.program.run(arrays)
