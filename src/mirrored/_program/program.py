@@ -58,7 +58,9 @@ def name_of_collective(collective: Collective) -> str:
 
 
 def collectives_of(program: Program) -> list[Collective]:
-    """Return the collectives of a step, or of the steps inside a function, in program order."""
+    """Return the collectives of a step, or of the steps inside a function, in program order; one device has none."""
+    if len(program.mesh.devices) == 1:
+        return []
     if isinstance(program, StepProgram):
         return program.findings.collectives
     return list(_collectives_in(program.lifted.shown.jaxpr))

@@ -91,7 +91,10 @@ def _cards(facts: Facts) -> Html:
         "of variables on each device": bytes_in_words(sum(state.num_bytes for state in facts.variables)),
         "warnings": len(facts.warnings),
     }
-    cards = [join([element("b", value), element("span", name)]) for name, value in known.items()]
+    cards = [
+        join([element("b", value), element("span", name.removesuffix("s") if value == 1 else name)])
+        for name, value in known.items()
+    ]
     return element("div", join(element("div", card, class_="card") for card in cards), class_="cards")
 
 
