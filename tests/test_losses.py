@@ -222,9 +222,8 @@ def of_ours(loss):
 
 def by_optimizer(strategy, x, gradients, **options):
     """Return losses, and changes of weights by `mr.Optimizer`, of several functions like `of_ours(loss)` in one step."""
-    with strategy.scope():
-        variables = {name: mr.Variable(W) for name in gradients}
-        optimizers = {name: mr.Optimizer(optax.sgd(1.0), [w], **options) for name, w in variables.items()}
+    variables = {name: variable(W, strategy) for name in gradients}
+    optimizers = {name: mr.Optimizer(optax.sgd(1.0), [w], **options) for name, w in variables.items()}
 
     def step(rows):
         values = {}

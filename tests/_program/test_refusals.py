@@ -423,8 +423,7 @@ def test_what_is_not_linear_in_a_share_is_said_with_the_shares_line_and_the_line
 
     def outcome(strategy, loss, count):
         w = variable(2.0, strategy)
-        with strategy.scope():
-            optimizer = mr.Optimizer(optax.sgd(0.1), [w])
+        optimizer = mr.Optimizer(optax.sgd(0.1), [w])
         [own] = strategy.distribute_dataset([rows])
         by_hand = lambda x: ctx().all_reduce("sum", jax.grad(loss)(2.0, x))  # noqa: E731
         steps = [lambda x: optimizer.apply_gradients([mr.grad(lambda: loss(w.value, x), w)()]), by_hand]
@@ -469,8 +468,7 @@ packed_sine.defvjp(lambda z: (jnp.sin(z), z), unpack_and_multiply)
 def test_a_backward_pass_that_packs_values_and_cotangents_warns_and_the_designs_lines_silence_it(num_replicas):
     strategy, rows = strategy_of(num_replicas), np.arange(7, dtype=np.float32)
     w, [own] = variable(2.0, strategy), strategy.distribute_dataset([rows])
-    with strategy.scope():
-        optimizer = mr.Optimizer(optax.sgd(1.0), [w])
+    optimizer = mr.Optimizer(optax.sgd(1.0), [w])
 
     def by_hand(x):
         return ctx().all_reduce("sum", jax.grad(lambda w: average(packed_sine(w * x)))(2.0))
@@ -491,8 +489,7 @@ def test_a_backward_pass_that_packs_values_and_cotangents_warns_and_the_designs_
 
 def test_odeint_is_a_backward_pass_that_packs_too(strategy3):
     w, rows = variable(1.0, strategy3), np.arange(7, dtype=np.float32)
-    with strategy3.scope():
-        optimizer = mr.Optimizer(optax.sgd(1.0), [w])
+    optimizer = mr.Optimizer(optax.sgd(1.0), [w])
     [own] = strategy3.distribute_dataset([rows])
 
     def step(x, aggregate):
@@ -566,8 +563,7 @@ def test_a_value_of_all_replicas_beside_a_gradient_counts_r_times(num_replicas):
 def test_a_decay_that_is_given_to_an_optimizer_counts_r_times_too_and_its_line_is_right(strategy3):
     tx = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1))
     w, of_all = variable(2.0, strategy3), variable(2.0, strategy3)
-    with strategy3.scope():
-        optimizer, other = mr.Optimizer(optax.sgd(0.1), [w]), mr.Optimizer(tx, [of_all])
+    optimizer, other = mr.Optimizer(optax.sgd(0.1), [w]), mr.Optimizer(tx, [of_all])
 
     def step(x, aggregate):
         [gradient] = mr.grad(lambda: (x * w.value - 1) ** 2, [w])()

@@ -313,9 +313,8 @@ def by_hand(model):
 def with_replicas(model, num_replicas):
     """Lower the same step for several replicas of one device, after it has run."""
     strategy = strategy_of(1, num_replicas=num_replicas)
-    with strategy.scope():
-        params = mr.Variable(model.params)
-        optimizer = mr.Optimizer(model.tx, params)
+    params = variable(model.params, strategy)
+    optimizer = mr.Optimizer(model.tx, params)
 
     def step(rows):
         loss, gradients = mr.value_and_grad(lambda: model.losses(params.value, rows), params)()

@@ -119,8 +119,7 @@ def test_arguments_stay_valid(strategy2):
 
 
 def test_a_host_array_may_be_filled_again_at_once(strategy2):
-    with strategy2.scope():
-        w = mr.Variable(np.eye(300, dtype="float32"))
+    w = variable(np.eye(300, dtype="float32"), strategy2)
 
     def slow():
         w.assign(jax.lax.fori_loop(0, 20, lambda i, y: jnp.tanh(y @ y), w.value))

@@ -124,8 +124,7 @@ def by_equinox(strategy, batches, loss_of, combine):
 
 def by_optimizer_of_mirrored(strategy, batches, loss_of, combine):
     w = variable(W, strategy)
-    with strategy.scope():
-        optimizer = mr.Optimizer(TX, [w])
+    optimizer = mr.Optimizer(TX, [w])
 
     def step(x):
         _, gradients = combine(jax.value_and_grad(lambda w: loss_of(per_row(w, x)))(w.value))
