@@ -114,16 +114,6 @@ def test_a_function_that_is_closed_over_twice_may_become_two(warm, x):
     assert warm(step, x) == 189
 
 
-def test_numbers_that_come_and_go_are_not_taken_for_each_other(total, x):
-    def made(factor):
-        return lambda x: jnp.sum(x) * factor
-
-    for number in range(7):  # each ends before the next begins, and may leave it its place in memory
-        factor = float(number)
-        assert [total(made(factor), x) for _ in range(3)] == [9 * number] * 3
-        del factor
-
-
 def test_arguments_of_another_kind_are_another_step(strategy, total, warm, x):
     def step(x, **named):
         return jnp.sum(x) * (10 if named else 1) * x.shape[0]

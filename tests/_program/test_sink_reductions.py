@@ -54,9 +54,11 @@ def lowered(strategy, args):
         return program.compiled.lower([], values, [arg._array for arg in args], program.constants)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_no_replica_has_a_gradient_of_its_own(dtype):
-    strategy = strategy_of(1, num_replicas=8)
+@pytest.mark.parametrize(
+    ("dtype", "schedule"), [(jnp.float32, "together"), (jnp.bfloat16, "together"), (jnp.float32, "one_by_one")]
+)
+def test_no_replica_has_a_gradient_of_its_own(dtype, schedule):
+    strategy, is_together = strategy_of(1, num_replicas=8, schedule=schedule), schedule == "together"
     step, args = gradients_of(strategy, dtype, 16)
     strategy.run(step, args=args)
     text = lowered(strategy, args).as_text()
@@ -64,9 +66,9 @@ def test_no_replica_has_a_gradient_of_its_own(dtype):
     assert [shape for shape in of_each if shape in text] == []
     groups = set(map(int, re.findall(r"(?:feature|batch)_group_count = (\d+)", text)))
     assert groups == {1, OUT}  # and not those of eight replicas
-    assert f"8x2x{SIDE}x{SIDE}x{WIDTH}" in text  # but of its rows
+    assert (f"8x2x{SIDE}x{SIDE}x{WIDTH}" in text) is is_together  # but of its rows
     behind = set(re.findall(rf"tanh .*<(\w+)x{SIDE}x{SIDE}x{OUT}x", text))
-    assert behind == {"16"}  # and no axis of replicas between a convolution and what XLA may make with it
+    assert behind == {"16" if is_together else "2"}  # and no axis of replicas between a convolution and what XLA may make with it
 
 
 EVEN = [(jnp.bfloat16, 1, 4), (jnp.bfloat16, 2, 4)]

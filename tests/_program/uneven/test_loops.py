@@ -241,11 +241,6 @@ def condition(x):
     return jax.lax.cond(LAYERS.sum() > 0, lambda h, n: (jnp.tanh(h), n + 1), lambda h, n: (h * 2, n - 1), x, jnp.float32(3))
 
 
-def moving_average(x):
-    layer = lambda carry, w: ((jnp.tanh(carry[0] @ w), 0.9 * carry[1] + 0.1 * w.mean()), None)  # noqa: E731
-    return jax.lax.scan(layer, (x, jnp.float32(0)), LAYERS)[0]
-
-
 def collectives(x):
     def layer(carry, w):
         h, n = carry
@@ -271,10 +266,6 @@ def gradients(x, wrap=lambda layer: layer):
 
 def gradients_of_checkpoints(x):
     return gradients(x, jax.checkpoint)
-
-
-def while_loop(x):
-    return jax.lax.while_loop(lambda own: own[1] < 3, lambda own: (jnp.tanh(own[0] * 2), own[1] + 1), (x, jnp.float32(0)))
 
 
 @jax.custom_vjp
@@ -330,8 +321,8 @@ def while_loops(x):
 
 
 BESIDE_ROWS = [
-    key_and_counter, fori_loop, checkpointed, time_of_a_recurrent_net, nested, condition, moving_average, collectives, gradients,
-    gradients_of_checkpoints, while_loop, while_loops, own_derivatives, gradients_of_own_derivatives,
+    key_and_counter, fori_loop, checkpointed, time_of_a_recurrent_net, nested, condition, collectives, gradients,
+    gradients_of_checkpoints, while_loops, own_derivatives, gradients_of_own_derivatives,
 ]  # fmt: skip
 
 

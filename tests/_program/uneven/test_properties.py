@@ -5,7 +5,6 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from _program.uneven.rows import COLUMNS, DEVICES, STRATEGIES, assert_equals_one_device, ctx, data, run, split, with_nan_padding
 from strategies import variable
@@ -130,24 +129,6 @@ def test_arrays_that_a_step_makes_anew_for_each_trace_are_the_same_to_all_replic
 
         run(strategy, step, data(7))
         return v.value
-
-    assert_equals_one_device(outcome)
-
-
-def test_a_loop_around_run_trains_on_uneven_rows_and_other_strategies_may_run_in_between():
-    def outcome(strategy):
-        w = variable(np.ones(COLUMNS, np.float32), strategy)
-        optimizer = mr.Optimizer(optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)), [w])
-        x = split(strategy, data(7))
-
-        def step(x):
-            value, gradients = mr.value_and_grad(lambda: mr.losses.compute_average_loss(jnp.tanh(x @ w.value)), [w])()
-            optimizer.apply_gradients(gradients)
-            return value
-
-        _, losses = mr.scan(lambda c, _: (c, strategy.reduce("sum", strategy.run(step, args=(x,)))), 0.0, None, length=3)
-        run(STRATEGIES[2], lambda x: 2 * x, data(5))
-        return losses, run(strategy, step, data(7)), w.value
 
     assert_equals_one_device(outcome)
 
