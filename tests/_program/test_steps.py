@@ -100,20 +100,6 @@ def test_arguments_by_position_and_by_name_and_static_ones_that_choose(strategy2
         run(args=(x,), kwargs={"name": "third"})
 
 
-def test_arguments_stay_valid(strategy2):
-    w = variable(np.zeros(2, "float32"), strategy2)
-    per_replica, mirrored, on_host = numbers(strategy2), jnp.ones(2), np.ones(2, "float32")
-
-    def step(a, b, c):
-        w.assign(w + all_reduce("sum", a) + b + c)
-
-    for _ in range(3):
-        strategy2.run(step, args=(per_replica, mirrored, on_host))
-    assert values_of(per_replica) == [0, 1]
-    np.testing.assert_array_equal(mirrored, on_host)
-    np.testing.assert_array_equal(w.numpy(), [9, 9])
-
-
 def test_a_host_array_may_be_filled_again_at_once(strategy2):
     w = variable(np.eye(300, dtype="float32"), strategy2)
 

@@ -171,23 +171,6 @@ class NnxInPieces(Program):
 # -- a loss with a step of its own
 
 
-class Regularized(Program):
-    params = MLP
-    tx = optax.sgd(0.1, momentum=0.9)
-
-    def losses(self, p: Any, b: Batch) -> jax.Array:
-        return cross_entropy(jax.nn.relu(b["x"] @ p["first"]) @ p["second"], b) * b["weight"]
-
-    def loss(self, p: Any, b: Batch) -> jax.Array:
-        return jnp.mean(self.losses(p, b)) + 0.01 * optax.tree.norm(p, squared=True)
-
-    def share(self, b: Batch) -> jax.Array:
-        p = self.values()
-        losses = cross_entropy(jax.nn.relu(b["x"] @ p["first"]) @ p["second"], b)
-        penalty = mr.losses.scale_regularization_loss(0.01 * optax.tree.norm(p, squared=True))
-        return mr.losses.compute_average_loss(losses, sample_weight=b["weight"]) + penalty
-
-
 class MeanOfOwnRows(Program):
     def losses(self, p: Any, b: Batch) -> jax.Array:
         return optax.huber_loss(linear(p, b), b["y"])
@@ -196,24 +179,6 @@ class MeanOfOwnRows(Program):
         value, gradients = mr.value_and_grad(lambda: self.losses(self.values(), b).mean(), self.v)()
         self.optimizer.apply_gradients(gradients, aggregate="mean")
         return carry, {"loss": ctx().all_reduce("mean", value, by_rows=True)}
-
-
-class PaddedTokens(Program):
-    """The mean over all real tokens of the batch, not over rows."""
-
-    params = {"embedding": normal(6, 3)}
-
-    def losses(self, p: Any, b: Batch) -> jax.Array:
-        return jnp.sum(p["embedding"][b["tokens"]] ** 2, axis=-1) * b["mask"]
-
-    def loss(self, p: Any, b: Batch) -> jax.Array:
-        return self.losses(p, b).sum() / b["mask"].sum()
-
-    def step(self, carry: Any, b: Batch) -> tuple[Any, dict[str, Any]]:
-        tokens = ctx().all_reduce("sum", b["mask"].sum())
-        value, gradients = mr.value_and_grad(lambda: self.losses(self.values(), b).sum() / tokens, self.v)()
-        self.optimizer.apply_gradients(gradients, aggregate="sum")
-        return carry, {"loss": value}
 
 
 class NormalizedAdvantages(Program):
@@ -244,44 +209,6 @@ class Contrastive(Program):
         return optax.softmax_cross_entropy(z @ z.T, b["id"][:, None] == b["id"]).mean()
 
 
-class GlobalMoments(Program):
-    """Normalization over all replicas' rows, and its moving averages."""
-
-    params = {
-        "trained": {"w": normal(3, 4), "scale": np.ones(4, np.float32), "bias": np.zeros(4, np.float32), "out": normal(4, 3)},
-        "stats": {"mean": np.zeros(4, np.float32), "var": np.ones(4, np.float32)},
-    }
-
-    def losses_of(self, p: Any, b: Batch, average: Callable[[Any], Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the losses of rows that are normalized, and the new averages; `average` is the mean over the replicas."""
-        h, own = b["x"] @ p["trained"]["w"], p["trained"]
-        mean, squares = average((h.mean(0), (h**2).mean(0)))
-        new = {"mean": mean, "var": squares - mean**2}
-        h = (h - mean) / jnp.sqrt(new["var"] + 1e-3) * own["scale"] + own["bias"]
-        return cross_entropy(h @ own["out"], b), jax.tree.map(lambda old, now: 0.9 * old + 0.1 * now, p["stats"], new)
-
-    def step(self, carry: Any, b: Batch) -> tuple[Any, dict[str, Any]]:
-        def loss() -> tuple[jax.Array, Any]:
-            losses, stats = self.losses_of(self.values(), b, lambda tree: ctx().all_reduce("mean", tree))
-            return mr.losses.compute_average_loss(losses), stats
-
-        (value, stats), gradients = mr.value_and_grad(loss, self.v["trained"], has_aux=True)()
-        self.optimizer.apply_gradients({"trained": gradients, "stats": dict.fromkeys(stats)})
-        for name, variable in self.v["stats"].items():
-            variable.assign(stats[name])
-        return carry, {"loss": value}
-
-    def plain(self, s: dict[str, Any], b: Batch, parts: list[Batch]) -> dict[str, Any]:
-        def loss(p: Any) -> tuple[jax.Array, Any]:
-            losses, stats = self.losses_of(p, b, lambda tree: tree)
-            return losses.mean(), stats
-
-        (value, stats), gradients = jax.value_and_grad(loss, has_aux=True)(s["params"])
-        self.update(s, gradients)
-        s["params"]["stats"] = stats
-        return {"loss": value}
-
-
 class CentredWithAMeanLoss(Program):
     """A gradient that has come back through a collective cannot be weighed afterwards."""
 
@@ -303,21 +230,6 @@ class CentredWithAMeanLoss(Program):
 
         self.update(s, jax.grad(loss)(s["params"]))
         return {}
-
-
-class AccumulatedByScan(Program):
-    refuses = dict.fromkeys(("odd", "empty"), (TypeError, "cannot reshape"))
-
-    def step(self, carry: Any, b: Batch) -> tuple[Any, dict[str, Any]]:
-        rows, parts = ctx().all_reduce("sum", b["y"].shape[0]), jax.tree.map(lambda a: a.reshape(2, -1, *a.shape[1:]), b)
-
-        def add(total: Any, part: Batch) -> tuple[Any, None]:
-            loss = lambda: mr.losses.compute_average_loss(square(self.values(), part), global_batch_size=rows)  # noqa: E731
-            return jax.tree.map(jnp.add, total, mr.value_and_grad(loss, self.v)()), None
-
-        (value, gradients), _ = mr.scan(add, (0.0, jax.tree.map(jnp.zeros_like, self.values())), parts)
-        self.optimizer.apply_gradients(gradients)
-        return carry, {"loss": value}
 
 
 class Gan(Program):
@@ -438,28 +350,6 @@ class WithoutVariables(NoOptimizer):
         updates, state = optax.adam(0.1).update(gradients, state)
         s["carry"] = optax.apply_updates(params, updates), state
         return {"loss": value}
-
-
-class StateInAVariable(NoOptimizer):
-    """A tree of arrays as one variable, as train states of Linen are kept."""
-
-    params = {"state": {"w": np.zeros(3, np.float32), "step": np.int32(0)}}
-
-    def read(self) -> Any:
-        return {"state": self.v["state"].numpy()}
-
-    def step(self, carry: Any, b: Batch) -> tuple[Any, dict[str, Any]]:
-        old = self.v["state"].value
-        loss = lambda w: mr.losses.compute_average_loss((b["x"] @ w - b["y"]) ** 2)  # noqa: E731
-        gradient = ctx().all_reduce("sum", jax.grad(loss)(old["w"]))
-        self.v["state"].assign({"w": old["w"] - 0.1 * gradient, "step": old["step"] + 1})
-        return carry, {}
-
-    def plain(self, s: dict[str, Any], b: Batch, parts: list[Batch]) -> dict[str, Any]:
-        old = s["params"]["state"]
-        gradient = jax.grad(lambda w: jnp.mean((b["x"] @ w - b["y"]) ** 2))(old["w"])
-        s["params"]["state"] = {"w": old["w"] - 0.1 * gradient, "step": old["step"] + 1}
-        return {}
 
 
 class RunningSums(NoOptimizer):

@@ -40,19 +40,6 @@ def conjugate_gradients(x, y):
     return solved(right), jax.lax.fori_loop(0, 2, lambda i, right: solved(right), right)
 
 
-def rows_that_are_carried(x, y):
-    """What is carried has the rows' shape, and so has what is collected in each round."""
-
-    def body(carry, scale):
-        h, mean = carry
-        mean = total(jnp.sum(h, axis=0)) / total(jnp.float32(h.shape[0]))
-        h = jnp.tanh(h - scale * mean)
-        return (h, mean), (jnp.sum(h, axis=1), mean)
-
-    (h, mean), (sums, means) = jax.lax.scan(body, (x, jnp.zeros(COLUMNS)), jnp.arange(3.0))
-    return h, mean, sums.T, means
-
-
 def parts_of_a_batch(x, y):
     """Each round takes other columns of this replica's rows."""
     parts = jnp.moveaxis(x.reshape(x.shape[0], 2, 2), 1, 0)
@@ -84,19 +71,8 @@ def conditions(x, y):
     return jax.lax.cond(is_much, much, little, W), jax.lax.cond(is_much, little, much, W)
 
 
-def gradients_through_loops(x, y):
-    """JAX turns the loop round: what it saved in each round has the rows' shape."""
-
-    def run(x):
-        h, _ = jax.lax.scan(lambda h, _: (jnp.tanh(h + total(jnp.sum(h, axis=0))), None), x, None, length=3)
-        return jnp.sum(h**2) / total(jnp.float32(x.shape[0]))
-
-    return jax.grad(run)(x)
-
-
 RIGHT = [
-    line_search, conjugate_gradients, rows_that_are_carried, parts_of_a_batch, loops_in_loops, conditions,
-    gradients_through_loops,
+    line_search, conjugate_gradients, parts_of_a_batch, loops_in_loops, conditions,
 ]  # fmt: skip
 
 
