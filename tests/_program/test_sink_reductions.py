@@ -47,21 +47,21 @@ def gradients_of(strategy, dtype, num_rows):
     return step, (tokens,)
 
 
-def lowered(strategy, args):
-    """Lower the program of the only step that a strategy has run, which writes no variable."""
+def text_of(make, schedule="together"):
+    """Run the step that `make` makes for eight replicas of a device, which writes no variable; return the text of its program."""
+    strategy = strategy_of(1, num_replicas=8, schedule=schedule)
+    step, args = make(strategy)
+    strategy.run(step, args=args)
     [program] = strategy._steps.programs
     with storage.lent(program.lifted.reads.slots) as values:
-        return program.compiled.lower([], values, [arg._array for arg in args], program.constants)
+        return program.compiled.lower([], values, [arg._array for arg in args], program.constants).as_text()
 
 
 @pytest.mark.parametrize(
     ("dtype", "schedule"), [(jnp.float32, "together"), (jnp.bfloat16, "together"), (jnp.float32, "one_by_one")]
 )
 def test_no_replica_has_a_gradient_of_its_own(dtype, schedule):
-    strategy, is_together = strategy_of(1, num_replicas=8, schedule=schedule), schedule == "together"
-    step, args = gradients_of(strategy, dtype, 16)
-    strategy.run(step, args=args)
-    text = lowered(strategy, args).as_text()
+    text, is_together = text_of(lambda strategy: gradients_of(strategy, dtype, 16), schedule), schedule == "together"
     of_each = ["x".join(map(str, (8, *shape))) for shape in SHAPES.values()]
     assert [shape for shape in of_each if shape in text] == []
     groups = set(map(int, re.findall(r"(?:feature|batch)_group_count = (\d+)", text)))
@@ -143,10 +143,7 @@ def test_gradients_of_layers_are_those_of_as_many_devices(num_replicas, schedule
 
 @pytest.mark.parametrize("how", HOW)
 def test_no_replica_has_a_gradient_of_layers_of_its_own(how):
-    strategy = strategy_of(1, num_replicas=8)
-    step, args = layer_by_layer(strategy, 16, **how)
-    strategy.run(step, args=args)
-    text = lowered(strategy, args).as_text()
+    text = text_of(lambda strategy: layer_by_layer(strategy, 16, **how))
     of_each = [f"{first}{WIDTH}x{WIDTH}" for first in ("3x8x", "8x3x", "8x")]
     assert [shape for shape in of_each if shape in text] == []
     assert f"8x2x{WIDTH}" in text  # but of its rows
@@ -218,10 +215,7 @@ def test_gradients_that_a_scan_adds_up_are_those_of_as_many_devices(num_replicas
 
 @pytest.mark.parametrize(("losses", "how"), CARRIED)
 def test_no_replica_has_a_gradient_that_a_scan_adds_up(losses, how):
-    strategy = strategy_of(1, num_replicas=8)
-    step, args = of_recurrent(strategy, 16, losses, how)
-    strategy.run(step, args=args)
-    text = lowered(strategy, args).as_text()
+    text = text_of(lambda strategy: of_recurrent(strategy, 16, losses, how))
     if how.get("hold"):  # the sums of all are behind one barrier
         held = re.findall(r"optimization_barrier .*", text)[-1]
         assert held.count(f"<{WIDTH}x{WIDTH}xf32>") == 3 and "8x" not in held

@@ -127,9 +127,7 @@ def test_nothing_happened_yet_and_many_devices() -> None:
     assert "and 8 more replicas" in drawn and drawn.count(">worker ") == MAX_DEVICES // 8 and "of 40<" in drawn
 
 
-def test_a_report_replaces_the_last_one_and_leaves_nothing_when_it_fails(
-    strategy2: mr.MirroredStrategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_replaces_the_last_one_and_leaves_nothing_when_it_fails(strategy2, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert mr.report(strategy2) == Path("mirrored-report.html")
     mr.report(strategy2)

@@ -35,9 +35,7 @@ def of_worker(facts: Facts, worker: int, **changes: object) -> Facts:
     return dataclasses.replace(facts, worker=worker, num_workers=3, replicas=tuple(replicas), **changes)
 
 
-def test_what_was_saved_is_what_was_known_in_a_file_for_each_worker(
-    facts: Facts, strategy2: mr.MirroredStrategy, tmp_path: Path
-) -> None:
+def test_what_was_saved_is_what_was_known_in_a_file_for_each_worker(facts: Facts, strategy2, tmp_path) -> None:
     save(facts, tmp_path / "a.json")
     assert load(tmp_path / "a.json") == facts
     bare = dataclasses.replace(facts, comparison=None, shares={}, datasets=(), programs=())

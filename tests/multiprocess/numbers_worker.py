@@ -142,7 +142,7 @@ def sharded() -> list[Any]:
 
 
 def programs() -> list[Any]:
-    """Run a third of the table of tests/parity, each program in one way; of those with README's step the first."""
+    """Run the table of tests/parity, each program in one way; of those with README's step the first."""
     from parity import test_programs as table
 
     class OnWorkers(table.Way):
@@ -151,14 +151,14 @@ def programs() -> list[Any]:
 
     odd = (2 * count, count + 1)
     ways = {
-        "odd": OnWorkers(count, odd, table.one_by_one),
-        "function, odd": OnWorkers(count, odd, table.in_a_function),
         "sharded, odd": OnWorkers(count, odd, table.one_by_one, shard_state=True),
+        "function, odd": OnWorkers(count, odd, table.in_a_function),
+        "odd": OnWorkers(count, odd, table.one_by_one),
         "scan": OnWorkers(count, (2 * count,) * 2, table.in_a_scan),
     }
     table.WAYS.update(ways)
     own = [name for name, program in table.PROGRAMS.items() if name == "Readme" or not program.has_readmes_step()]
-    for names, way in zip(table.in_groups(own), itertools.cycle(ways), strict=False):
+    for names, way in zip(table.in_groups(own, 4), itertools.cycle(ways), strict=False):
         print("PROGRAMS", names, way, flush=True)
         table.check(names, way)
     return []

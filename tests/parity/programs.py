@@ -171,16 +171,6 @@ class NnxInPieces(Program):
 # -- a loss with a step of its own
 
 
-class MeanOfOwnRows(Program):
-    def losses(self, p: Any, b: Batch) -> jax.Array:
-        return optax.huber_loss(linear(p, b), b["y"])
-
-    def step(self, carry: Any, b: Batch) -> tuple[Any, dict[str, Any]]:
-        value, gradients = mr.value_and_grad(lambda: self.losses(self.values(), b).mean(), self.v)()
-        self.optimizer.apply_gradients(gradients, aggregate="mean")
-        return carry, {"loss": ctx().all_reduce("mean", value, by_rows=True)}
-
-
 class NormalizedAdvantages(Program):
     def surrogate(self, p: Any, b: Batch, mean: jax.Array, deviation: jax.Array) -> jax.Array:
         ratio, advantages = jnp.exp(linear(p, b)), (b["y"] - mean) / (deviation + 1e-8)
@@ -281,24 +271,6 @@ class PrivateGradients(Program):
     def plain(self, s: dict[str, Any], b: Batch, parts: list[Batch]) -> dict[str, Any]:
         self.update(s, jax.tree.map(lambda g: g / b["y"].size, self.clipped_sum(s["params"], b)))
         return {}
-
-
-class TargetNetwork(Program):
-    params = {**LINEAR, "target": np.zeros(3, np.float32)}
-
-    def losses(self, p: Any, b: Batch) -> jax.Array:
-        return (linear(p, b) - b["y"] - 0.9 * jax.lax.stop_gradient(b["x"] @ p["target"])) ** 2
-
-    def step(self, carry: Any, b: Batch) -> tuple[Any, dict[str, Any]]:
-        _, results = super().step(carry, b)
-        is_due = self.optimizer.iterations.value % 2 == 0
-        self.v["target"].assign(jax.lax.cond(is_due, lambda: self.v["w"].value, lambda: self.v["target"].value))
-        return carry, results
-
-    def plain(self, s: dict[str, Any], b: Batch, parts: list[Batch]) -> dict[str, Any]:
-        results, s["carry"] = super().plain(s, b, parts), s["carry"] is None  # each second step
-        s["params"]["target"] = s["params"]["target"] if s["carry"] else s["params"]["w"]
-        return results
 
 
 class DropoutOfReplicas(Program):
