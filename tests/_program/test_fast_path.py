@@ -12,32 +12,26 @@ import numpy as np
 import pytest
 from strategies import in_threads, variable
 
-import mirrored as mr
 from mirrored._program import steps
 
 
-def rows(strategy, *shape, scale=1.0):
-    return strategy.distribute_values_from_function(
+def rows(strategy2, *shape, scale=1.0):
+    return strategy2.distribute_values_from_function(
         lambda ctx: np.full(shape, scale * (1 + ctx.replica_id_in_sync_group), np.float32)
     )
 
 
 @pytest.fixture
-def strategy():
-    return mr.MirroredStrategy(["cpu:0", "cpu:1"])
+def x(strategy2):
+    return rows(strategy2, 3)
 
 
 @pytest.fixture
-def x(strategy):
-    return rows(strategy, 3)
-
-
-@pytest.fixture
-def total(strategy):
+def total(strategy2):
     """Run a step, and add its results up."""
 
     def run(step, *args, **kwargs):
-        return float(jnp.sum(strategy.reduce("sum", strategy.run(step, args, kwargs))))
+        return float(jnp.sum(strategy2.reduce("sum", strategy2.run(step, args, kwargs))))
 
     return run
 
@@ -114,16 +108,16 @@ def test_a_function_that_is_closed_over_twice_may_become_two(warm, x):
     assert warm(step, x) == 189
 
 
-def test_arguments_of_another_kind_are_another_step(strategy, total, warm, x):
+def test_arguments_of_another_kind_are_another_step(strategy2, total, warm, x):
     def step(x, **named):
         return jnp.sum(x) * (10 if named else 1) * x.shape[0]
 
     def plain(x):
         return jnp.sum(x["a"] - 2 * x["b"] if isinstance(x, dict) else x[0] if isinstance(x, tuple | list) else x)
 
-    zeros = rows(strategy, 3, scale=0.0)
+    zeros = rows(strategy2, 3, scale=0.0)
     assert warm(plain, x) == 9
-    assert total(plain, rows(strategy, 4)) == 12
+    assert total(plain, rows(strategy2, 4)) == 12
     assert total(plain, np.ones(3, np.float32)) == 6
     assert warm(plain, {"b": zeros, "a": x}) == 9
     assert total(plain, {"a": zeros, "b": x}) == -18
@@ -131,26 +125,26 @@ def test_arguments_of_another_kind_are_another_step(strategy, total, warm, x):
     with pytest.raises(KeyError, match="b"):
         total(plain, {"a": x, "c": zeros})
     assert total(plain, x) == warm(plain, (x, x)) == total(plain, [x, x]) == total(plain, (x,)) == 9
-    uneven = strategy.distribute_values_from_function(lambda ctx: np.ones(3 - ctx.replica_id_in_sync_group, np.float32))
+    uneven = strategy2.distribute_values_from_function(lambda ctx: np.ones(3 - ctx.replica_id_in_sync_group, np.float32))
     more = lambda x: jnp.sum(x + 1)  # noqa: E731
     assert (warm(more, x), total(more, uneven)) == (15, 10)
     assert (warm(more, uneven), total(more, x)) == (10, 15), "padded, its arrays have the shape of x"
-    assert (warm(step, x), total(step, x, y=1), total(step, rows(strategy, 4))) == (27, 270, 48)
+    assert (warm(step, x), total(step, x, y=1), total(step, rows(strategy2, 4))) == (27, 270, 48)
 
 
-def test_a_fast_path_ends_with_its_program(strategy, warm, x):
+def test_a_fast_path_ends_with_its_program(strategy2, warm, x):
     def train(value):
-        w = variable(value, strategy)
+        w = variable(value, strategy2)
         assert warm(lambda x: jnp.sum(x) * w, x) == 9 * value
         return weakref.ref(w)
 
     for value in (1.0, 2.0):
         ended = train(value)
         gc.collect()
-        assert ended() is None and strategy._steps.programs.fast_path is None
+        assert ended() is None and strategy2._steps.programs.fast_path is None
 
 
-def test_threads_share_a_step_and_take_each_their_own(strategy, total, x):
+def test_threads_share_a_step_and_take_each_their_own(strategy2, total, x):
     wrong, start = [], threading.Barrier(3)
 
     def work(factor):
@@ -164,4 +158,4 @@ def test_threads_share_a_step_and_take_each_their_own(strategy, total, x):
                     wrong.append(found)
 
     in_threads(*(functools.partial(work, factor) for factor in (1.0, 2.0, 3.0)))
-    assert not wrong and len(list(strategy._steps.programs)) == 4
+    assert not wrong and len(list(strategy2._steps.programs)) == 4

@@ -40,10 +40,6 @@ def is_taken(v):
     return v._slot in storage.held
 
 
-def copies(strategy, v):
-    return [np.asarray(copy).tolist() for copy in strategy.local_results(v)]
-
-
 # -- a SUM that is assigned from outside is kept exactly
 
 
@@ -319,7 +315,7 @@ def test_an_initial_value_is_computed_once_and_is_the_same_everywhere(strategy3)
         calls.append(None)
         return np.random.default_rng(len(calls)).normal(size=3)
 
-    values = copies(strategy3, variable(initial, strategy3))
+    values = [copy.tolist() for copy in strategy3.local_results(variable(initial, strategy3))]
     assert (len(calls), len(values)) == (1, 3) and values[0] == values[1] == values[2]
 
 
