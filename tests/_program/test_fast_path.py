@@ -1,16 +1,14 @@
 """A step that is called in a loop is known by a few looks, and is another one as soon as anything in its key is."""
 
 import functools
-import gc
 import threading
 import types
-import weakref
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from strategies import in_threads, variable
+from strategies import in_threads
 
 from mirrored._program import steps
 
@@ -130,18 +128,6 @@ def test_arguments_of_another_kind_are_another_step(strategy2, total, warm, x):
     assert (warm(more, x), total(more, uneven)) == (15, 10)
     assert (warm(more, uneven), total(more, x)) == (10, 15), "padded, its arrays have the shape of x"
     assert (warm(step, x), total(step, x, y=1), total(step, rows(strategy2, 4))) == (27, 270, 48)
-
-
-def test_a_fast_path_ends_with_its_program(strategy2, warm, x):
-    def train(value):
-        w = variable(value, strategy2)
-        assert warm(lambda x: jnp.sum(x) * w, x) == 9 * value
-        return weakref.ref(w)
-
-    for value in (1.0, 2.0):
-        ended = train(value)
-        gc.collect()
-        assert ended() is None and strategy2._steps.programs.fast_path is None
 
 
 def test_threads_share_a_step_and_take_each_their_own(strategy2, total, x):

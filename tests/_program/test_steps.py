@@ -458,9 +458,7 @@ WRONG_STEPS = [
     lambda w, optimizer, x: w.assign(x),
     lambda w, optimizer, x: returns_a_branch(ctx().replica_id_in_sync_group),
     lambda w, optimizer, x: returns_a_branch(x),
-    lambda w, optimizer, x: optimizer.apply_gradients(
-        all_reduce("sum", mr.grad(lambda: w * x, w)())
-    ),
+    lambda w, optimizer, x: optimizer.apply_gradients(all_reduce("sum", mr.grad(lambda: w * x, w)())),
     lambda w, optimizer, x: Unregistered(x),
     lambda w, optimizer, x: w.assign(jnp.ones(7)),
     lambda w, optimizer, x: jax.lax.cond(x > 0, lambda: all_reduce("sum", x), lambda: x),
