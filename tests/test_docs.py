@@ -33,17 +33,13 @@ _STUBS = ROOT / "tests" / "page_stubs"
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
-def _names() -> dict[str, object]:
-    strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
-    return {"mr": mr, "jax": jax, "jnp": jnp, "np": np, "optax": optax, "strategy": strategy}
-
-
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples(name: str) -> None:
     module = importlib.import_module(name)
     runner = doctest.DocTestRunner(optionflags=FLAGS)
     report: list[str] = []
-    for test in doctest.DocTestFinder().find(module, name, globs={**vars(module), **_names()}):
+    known = {"mr": mr, "jax": jax, "jnp": jnp, "np": np, "optax": optax, "strategy": mr.MirroredStrategy(["cpu:0", "cpu:1"])}
+    for test in doctest.DocTestFinder().find(module, name, globs={**vars(module), **known}):
         runner.run(test, out=report.append)
     assert runner.summarize(verbose=False).failed == 0, "".join(report)
 

@@ -1,6 +1,5 @@
 """Every example runs as a user runs it, and says what it should."""
 
-import importlib.util
 import os
 import re
 import runpy
@@ -8,19 +7,11 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-
-
-def _load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _run(name: str, *arguments: str, cwd: Path) -> str:
@@ -61,7 +52,7 @@ ANSWERS = [
 
 
 def test_from_the_questions_answers_each(capsys: pytest.CaptureFixture[str]) -> None:
-    _load("from_the_questions").main()
+    runpy.run_path(str(EXAMPLES / "from_the_questions.py"))["main"]()
     output = capsys.readouterr().out
     rest = output
     for answer in ANSWERS:

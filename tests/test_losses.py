@@ -174,6 +174,9 @@ RIGHT = {
         lambda w, x, y, m: compute_average_loss(each(w, x, y)) + scale_regularization_loss(0.1 * jnp.sum(w**2)),
         lambda w, x, y, m: each(w, x, y).mean() + 0.1 * jnp.sum(w**2),
     ),
+    "weights of examples": (
+        lambda w, x, y, m: compute_average_loss(each(w, x, y), x[:, 0]), lambda w, x, y, m: (each(w, x, y) * x[:, 0]).mean()
+    ),
     "mean over own rows": (
         lambda w, x, y, m: mr.losses.mean_over_own_rows(optax.huber_loss(x @ w, y).mean() + 0.1 * jnp.sum(w**2)),
         lambda w, x, y, m: optax.huber_loss(x @ w, y).mean() + 0.1 * jnp.sum(w**2),
@@ -222,9 +225,8 @@ def of_ours(loss):
 
 def by_optimizer(strategy, x, gradients, **options):
     """Return losses, and changes of weights by `mr.Optimizer`, of several functions like `of_ours(loss)` in one step."""
-    with strategy.scope():
-        variables = {name: mr.Variable(W) for name in gradients}
-        optimizers = {name: mr.Optimizer(optax.sgd(1.0), [w], **options) for name, w in variables.items()}
+    variables = {name: variable(W, strategy) for name in gradients}
+    optimizers = {name: mr.Optimizer(optax.sgd(1.0), [w], **options) for name, w in variables.items()}
 
     def step(rows):
         values = {}

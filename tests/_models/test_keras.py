@@ -142,9 +142,7 @@ def test_gradients_and_optimizers_of_ours_take_keras_variables(strategy2: mr.Str
         mr.value_and_grad(lambda: 0.0, Lazy().trainable_variables)
 
 
-def test_another_backend_is_refused_in_a_scope_and_a_late_import_is_told(
-    strategy2: mr.Strategy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_backend_is_refused_in_a_scope_and_a_late_import_is_told(strategy2: mr.Strategy, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(keras.config, "backend", lambda: "numpy")
         with strategy2.scope(), pytest.raises(mr.ContextError, match=r"computes with 'numpy'.*KERAS_BACKEND=jax"):

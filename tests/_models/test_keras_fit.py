@@ -88,9 +88,7 @@ def test_fit_is_that_of_one_device(num_replicas: int, options: dict[str, Any]) -
 
 
 @pytest.mark.slow
-def test_a_model_is_trained_by_steps_and_by_fit_in_turns_and_by_distributed_datasets(
-    tmp_path: Path, strategy2: mr.Strategy
-) -> None:
+def test_a_model_is_trained_by_steps_and_by_fit_in_turns_and_by_distributed_datasets(tmp_path, strategy2: mr.Strategy) -> None:
     images, labels = digits()
     x, y = images[:8], labels[:8].astype(np.int32)
 

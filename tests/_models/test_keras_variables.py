@@ -49,20 +49,6 @@ def test_a_layer_that_scans_is_called_outside_of_a_step(name: str, strategy3: mr
     np.testing.assert_allclose(numbers(layer, strategy3), expected, atol=1e-6)  # after it, and after a step
 
 
-def test_gradients_are_accumulated_outside_of_a_step(strategy3: mr.Strategy) -> None:
-    def train(variable: Any) -> list[float]:
-        optimizer = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
-        values = []
-        for _ in range(4):
-            optimizer.apply_gradients([(jnp.full(2, 2.0), variable)])
-            values.append(float(variable.value[0]))
-        return values
-
-    with strategy3.scope():
-        variable = keras.Variable(jnp.zeros(2))
-    assert train(variable) == train(keras.Variable(jnp.zeros(2)))
-
-
 def test_what_is_traced_for_one_call_sees_the_value_of_this_moment(strategy3: mr.Strategy) -> None:
     with strategy3.scope():
         variable, total = keras.Variable(1.0), keras.metrics.Sum()

@@ -52,9 +52,7 @@ def require_same_bits(own: list[np.ndarray], expected: list[np.ndarray]) -> None
     assert [a.tobytes() for a in own] == [b.tobytes() for b in expected]
 
 
-def test_the_table_is_in_place_inside_scopes_and_steps_and_undone_after_the_last(
-    strategy2: mr.Strategy, strategy3: mr.Strategy
-) -> None:
+def test_the_table_is_in_place_inside_scopes_and_steps_and_undone_after_the_last(strategy2, strategy3: mr.Strategy) -> None:
     before = methods()
     assert len(before) == 14 and _process.replaced == {}
     assert not any("mirrored" in inspect.getsourcefile(method) for method, _ in before), "the import replaces nothing"
@@ -147,9 +145,7 @@ def test_a_model_of_no_scope_that_a_step_has_taken_over_is_fitted_outside_with_a
     strategy2.assert_mirrored()
 
 
-def test_who_replaces_ours_in_a_scope_stays_and_ours_does_its_work_once(
-    strategy2: mr.Strategy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_replaces_ours_in_a_scope_stays_and_ours_does_its_work_once(strategy2: mr.Strategy, monkeypatch) -> None:
     generator = keras.random.SeedGenerator
     plain = generator.next
     with strategy2.scope():

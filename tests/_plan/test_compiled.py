@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from strategies import variable
 
 import mirrored as mr
 from mirrored._plan.modules import collectives_in
@@ -115,9 +116,8 @@ def test_a_shared_out_update_keeps_an_eighth_of_the_state() -> None:
 @pytest.mark.parametrize("name", ["v5e:8x8", "v5e:16x16", "v5p:4x4x4", "v6e:8x8"])
 def test_gradients_are_scattered_among_many_chips_too(name) -> None:
     strategy = mr.MirroredStrategy(mr.topology(name))
-    with strategy.scope():
-        w = mr.Variable(jax.ShapeDtypeStruct((1024, 1024), jnp.float32), name="w")
-        optimizer = mr.Optimizer(optax.adam(1e-3), [w], shard_state=True)
+    w = variable(jax.ShapeDtypeStruct((1024, 1024), jnp.float32), strategy, name="w")
+    optimizer = mr.Optimizer(optax.adam(1e-3), [w], shard_state=True)
 
     def step(x):
         optimizer.apply_gradients(mr.grad(lambda: jnp.square(x @ w).mean(-1), [w])())
@@ -139,9 +139,8 @@ def test_several_replicas_on_a_device(schedule) -> None:
 
 def test_functions_and_loops() -> None:
     strategy = mr.MirroredStrategy(devices())
-    with strategy.scope():
-        w = mr.Variable(np.zeros((WIDTH, CLASSES), np.float32))
-        optimizer = mr.Optimizer(optax.sgd(0.1), [w])
+    w = variable(np.zeros((WIDTH, CLASSES), np.float32), strategy)
+    optimizer = mr.Optimizer(optax.sgd(0.1), [w])
 
     def step(x):
         loss, gradients = mr.value_and_grad(lambda: jnp.square(x @ w).mean(-1), [w])()
@@ -200,9 +199,8 @@ def test_models_of_nnx_linen_and_equinox() -> None:
 
 def test_values_are_refused_and_all_else_works_outside_of_steps(tmp_path) -> None:
     strategy, total, _ = train()
-    with strategy.scope():
-        w = mr.Variable(np.zeros(3, np.float32), name="w")
-        count = mr.Variable(0.0, synchronization="on_read", aggregation="sum")
+    w = variable(np.zeros(3, np.float32), strategy, name="w")
+    count = variable(0.0, strategy, synchronization="on_read", aggregation="sum")
     w.assign(np.ones(3, np.float32)).assign_add(np.ones(3, np.float32))
     count.assign_add(1.0)
     assert "planned" in repr(w) and "planned: 8 x TPU v5 lite" in strategy.explain()
@@ -219,8 +217,7 @@ def test_values_are_refused_and_all_else_works_outside_of_steps(tmp_path) -> Non
 def test_many_steps_with_random_keys_and_numbers() -> None:
     """So many that on devices the copies would have been compared meanwhile."""
     strategy = mr.MirroredStrategy(devices()[:3])
-    with strategy.scope():
-        w, key = mr.Variable(np.zeros(8, np.float32)), mr.Variable(jax.random.key(0))
+    w, key = variable(np.zeros(8, np.float32), strategy), variable(jax.random.key(0), strategy)
 
     def step(x, scale):
         new, own = jax.random.split(key.value)

@@ -4,7 +4,6 @@ import dataclasses
 import json
 
 import pytest
-from strategies import TWO
 
 import mirrored as mr
 from mirrored._plan.chips import CHIPS
@@ -77,10 +76,3 @@ def test_an_unknown_device_has_no_estimates() -> None:
     assert "estimated" not in str(plan) and "estimate" not in plan.as_dict()["programs"][0] and plan.fits(GPT)
     with pytest.raises(mr.PlanError, match="no rates are known"):
         plan.estimate(GPT)
-
-
-def test_wrong_arguments() -> None:
-    with pytest.raises(TypeError, match=r"mr.plan got 3; expected a strategy"):
-        mr.plan(3)  # type: ignore[arg-type]
-    with pytest.raises(mr.PlanError, match=r"devices are here and run its steps.*mr\.topology"):
-        mr.plan(TWO)

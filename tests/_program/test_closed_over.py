@@ -9,14 +9,6 @@ from strategies import variable
 
 import mirrored as mr
 
-
-def merged(one, x):
-    def merge(strategy, rows):
-        return strategy.reduce("sum", rows) + jax.nn.relu(one)
-
-    return mr.get_replica_context().merge_call(merge, args=(x.sum(0),))
-
-
 #: Since jax 0.12 `searchsorted` is a primitive of which the jaxpr shows no more than the name.
 SEARCHES = {
     "a search": lambda x, one: x * jnp.searchsorted(one, x),
@@ -39,7 +31,12 @@ USES = SEARCHES | {
     "cond": lambda x, one: jax.lax.cond(x.sum() > 0, lambda: jax.nn.relu(one), lambda: x.sum(0)) + x,
     "while": lambda x, one: jax.lax.while_loop(lambda c: c.sum() < 10, lambda c: c + jax.nn.relu(one), x.sum(0) + one) + x,
     "a collective": lambda x, one: mr.get_replica_context().all_reduce("sum", jax.nn.relu(x.sum(0) * one)) + x,
-    "merge_call": lambda x, one: merged(one, x) + x,
+    "merge_call": lambda x, one: (
+        x
+        + mr.get_replica_context().merge_call(
+            lambda strategy, rows: strategy.reduce("sum", rows) + jax.nn.relu(one), args=(x.sum(0),)
+        )
+    ),
 }
 EVEN, UNEVEN, FEW = (2, 2, 2), (1, 3, 0), ("a jitted function", "a search", "a jacobian")
 CASES = [

@@ -94,9 +94,9 @@ def read_only(x):
     return {name: read(x) for name, read in READERS.items()}
 
 
-@pytest.mark.slow
-def test_a_helper_that_reads_a_variable_sees_its_value_of_the_moment():
-    compiled, names = mr.function(read_write_read), tuple(READERS)
+@pytest.mark.parametrize("names", [("jit",), pytest.param(tuple(READERS), marks=pytest.mark.slow)], ids=["jit", "all"])
+def test_a_helper_that_reads_a_variable_sees_its_value_of_the_moment(names):
+    compiled = mr.function(read_write_read)
     for seen in (TWO.run(read_write_read, args=(TEN, names)), compiled(TEN, names), compiled(TEN, names)):
         assert [name for name in names if tuple(map(float, seen[name])) != (30.0, 40.0, 80.0)] == []
     with mr.eager():

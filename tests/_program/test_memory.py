@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from strategies import strategy_of
+from strategies import strategy_of, variable
 
 import mirrored as mr
 from mirrored import testing
@@ -14,9 +14,8 @@ ROWS, WIDTH = 64, 512
 
 
 def train(strategy, **options):
-    with strategy.scope():
-        w = mr.Variable(np.zeros((WIDTH, WIDTH), np.float32), name="w")
-        optimizer = mr.Optimizer(optax.adam(0.1), [w], **options)
+    w = variable(np.zeros((WIDTH, WIDTH), np.float32), strategy, name="w")
+    optimizer = mr.Optimizer(optax.adam(0.1), [w], **options)
 
     def step(x):
         loss, gradients = mr.value_and_grad(lambda: jax.numpy.square(jax.numpy.sin(x @ w) @ w).mean(-1), [w])()

@@ -17,10 +17,6 @@ X = np.ones((6, 4), np.float32)
 LINEN, EQUINOX = nn.Dropout(0.5, deterministic=False), eqx.nn.Dropout(0.5)
 
 
-def own(key):
-    return ctx().rng(key)
-
-
 def gradient(key, x):
     loss = lambda w: jnp.sum(jnp.where(jax.random.bernoulli(key, 0.5, x.shape), jnp.tanh(x * w), 0), axis=1)  # noqa: E731
     return ctx().all_reduce("sum", jax.grad(lambda w: mr.losses.compute_average_loss(loss(w)))(jnp.ones(4)))
@@ -76,7 +72,7 @@ def test_equal_noise_on_the_rows_of_all_replicas_is_said(num_replicas):
             found = said_by(lambda step=step, key=key, batch=batch: strategy.run(step, args=(key, batch)))
             assert len(found) == (name in FOR_ROWS), (name, found)
             assert all("rng(key)" in message for message in found), name
-            right = lambda key, x, step=step: step(own(key), x)  # noqa: E731
+            right = lambda key, x, step=step: step(ctx().rng(key), x)  # noqa: E731
             if name in FOR_ROWS:
                 assert said_by(lambda step=right, key=key, batch=batch: strategy.run(step, args=(key, batch))) == [], name
 
@@ -94,5 +90,5 @@ def test_the_message_has_the_lines_and_two_ways_out(strategy2):
     assert re.search(rf"drawn at {file}:{line + 1} are the same .* at {file}:{line + 2} they are combined", message)
     noise = jax.random.normal(jax.random.key(0), (3, 4))
     assert said_by(lambda: strategy2.run(lambda x, noise: x + noise, args=(batch, noise))) == []
-    a, b = strategy2.local_results(strategy2.run(lambda x: x + jax.random.normal(own(key.value), x.shape), args=(batch,)))
+    a, b = strategy2.local_results(strategy2.run(lambda x: x + jax.random.normal(ctx().rng(key.value), x.shape), args=(batch,)))
     assert not np.array_equal(a, b)

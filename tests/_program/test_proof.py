@@ -520,23 +520,7 @@ def test_the_hang_message_names_the_input_and_a_way_out_that_runs(strategy3, per
     assert [tuple(map(float, own)) for own in results] == [(0.0, 6.0), (3.0, 6.0), (3.0, 6.0)]
 
 
-# -- whole steps: more of them run in tests/parity/programs.py
-
-
-def test_a_key_in_a_variable_may_be_split_but_not_folded(strategy3):
-    key = variable(jax.random.key(0), strategy3, name="key")
-
-    def split():
-        new, own = jax.random.split(key.value)
-        key.assign(new)
-        return jax.random.normal(mr.get_replica_context().rng(own))
-
-    assert isinstance(strategy3.run(split), mr.PerReplica)
-    with pytest.raises(mr.ReplicasDivergeError, match=r"'key' is mirrored.*own number \(replica_id_in_sync_group, ctx.rng\)"):
-        strategy3.run(lambda: key.assign(mr.get_replica_context().rng(key.value)))
-
-
-# -- refusals name everything
+# -- refusals name everything; whole steps run in tests/parity/programs.py
 
 
 REFUSED = {

@@ -47,26 +47,28 @@ def gradients_of(strategy, dtype, num_rows):
     return step, (tokens,)
 
 
-def lowered(strategy, args):
-    """Lower the program of the only step that a strategy has run, which writes no variable."""
+def text_of(make, schedule="together"):
+    """Run the step that `make` makes for eight replicas of a device, which writes no variable; return the text of its program."""
+    strategy = strategy_of(1, num_replicas=8, schedule=schedule)
+    step, args = make(strategy)
+    strategy.run(step, args=args)
     [program] = strategy._steps.programs
     with storage.lent(program.lifted.reads.slots) as values:
-        return program.compiled.lower([], values, [arg._array for arg in args], program.constants)
+        return program.compiled.lower([], values, [arg._array for arg in args], program.constants).as_text()
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_no_replica_has_a_gradient_of_its_own(dtype):
-    strategy = strategy_of(1, num_replicas=8)
-    step, args = gradients_of(strategy, dtype, 16)
-    strategy.run(step, args=args)
-    text = lowered(strategy, args).as_text()
+@pytest.mark.parametrize(
+    ("dtype", "schedule"), [(jnp.float32, "together"), (jnp.bfloat16, "together"), (jnp.float32, "one_by_one")]
+)
+def test_no_replica_has_a_gradient_of_its_own(dtype, schedule):
+    text, is_together = text_of(lambda strategy: gradients_of(strategy, dtype, 16), schedule), schedule == "together"
     of_each = ["x".join(map(str, (8, *shape))) for shape in SHAPES.values()]
     assert [shape for shape in of_each if shape in text] == []
     groups = set(map(int, re.findall(r"(?:feature|batch)_group_count = (\d+)", text)))
     assert groups == {1, OUT}  # and not those of eight replicas
-    assert f"8x2x{SIDE}x{SIDE}x{WIDTH}" in text  # but of its rows
+    assert (f"8x2x{SIDE}x{SIDE}x{WIDTH}" in text) is is_together  # but of its rows
     behind = set(re.findall(rf"tanh .*<(\w+)x{SIDE}x{SIDE}x{OUT}x", text))
-    assert behind == {"16"}  # and no axis of replicas between a convolution and what XLA may make with it
+    assert behind == {"16" if is_together else "2"}  # and no axis of replicas between a convolution and what XLA may make with it
 
 
 EVEN = [(jnp.bfloat16, 1, 4), (jnp.bfloat16, 2, 4)]
@@ -141,10 +143,7 @@ def test_gradients_of_layers_are_those_of_as_many_devices(num_replicas, schedule
 
 @pytest.mark.parametrize("how", HOW)
 def test_no_replica_has_a_gradient_of_layers_of_its_own(how):
-    strategy = strategy_of(1, num_replicas=8)
-    step, args = layer_by_layer(strategy, 16, **how)
-    strategy.run(step, args=args)
-    text = lowered(strategy, args).as_text()
+    text = text_of(lambda strategy: layer_by_layer(strategy, 16, **how))
     of_each = [f"{first}{WIDTH}x{WIDTH}" for first in ("3x8x", "8x3x", "8x")]
     assert [shape for shape in of_each if shape in text] == []
     assert f"8x2x{WIDTH}" in text  # but of its rows
@@ -216,10 +215,7 @@ def test_gradients_that_a_scan_adds_up_are_those_of_as_many_devices(num_replicas
 
 @pytest.mark.parametrize(("losses", "how"), CARRIED)
 def test_no_replica_has_a_gradient_that_a_scan_adds_up(losses, how):
-    strategy = strategy_of(1, num_replicas=8)
-    step, args = of_recurrent(strategy, 16, losses, how)
-    strategy.run(step, args=args)
-    text = lowered(strategy, args).as_text()
+    text = text_of(lambda strategy: of_recurrent(strategy, 16, losses, how))
     if how.get("hold"):  # the sums of all are behind one barrier
         held = re.findall(r"optimization_barrier .*", text)[-1]
         assert held.count(f"<{WIDTH}x{WIDTH}xf32>") == 3 and "8x" not in held
@@ -313,9 +309,8 @@ def by_hand(model):
 def with_replicas(model, num_replicas):
     """Lower the same step for several replicas of one device, after it has run."""
     strategy = strategy_of(1, num_replicas=num_replicas)
-    with strategy.scope():
-        params = mr.Variable(model.params)
-        optimizer = mr.Optimizer(model.tx, params)
+    params = variable(model.params, strategy)
+    optimizer = mr.Optimizer(model.tx, params)
 
     def step(rows):
         loss, gradients = mr.value_and_grad(lambda: model.losses(params.value, rows), params)()

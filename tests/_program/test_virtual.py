@@ -237,22 +237,6 @@ def test_a_checkpoint_goes_on_with_other_devices(tmp_path):
 # -- what it costs
 
 
-def text_of_gradients(strategy):
-    w = variable(np.ones((32, 64), np.float32), strategy)
-    x = strategy.distribute_values_from_function(lambda context: np.ones((4, 32), np.float32))
-    loss = lambda x: mr.losses.already_divided(jnp.sum(jnp.tanh(x @ w.value)))  # noqa: E731
-    strategy.run(lambda x: ctx().all_reduce("sum", mr.grad(loss, w)(x)), args=(x,))
-    [program] = strategy._steps.programs
-    return program.compiled.lower([], [w._array], [x._array], program.constants).as_text()
-
-
-def test_no_replica_has_a_gradient_of_its_own():
-    together, one_by_one = (text_of_gradients(several(8, 1, schedule)) for schedule in SCHEDULES)
-    assert "8x32x64" not in together and "8x64x32" not in together
-    assert "8x32x64" not in one_by_one and "8x64x32" not in one_by_one and "8x4x64" not in one_by_one
-    assert "tensor<8x4x64xf32>" in together
-
-
 def test_sums_are_as_exact_as_those_of_devices():
     """A sum is not pushed back into a narrower type, and a value that is used besides is what it was."""
     found = []

@@ -233,11 +233,10 @@ def test_the_first_replicas_value_arrives_bit_by_bit(strategy3):
     values = [numbers.astype(jnp.dtype(dtype)) for dtype in ("float32", "bfloat16", "complex64", "int32")] * 2
     for strategy in (strategy3, strategy_of(1)):
         for assign in (lambda call: call(), strategy.run):
-            with strategy.scope():
-                first = [
-                    mr.Variable(np.ones_like(value), synchronization=synchronization, aggregation="only_first_replica")
-                    for value, synchronization in zip(values, ["on_write"] * 4 + ["on_read"] * 4, strict=True)
-                ]
+            first = [
+                variable(np.ones_like(value), strategy, synchronization=synchronization, aggregation="only_first_replica")
+                for value, synchronization in zip(values, ["on_write"] * 4 + ["on_read"] * 4, strict=True)
+            ]
             assign(lambda first=first: [v.assign(value) for v, value in zip(first, values, strict=True)] and None)
             assert [v.numpy().tobytes() for v in first] == [value.tobytes() for value in values]
 
@@ -247,9 +246,8 @@ def test_an_aggregation_outside_a_step_has_gradients(strategy3):
     of_each |= {("on_write", "mean"): 1 / 3, ("on_read", "mean"): 1 / 3}
     own = strategy3.distribute_values_from_function(lambda ctx: np.float32(ctx.replica_id_in_sync_group == 0))
     for wrap, shares in ((mr.function, of_each), (lambda f: f, dict([*of_each.items()][::2]))):
-        with strategy3.scope():
-            weights = [mr.Variable(np.float32([3, 4])) for _ in shares]
-            totals = [mr.Variable(np.zeros(2, np.float32), synchronization=s, aggregation=a) for s, a in shares]
+        weights = [variable(np.float32([3, 4]), strategy3) for _ in shares]
+        totals = [variable(np.zeros(2, np.float32), strategy3, synchronization=s, aggregation=a) for s, a in shares]
 
         def loss(weights=weights, totals=totals):  # all copies but the first are zero
             squares = strategy3.run(lambda own: [own * w.value**2 for w in weights], args=(own,))
@@ -322,6 +320,8 @@ def test_a_tree_of_small_arrays_is_one_program_and_few_sums(strategy3: mr.Strate
     with count_programs() as counted:
         total, joined = strategy3.reduce("sum", tree), strategy3.gather(tree, 0)
     assert len(counted.others) == 2, counted.others
+    traced = mr.function(lambda tree: strategy3.reduce("sum", tree))(tree)
+    jax.tree.map(np.testing.assert_array_equal, traced, total)
     for array, whole, leaf in zip(*map(jax.tree.leaves, (total, joined)), jax.tree.leaves(tree, is_leaf=is_leaf), strict=True):
         values = [np.asarray(value) for value in leaf.values]
         np.testing.assert_array_equal(array, values[0] + values[1] + values[2])
@@ -341,15 +341,6 @@ def test_large_arrays_of_a_tree_travel_alone() -> None:
         [1] * n for n in (3, 40_000, 4)
     ]
     assert sorted(shapes) == [(2, 7), (2, 40_000)]
-
-
-def test_trees_in_merge_call_and_mr_function(strategy3: mr.Strategy) -> None:
-    tree = dict(enumerate(small_tree(strategy3, 3)))
-    reduce = lambda strategy, tree: strategy.reduce("mean", tree)  # noqa: E731
-    traced = mr.function(lambda tree: reduce(strategy3, tree))(tree)
-    merged = strategy3.run(lambda tree: mr.get_replica_context().merge_call(reduce, args=(tree,)), args=(tree,))
-    for other in (traced, merged):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), other, reduce(strategy3, tree))
 
 
 def test_a_bad_leaf_stops_a_tree_before_anything_runs_and_keys_are_only_gathered(strategy2: mr.Strategy) -> None:

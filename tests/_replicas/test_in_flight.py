@@ -174,8 +174,6 @@ def test_only_several_devices_of_this_cpu_are_paced() -> None:
     for count in (1, 2):
         mesh = mr.MirroredStrategy([f"cpu:{i}" for i in range(count)])._mesh
         assert in_flight.is_paced(mesh.mirrored) is in_flight.is_paced(mesh.stacked) is (count > 1)
-    gpus = np.array([SimpleNamespace(platform="gpu")] * 2, dtype=object)
-    assert not in_flight.is_paced(SimpleNamespace(num_devices=2, is_fully_addressable=True, mesh=SimpleNamespace(devices=gpus)))
 
 
 # -- what is paced
@@ -250,12 +248,11 @@ assert float(v) == 3.0
     assert done.returncode == 0, done.stderr
 
 
-def test_a_program_that_has_failed_raises_in_no_call_that_only_waits_for_its_turn(monkeypatch):
+def test_a_program_that_has_failed_raises_in_no_call_that_only_waits_for_its_turn():
     def fail():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
     failed = SimpleNamespace(is_deleted=lambda: False, block_until_ready=fail)
-    monkeypatch.setattr(_process, "in_flight", type(_process.in_flight)())
     for _ in range(in_flight.MAX_IN_FLIGHT):
         in_flight.started(failed)
     assert len(_process.in_flight) == in_flight.MAX_IN_FLIGHT - in_flight.WAIT_FOR

@@ -167,9 +167,7 @@ def test_jax_without_cpu_devices_is_no_obstacle(monkeypatch: pytest.MonkeyPatch)
         mesh.resolve_devices(["cpu:0"])
 
 
-def test_a_gpu_that_jax_does_not_see_has_a_cause_and_a_line(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, set_platforms
-) -> None:
+def test_a_gpu_that_jax_does_not_see_has_a_cause_and_a_line(monkeypatch, tmp_path: Path, caplog, set_platforms) -> None:
     caplog.set_level("INFO", logger="mirrored")
 
     def tell() -> str:
@@ -251,9 +249,7 @@ def test_devices_of_two_kinds_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
         mesh.resolve_devices(["cpu:0", "gpu:0"])
 
 
-def test_a_worker_raises_the_threads_before_any_begins_and_its_devices_write_nothing_then(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_worker_raises_the_threads_before_any_begins_and_its_devices_write_nothing_then(monkeypatch) -> None:
     monkeypatch.setenv("PJRT_NPROC", "1")
     with pytest.raises(mr.ClusterStartError), mesh.raising_cpu_threads():
         raise mr.ClusterStartError("a worker is missing")

@@ -65,6 +65,8 @@ def test_a_platform_that_nobody_named_gets_a_sum_of_each_array_and_the_same_numb
     assert a.tolist() == [*expected] and b.tolist() == [*expected[:2]] and c.ravel().tolist() == [*expected]
     assert float(d) == expected[0] and carried_sums(loss) is not None, "`strategy.reduce` looks the loss up on each platform"
     assert float(strategy.reduce("sum", loss)) == expected.sum()
+    nest = strategy.reduce("sum", {"x": x, "loss": loss})
+    assert nest["x"].tolist() == [*expected] and float(nest["loss"]) == expected.sum()
     shapes = operands_of_sums(strategy, x._array)
     assert sorted(shapes) == ([(6 + 2 + 6 + 1 + 1,)] if packs else [(), (), (2,), (2, 3), (6,)])
 
@@ -80,10 +82,13 @@ def shared_out(num_replicas, width, num_outputs):
 
 
 @pytest.mark.parametrize(("num_replicas", "most"), [(2, 8), (3, 8), (3, 2), (4, 2), (6, 2)])
-@pytest.mark.parametrize("lanes", [0, 4, 128])
+@pytest.mark.parametrize("lanes", [None, 0, 4, 128])
 def test_a_reduce_scatter_in_rows_of_lanes_gives_the_same_parts(lanes, num_replicas, most, monkeypatch):
     monkeypatch.setattr(parts, "MOST_AT_ONCE", most)
-    monkeypatch.setitem(PLATFORMS, "cpu", PLATFORMS["cpu"]._replace(lanes=lanes))
+    if lanes is None:
+        monkeypatch.delitem(PLATFORMS, "cpu")  # a platform that nobody has named
+    else:
+        monkeypatch.setitem(PLATFORMS, "cpu", PLATFORMS["cpu"]._replace(lanes=lanes))
     strategy, params, optimizer, x = shared_out(num_replicas, 7, 5)
 
     def step(x):
@@ -93,22 +98,3 @@ def test_a_reduce_scatter_in_rows_of_lanes_gives_the_same_parts(lanes, num_repli
     strategy.run(step, args=(x,))
     np.testing.assert_allclose(params.numpy()["w"], 1 - 0.25 * (1 + num_replicas) * np.tile(np.arange(5.0), (7, 1)), rtol=1e-6)
     np.testing.assert_allclose(params.numpy()["b"], -0.5 * np.arange(3.0), rtol=1e-6)
-
-
-@pytest.mark.parametrize("num_replicas", [2, 3])
-def test_shared_out_state_and_reduces_of_nests_are_not_packed_either(packs, num_replicas):
-    strategy, params, optimizer, x = shared_out(num_replicas, 4, 3)
-
-    def step(x):
-        def loss():
-            return (x @ params.value["w"] + params.value["b"]).sum(axis=1)
-
-        optimizer.apply_gradients(mr.grad(loss, params)())
-        return {"a": x.sum(0), "b": x.sum()}
-
-    result = strategy.run(step, args=(x,))
-    mean = (1 + num_replicas) / 2
-    np.testing.assert_allclose(params.numpy()["w"], 1 - 0.5 * mean, rtol=1e-6)
-    np.testing.assert_allclose(params.numpy()["b"], -0.5, rtol=1e-6)
-    reduced = strategy.reduce("sum", result)
-    assert float(reduced["b"]) == 8 * num_replicas * mean and reduced["a"].tolist() == [2 * num_replicas * mean] * 4

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from strategies import variable
 
 import mirrored as mr
 from mirrored import _process
@@ -33,9 +34,8 @@ def section(text: str, name: str) -> str:
 
 def trained(strategy: mr.Strategy) -> object:
     """Train a bit; return what must stay alive for the report."""
-    with strategy.scope():
-        w = mr.Variable(np.zeros(256, "float32"), name="<w>")
-        optimizer = mr.Optimizer(optax.sgd(0.1), [w])
+    w = variable(np.zeros(256, "float32"), strategy, name="<w>")
+    optimizer = mr.Optimizer(optax.sgd(0.1), [w])
 
     def train_step(x: object) -> object:
         gradients = mr.grad(lambda: mr.losses.compute_average_loss(x @ w), [w])()
@@ -93,8 +93,7 @@ def test_copies_that_differ_and_warnings_are_shown(strategy2: mr.MirroredStrateg
             user_code.warn("compiled <again>", mr.RecompilationWarning)
     facts = facts_of(strategy2)
     assert "compiled &lt;again&gt; (2 times)" in section(page(facts), "Warnings")
-    with strategy2.scope():
-        w = mr.Variable(np.zeros(2, "float32"), name="w")
+    w = variable(np.zeros(2, "float32"), strategy2, name="w")
     strategy2.assert_mirrored()
     assert "equal" in section(page(facts_of(strategy2)), "Copies")
     parts = [jax.device_put(np.full(2, number, "float32"), device) for number, device in enumerate(strategy2.devices)]
@@ -131,9 +130,7 @@ def test_nothing_happened_yet_and_many_devices() -> None:
     assert "and 8 more replicas" in drawn and drawn.count(">worker ") == MAX_DEVICES // 8 and "of 40<" in drawn
 
 
-def test_a_report_replaces_the_last_one_and_leaves_nothing_when_it_fails(
-    strategy2: mr.MirroredStrategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_replaces_the_last_one_and_leaves_nothing_when_it_fails(strategy2, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert mr.report(strategy2) == Path("mirrored-report.html")
     mr.report(strategy2)

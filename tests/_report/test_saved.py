@@ -35,9 +35,7 @@ def of_worker(facts: Facts, worker: int, **changes: object) -> Facts:
     return dataclasses.replace(facts, worker=worker, num_workers=3, replicas=tuple(replicas), **changes)
 
 
-def test_what_was_saved_is_what_was_known_in_a_file_for_each_worker(
-    facts: Facts, strategy2: mr.MirroredStrategy, tmp_path: Path
-) -> None:
+def test_what_was_saved_is_what_was_known_in_a_file_for_each_worker(facts: Facts, strategy2, tmp_path) -> None:
     save(facts, tmp_path / "a.json")
     assert load(tmp_path / "a.json") == facts
     bare = dataclasses.replace(facts, comparison=None, shares={}, datasets=(), programs=())
@@ -62,9 +60,8 @@ def test_files_of_workers_are_one_page(facts: Facts, tmp_path: Path, capsys: pyt
     assert out == f"{tmp_path / 'report.html'}; without workers 1, whose files are not there\n"
     text = (tmp_path / "report.html").read_text()
     assert text == page(join_facts(every), every)
-    assert [replica.in_use for replica in join_facts(every).replicas] == [7, None, 9] and join_facts(every).warnings == (
-        ("careful", 4),
-    )
+    assert [replica.in_use for replica in join_facts(every).replicas] == [7, None, 9]
+    assert join_facts(every).warnings == (("careful", 4),)
     table = text.split("<h2>Time</h2>")[1].split("</section>")[0]
     rows = [re.sub("<[^>]*>", " ", row).split() for row in table.split("<tr>")[2:]]
     assert [row[:2] for row in rows] == [["0", "30"], ["2", "32"]] and "50%" in rows[1]

@@ -35,9 +35,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     ],
     ids=["mirrored", "one", "default"],
 )
-def test_a_worker_that_trains_by_itself_is_told_once(
-    make: Callable[[], object], name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_worker_that_trains_by_itself_is_told_once(make: Callable[[], object], name: str, monkeypatch, caplog) -> None:
     make()
     assert warnings(caplog) == []
     monkeypatch.setenv("TF_CONFIG", json.dumps(TWO))
@@ -48,9 +46,7 @@ def test_a_worker_that_trains_by_itself_is_told_once(
     assert "write mr.MultiWorkerMirroredStrategy() instead" in warning
 
 
-def test_who_has_no_others_or_has_joined_them_is_not_warned(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_who_has_no_others_or_has_joined_them_is_not_warned(monkeypatch, caplog: pytest.LogCaptureFixture) -> None:
     for config in ("{not json", json.dumps(ONE), json.dumps(EVALUATOR)):
         caplog.clear()
         monkeypatch.setenv("TF_CONFIG", config)

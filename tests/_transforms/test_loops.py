@@ -220,13 +220,3 @@ def test_stacked_odd_batches_train_in_one_loop(strategy):
         np.testing.assert_allclose(found, losses, 1e-5)
         np.testing.assert_allclose(w.numpy(), expected, 1e-4)
         assert strategy.gather(first, axis=1).tolist() == [x[:, 0].tolist() for x in (rows, 2 * rows, rows - 1)]
-
-
-def test_all_replicas_take_equally_many_iterations(strategy3):
-    [batch] = strategy3.distribute_dataset([np.ones((7, 2), np.float32)])
-    with pytest.raises(
-        mr.UnevenReplicasError, match=r"shapes \(3, 2\), \(2, 2\), \(2, 2\), whose first axes differ.*in the step"
-    ):
-        mr.scan(lambda carry, x: (carry, x), None, batch)
-    own = strategy3.run(lambda x: mr.scan(lambda carry, row: (carry + row.sum(), None), 0.0, x)[0], args=(batch,))
-    assert values_of(own) == [6, 4, 4]

@@ -8,7 +8,7 @@ import pytest
 from optax import contrib
 from optax_rows import ROWS
 from parameters import slow
-from strategies import strategy_of
+from strategies import strategy_of, variable
 
 import mirrored as mr
 from mirrored._variables.variable import is_variable
@@ -34,9 +34,8 @@ def start():
 
 
 def make(strategy, tx, **options):
-    with strategy.scope():
-        variables = {name: mr.Variable(value, name=name) for name, value in start().items()}
-        return variables, mr.Optimizer(tx, variables, **{"aggregate": "sum"} | options)
+    variables = {name: variable(value, strategy, name=name) for name, value in start().items()}
+    return variables, mr.Optimizer(tx, variables, **{"aggregate": "sum"} | options)
 
 
 def gradients_of(strategy, k=0):

@@ -246,9 +246,8 @@ def test_a_first_step_overwrites_what_was_given_as_numpy_and_as_jax_and_what_an_
 def test_state_that_an_optimizer_makes_of_one_array_is_several():
     shared = jnp.ones(3)
     same = optax.GradientTransformation(lambda params: (params, params, shared, shared), lambda u, s, params=None: (u, s))
-    with TWO.scope():
-        w = mr.Variable(np.ones(3, np.float32))
-        optimizer = mr.Optimizer(same, [w])
+    [w] = variables([1])
+    optimizer = mr.Optimizer(same, [w])
     TWO.run(lambda: optimizer.apply_gradients([jnp.ones(3)], aggregate=False))
     TWO.run(lambda: optimizer.apply_gradients([jnp.ones(3)], aggregate=False))
     leaves = jax.tree.leaves(optimizer.state, is_leaf=lambda leaf: isinstance(leaf, mr.Variable))
@@ -344,24 +343,15 @@ def test_after_out_of_memory_everything_lost_is_named_once_and_training_goes_on(
     lost = (
         r"'w', 'optimizer.*mu.*nu.*'optimizer.iterations' is lost: .* failed \(JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory"
     )
-    for use in (
-        lambda: train(4),
-        lambda: train(4),
-        w.numpy,
-        lambda: int(optimizer.iterations),
-        lambda: strategy.run(lambda: w + 1),
-    ):
-        with pytest.raises(
-            mr.VariableLostError, match=lost + r"[^:]*\. .*restore_latest.*each of them.*optimizer again"
-        ) as error:
-            use()
+    for _ in range(2):
+        with pytest.raises(mr.VariableLostError, match=lost + r"[^:]*\. .*restore_latest.*each of them.*optimizer ag") as error:
+            train(4)
         assert "Error dispatching" not in str(error.value)
     assert float(other) == 1
     w.assign(np.zeros(3, np.float32))
     with pytest.raises(mr.VariableLostError, match=lost):
         train(4)
-    with strategy.scope():
-        optimizer = mr.Optimizer(optax.adam(0.1), [w])
+    optimizer = mr.Optimizer(optax.adam(0.1), [w])
     assert train(4) == first_loss
 
 

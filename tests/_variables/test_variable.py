@@ -40,21 +40,6 @@ def is_taken(v):
     return v._slot in storage.held
 
 
-def copies(strategy, v):
-    return [np.asarray(copy).tolist() for copy in strategy.local_results(v)]
-
-
-def test_a_jit_in_a_step_reads_what_was_written_before_it(strategy2):
-    """JAX keeps the trace of a body by the function's identity, and with it the value that the variable had then."""
-    w = variable(1.0, strategy2)
-    body = jax.jit(lambda x: x + w)
-
-    def step():
-        return [(body(0.0), w.assign(w * 2))[0] for _ in range(3)]
-
-    assert [float(x) for _ in range(2) for x in strategy2.run(step)] == [1, 2, 4, 8, 16, 32]
-
-
 # -- a SUM that is assigned from outside is kept exactly
 
 
@@ -330,7 +315,7 @@ def test_an_initial_value_is_computed_once_and_is_the_same_everywhere(strategy3)
         calls.append(None)
         return np.random.default_rng(len(calls)).normal(size=3)
 
-    values = copies(strategy3, variable(initial, strategy3))
+    values = [copy.tolist() for copy in strategy3.local_results(variable(initial, strategy3))]
     assert (len(calls), len(values)) == (1, 3) and values[0] == values[1] == values[2]
 
 

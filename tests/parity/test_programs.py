@@ -144,13 +144,10 @@ def run(names: tuple[str, ...], way: Way) -> tuple[mr.Strategy, dict[str, Progra
     return strategy, program.programs, *way.call(strategy, program, batches(list(way.sizes)))
 
 
-def refusal_of(name: str, way: str) -> tuple[type[BaseException], str] | None:
-    return next((refusal for word, refusal in PROGRAMS[name].refuses.items() if word in way), None)
-
-
 def check(names: tuple[str, ...], way: str) -> None:
     """Run programs in one way, and compare each with the same by hand; those that are refused there run alone."""
-    refused = {name: refusal for name in names if (refusal := refusal_of(name, way))}
+    known = [(name, *each) for name in names for each in PROGRAMS[name].refuses.items()]
+    refused = {name: refusal for name, word, refusal in known if word in way}
     for name, (error, message) in refused.items():
         with pytest.raises(error, match=message):
             run((name,), WAYS[way])

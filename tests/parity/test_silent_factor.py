@@ -124,8 +124,7 @@ def by_equinox(strategy, batches, loss_of, combine):
 
 def by_optimizer_of_mirrored(strategy, batches, loss_of, combine):
     w = variable(W, strategy)
-    with strategy.scope():
-        optimizer = mr.Optimizer(TX, [w])
+    optimizer = mr.Optimizer(TX, [w])
 
     def step(x):
         _, gradients = combine(jax.value_and_grad(lambda w: loss_of(per_row(w, x)))(w.value))
@@ -311,14 +310,3 @@ def test_gradients_that_a_step_returns_are_judged_where_they_are_summed(strategy
     for value, op, expected in ((own, "sum", UNSPOKEN), (own, "mean", ""), (share, "sum", ""), (share, "mean", SMALL)):
         _, said = said_by(lambda value=value, op=op: strategy2.reduce(op, {"g": value}))
         assert len(said) == bool(expected) and all(expected in message for message in said), (op, said)
-
-
-def test_each_line_that_the_warning_offers_silences_it_and_is_right():
-    """As in `WAYS`; `aggregate` of `mr.Optimizer` is in tests/test_losses.py."""
-    said = [message for _, (loss_of, combine, message) in WAYS.items() if (loss_of, combine) == (jnp.mean, total)]
-    assert said == [UNSPOKEN]
-    strategy = strategy_of(2)
-    [batch] = strategy.distribute_dataset([X])
-    _, [message] = said_by(lambda: strategy.run(lambda x: total(jax.grad(lambda w: jnp.mean(w * x))(V)), args=(batch,)))
-    lines = "compute_average_loss(losses)", "mean_over_own_rows(loss)", "already_divided(loss)", "all_reduce('mean', gradients)"
-    assert all(line in message for line in lines)

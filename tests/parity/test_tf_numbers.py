@@ -33,10 +33,6 @@ def uneven(strategy, dtype="float32"):
     return values(strategy, lambda i: np.full(i + 1, i, dtype))
 
 
-def last(strategy):
-    return strategy.num_replicas_in_sync - 1
-
-
 def replica_id():
     return mr.get_replica_context().replica_id_in_sync_group.astype(jnp.float32)
 
@@ -98,7 +94,7 @@ REDUCE = {
     "axis1_sum": lambda s: s.reduce("SUM", values(s, lambda i: np.full((2, 3), i + 1.0)), axis=1),
     "axis_neg1_mean": lambda s: s.reduce("MEAN", values(s, lambda i: np.full((2, 3), i + 1.0)), axis=-1),
     "empty_replica_mean_axis0": lambda s: s.reduce(
-        "MEAN", values(s, lambda i: np.float32([] if i == last(s) else [2, 4])), axis=0
+        "MEAN", values(s, lambda i: np.float32([] if i == s.num_replicas_in_sync - 1 else [2, 4])), axis=0
     ),
     "all_empty_mean_axis0": lambda s: s.reduce("MEAN", values(s, lambda i: np.zeros(0)), axis=0),
     "all_empty_sum_axis0": lambda s: s.reduce("SUM", values(s, lambda i: np.zeros(0)), axis=0),

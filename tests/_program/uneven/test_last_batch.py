@@ -84,10 +84,8 @@ def test_several_programs_of_one_function_and_functions_of_several_steps(strateg
             assert float(whole(batch, flag)) == rows.mean() + flag
     first = next(iter(strategy3.distribute_dataset(strategy3.make_numpy_dataset(np.concatenate([X, X[:3]])).batch(9))))
     with testing.count_programs() as programs:  # that of its last batch, also of four rows, is there
-        assert (
-            float(whole(first, True)) == X[:9].mean() + 1
-            and float(whole(next(reversed(list(batches(strategy3, 6)))), True)) == X[6:].mean() + 1
-        )
+        assert float(whole(first, True)) == X[:9].mean() + 1
+        assert float(whole(next(reversed(list(batches(strategy3, 6)))), True)) == X[6:].mean() + 1
     assert programs.count == 1
     with pytest.raises(mr.UnevenReplicasError) as error:
         mr.function(lambda x: strategy3.run(rows_joined, args=(x,)))(next(iter(batches(strategy3, 6))))

@@ -40,19 +40,6 @@ def conjugate_gradients(x, y):
     return solved(right), jax.lax.fori_loop(0, 2, lambda i, right: solved(right), right)
 
 
-def rows_that_are_carried(x, y):
-    """What is carried has the rows' shape, and so has what is collected in each round."""
-
-    def body(carry, scale):
-        h, mean = carry
-        mean = total(jnp.sum(h, axis=0)) / total(jnp.float32(h.shape[0]))
-        h = jnp.tanh(h - scale * mean)
-        return (h, mean), (jnp.sum(h, axis=1), mean)
-
-    (h, mean), (sums, means) = jax.lax.scan(body, (x, jnp.zeros(COLUMNS)), jnp.arange(3.0))
-    return h, mean, sums.T, means
-
-
 def parts_of_a_batch(x, y):
     """Each round takes other columns of this replica's rows."""
     parts = jnp.moveaxis(x.reshape(x.shape[0], 2, 2), 1, 0)
@@ -84,19 +71,8 @@ def conditions(x, y):
     return jax.lax.cond(is_much, much, little, W), jax.lax.cond(is_much, little, much, W)
 
 
-def gradients_through_loops(x, y):
-    """JAX turns the loop round: what it saved in each round has the rows' shape."""
-
-    def run(x):
-        h, _ = jax.lax.scan(lambda h, _: (jnp.tanh(h + total(jnp.sum(h, axis=0))), None), x, None, length=3)
-        return jnp.sum(h**2) / total(jnp.float32(x.shape[0]))
-
-    return jax.grad(run)(x)
-
-
 RIGHT = [
-    line_search, conjugate_gradients, rows_that_are_carried, parts_of_a_batch, loops_in_loops, conditions,
-    gradients_through_loops,
+    line_search, conjugate_gradients, parts_of_a_batch, loops_in_loops, conditions,
 ]  # fmt: skip
 
 
@@ -241,11 +217,6 @@ def condition(x):
     return jax.lax.cond(LAYERS.sum() > 0, lambda h, n: (jnp.tanh(h), n + 1), lambda h, n: (h * 2, n - 1), x, jnp.float32(3))
 
 
-def moving_average(x):
-    layer = lambda carry, w: ((jnp.tanh(carry[0] @ w), 0.9 * carry[1] + 0.1 * w.mean()), None)  # noqa: E731
-    return jax.lax.scan(layer, (x, jnp.float32(0)), LAYERS)[0]
-
-
 def collectives(x):
     def layer(carry, w):
         h, n = carry
@@ -271,10 +242,6 @@ def gradients(x, wrap=lambda layer: layer):
 
 def gradients_of_checkpoints(x):
     return gradients(x, jax.checkpoint)
-
-
-def while_loop(x):
-    return jax.lax.while_loop(lambda own: own[1] < 3, lambda own: (jnp.tanh(own[0] * 2), own[1] + 1), (x, jnp.float32(0)))
 
 
 @jax.custom_vjp
@@ -330,8 +297,8 @@ def while_loops(x):
 
 
 BESIDE_ROWS = [
-    key_and_counter, fori_loop, checkpointed, time_of_a_recurrent_net, nested, condition, moving_average, collectives, gradients,
-    gradients_of_checkpoints, while_loop, while_loops, own_derivatives, gradients_of_own_derivatives,
+    key_and_counter, fori_loop, checkpointed, time_of_a_recurrent_net, nested, condition, collectives, gradients,
+    gradients_of_checkpoints, while_loops, own_derivatives, gradients_of_own_derivatives,
 ]  # fmt: skip
 
 

@@ -5,10 +5,8 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from _program.uneven.rows import COLUMNS, DEVICES, STRATEGIES, assert_equals_one_device, ctx, data, run, split, with_nan_padding
-from strategies import variable
 
 import mirrored as mr
 
@@ -70,12 +68,6 @@ def custom_derivatives(x):
     return jax.grad(lambda x: jnp.sum(jnp.sin(normalized(x))))(x), jax.jvp(doubled, (x,), (x,))[1]
 
 
-def transformed_collectives(x):
-    remat = jax.checkpoint(lambda x: jnp.tanh(x - ctx().all_reduce("sum", jnp.sum(x, axis=0))))
-    by_column = jax.vmap(lambda c: ctx().all_reduce("sum", jnp.sum(c)), in_axes=1)(x)
-    return jax.grad(lambda x: jnp.sum(remat(remat(x)) ** 2))(x), by_column
-
-
 def many_dtypes(x):
     """Each is carried over a collective, padded, and returned."""
     values = (x > 0, (9 * x).astype(jnp.int8), x + 1j * x, x.astype(jnp.bfloat16), x.astype(jnp.float16), x[:, :0], x[:0])
@@ -101,7 +93,6 @@ RIGHT = {
     gathered_again_and_again: 7,
     helper_with_questions: 7,
     custom_derivatives: 2,
-    transformed_collectives: 7,
     many_dtypes: 7,
     row_operations: 2,
 }
@@ -112,44 +103,6 @@ def test_right_steps_equal_one_device(num_rows):
     steps = [step for step, rows in RIGHT.items() if rows == num_rows]
     all_of_them = lambda x: {step.__name__: step(x) for step in steps}  # noqa: E731
     assert_equals_one_device(lambda strategy: run(strategy, all_of_them, data(num_rows)))
-
-
-def test_arrays_that_a_step_makes_anew_for_each_trace_are_the_same_to_all_replicas():
-    table = np.arange(8.0, dtype=np.float32).reshape(2, COLUMNS)
-    key = jax.random.key(3)
-
-    def outcome(strategy):
-        v = variable(np.ones(COLUMNS, np.float32), strategy)
-
-        def step(x):
-            with jax.ensure_compile_time_eval():
-                made, made_key = jnp.sin(jnp.arange(4.0)), jax.random.fold_in(key, 1)
-            noise = jax.random.normal(made_key, (COLUMNS,)) + jax.random.normal(key, (COLUMNS,))
-            summed = jax.lax.reduce(jnp.asarray(table), jnp.float32(0), lambda a, b: a + b * 1, (0,))
-            v.assign(v + made + noise + summed + jnp.array([1, 2, 3, 4]))
-
-        run(strategy, step, data(7))
-        return v.value
-
-    assert_equals_one_device(outcome)
-
-
-def test_a_loop_around_run_trains_on_uneven_rows_and_other_strategies_may_run_in_between():
-    def outcome(strategy):
-        w = variable(np.ones(COLUMNS, np.float32), strategy)
-        optimizer = mr.Optimizer(optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)), [w])
-        x = split(strategy, data(7))
-
-        def step(x):
-            value, gradients = mr.value_and_grad(lambda: mr.losses.compute_average_loss(jnp.tanh(x @ w.value)), [w])()
-            optimizer.apply_gradients(gradients)
-            return value
-
-        _, losses = mr.scan(lambda c, _: (c, strategy.reduce("sum", strategy.run(step, args=(x,)))), 0.0, None, length=3)
-        run(STRATEGIES[2], lambda x: 2 * x, data(5))
-        return losses, run(strategy, step, data(7)), w.value
-
-    assert_equals_one_device(outcome)
 
 
 def test_gradients_through_run_are_those_of_one_device():
@@ -288,6 +241,15 @@ def constant_in_a_loop(value):
     return lambda w: jax.lax.fori_loop(0, 2, lambda i, t: t * value, w)
 
 
+def made_at_once(seed):
+    def add(w):
+        with jax.ensure_compile_time_eval():  # each trace makes its own arrays
+            made, key = seed * jnp.arange(4.0), jax.random.fold_in(jax.random.key(0), seed)
+        return w + made + jax.random.normal(key, (4,))
+
+    return add
+
+
 def noisy(key):
     return lambda w: w + jax.random.normal(key, (4,))
 
@@ -300,6 +262,7 @@ DIFFERENT = {
     "numbers in a loop": (constant_in_a_loop(2.0), constant_in_a_loop(3.0)),
     "host arrays": (lambda w: w + np.arange(4, dtype="f") * 2, lambda w: w + np.arange(4, dtype="f") * 3),
     "device arrays": (lambda w: w + jnp.arange(4.0) * 2, lambda w: w + jnp.arange(4.0) * 3),
+    "arrays of each trace": (made_at_once(2), made_at_once(3)),
     "host arrays in a loop": (constant_in_a_loop(np.full(4, 2, "f")), constant_in_a_loop(np.full(4, 3, "f"))),
     "device arrays in a loop": (constant_in_a_loop(jnp.full(4, 2.0)), constant_in_a_loop(jnp.full(4, 3.0))),
     "how often a loop runs": (

@@ -18,19 +18,6 @@ def global_mean(x):
 # -- results, verbs and collectives
 
 
-def test_results_have_the_true_rows_verbs_count_them_and_the_next_step_takes_them():
-    strategy, x = STRATEGIES[4], data(6)
-    result = strategy.run(lambda x: {"double": 2 * x, "same": x, "total": jnp.sum(x)}, args=(split(strategy, x),))
-    assert result["double"].shapes == ((2, 4), (2, 4), (1, 4), (1, 4))
-    assert result["total"].shapes == ((),) * 4
-    np.testing.assert_array_equal(strategy.gather(result["double"], axis=0), 2 * x)
-    np.testing.assert_allclose(strategy.reduce("mean", result["same"], axis=0), x.mean(axis=0), rtol=1e-6)
-    np.testing.assert_allclose(strategy.reduce("sum", result["total"]), x.sum(), rtol=1e-6)
-
-    again = strategy.run(lambda x, double: (2 * x - double).sum(), args=(split(strategy, x), result["double"]))
-    assert [float(v) for v in strategy.local_results(again)] == [0.0] * 4
-
-
 def test_merge_call_gets_the_true_rows_and_first_replica_aggregation_works():
     x = data(5)
     first = variable(0.0, STRATEGIES[3], aggregation="only_first_replica")
