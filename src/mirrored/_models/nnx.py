@@ -173,8 +173,8 @@ def _on_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
         norms = [norm for norm in _nodes(objects, _nnx().BatchNorm) if replica and norm.axis_name is None]
         for norm in norms:  # BatchNorm sees the rows of all replicas
             norm.axis_name = REPLICA_AXIS
-        _, by_path = _take_apart(objects)
-        held = [*_arrays_of(by_path).values(), *(key for _, key in keys)]  # held, so that no other array gets their ids
+        began = _arrays_of(_take_apart(objects)[1])
+        held = [*began.values(), *(key for _, key in keys)]  # held, so that no other array gets their ids
         given = set(map(id, held))
         own = [objects[leaf.number] if isinstance(leaf, _StandIn) else leaf for leaf in leaves]
         own_args, own_kwargs = jax.tree.unflatten(treedef, own)
@@ -193,7 +193,9 @@ def _on_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
                 "a layer or an array, or set an attribute that is no array, such as `model.train()` does. A step is traced once "
                 "and run many times; change the structure before it, and keep what changes by step in an nnx.Variable."
             )
-        new = {path: array for path, array in _arrays_of(by_path).items() if id(array) not in given}
+        was = dict(zip(whole.paths, whole.arrays, strict=True))  # a stream has its key of then, a metric's state that of `began`
+        ended = _arrays_of(by_path).items()
+        new = {path: array for path, array in ended if array is not began[path] and array is not was[path]}
         return result, {path: _marked(objects, path, array, where) for path, array in new.items()}
 
     return step
