@@ -297,3 +297,16 @@ def test_a_variable_gets_the_array_of_another_as_a_target_network_does(num_repli
         wrong = nnx.Dict(a=nnx.Param(jnp.zeros(())), key=nnx.Param(jnp.zeros(())), seen=nnx.metrics.Average())
         with pytest.raises(mr.ReplicasDivergeError, match=r"Dict\.a, which .* would differ by replica"):
             strategy.run(lambda wrong: wrong["a"].set_value(wrong["seen"].total.get_value()), args=(wrong,))
+
+
+def test_a_model_whose_variables_are_references_is_refused_with_the_line_to_write(strategy2: mr.Strategy) -> None:
+    model = nnx.with_vars(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), ref=True)
+
+    def step(model: nnx.Linear) -> None:
+        model.bias[...] = model.bias[...] + 1
+
+    with pytest.raises(mr.ContextError, match=r"takes no references: .* of nnx.with_vars\(model, ref=True\) needs ref=False"):
+        strategy2.run(step, args=(model,))
+    model = nnx.with_vars(model, ref=False)
+    strategy2.run(step, args=(model,))
+    np.testing.assert_array_equal(model.bias[...], [1, 1])
