@@ -123,7 +123,7 @@ def named_gpus() -> int | None:
     if (names := CUDA_VISIBLE_DEVICES.get()) is None:
         return None
     listed = [name.strip() for name in names.split(",")]  # CUDA stops reading at the first that is no GPU, such as -1
-    return len(list(itertools.takewhile(lambda name: name and not name.startswith("-"), listed)))
+    return len(list(itertools.takewhile(lambda name: name not in ("", "NoDevFiles") and name[0] != "-", listed)))  # Slurm's none
 
 
 @contextlib.contextmanager

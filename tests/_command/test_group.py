@@ -704,6 +704,7 @@ def test_more_gpus_than_there_are_are_refused_before_anything_starts(
         (2, 1, "0,-1,1", four, "has 1", "-n 1 --gpus-per-worker 1"),
         (2, 1, "", four, "CUDA_VISIBLE_DEVICES, which is '', has 0", "-n 2 --cpu-devices 1"),
         (1, 1, "-1", four, "has 0", "-n 1 --cpu-devices 1"),
+        (1, 1, "NoDevFiles", four, "has 0", "-n 1 --cpu-devices 1"),
     ]
     runs = [(4, 1, None, four), (2, 2, "GPU-a,GPU-b,GPU-c,GPU-d", one), (8, 2, None, none), (1, 1, "3", one)]
 

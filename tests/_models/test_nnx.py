@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from strategies import strategy_of
 
 import mirrored as mr
 from mirrored import testing
@@ -271,3 +272,41 @@ def test_a_step_that_closes_over_a_model_reads_it_anew_however_deep_it_is(strate
                 nnx.update(each, jax.tree.map(lambda leaf, scale=scale: jnp.full_like(leaf, scale), nnx.state(each)))
             np.testing.assert_allclose(strategy2.run(step, args=(x,)), 2 * (2 * scale + scale) * np.ones((4, 2)))
             np.testing.assert_allclose(mr.function(lambda x, s=step: strategy2.run(s, args=(x,)))(x), 6 * scale * np.ones((4, 2)))
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_a_variable_gets_the_array_of_another_as_a_target_network_does(num_replicas: int) -> None:
+    """The new array is one that the step began with: what counts is whose it was."""
+    strategy = strategy_of(num_replicas)
+    pair = nnx.Dict(a=nnx.Param(jnp.zeros(2)), b=nnx.Param(jnp.ones(2)), bare=jnp.full(2, 5.0), rngs=nnx.Rngs(0))
+    online, target, seen = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.Linear(3, 2, rngs=nnx.Rngs(1)), nnx.metrics.Average()
+    seen.update(values=jnp.ones(4))
+
+    def swap(pair: nnx.Dict, online: nnx.Linear, target: nnx.Linear, seen: nnx.metrics.Average) -> None:
+        a, b = pair["a"].get_value(), pair["b"].get_value()
+        pair["a"].set_value(b)
+        pair["b"].set_value(a)
+        pair["bare"] = a
+        nnx.update(target, nnx.state(online))
+
+    strategy.run(swap, args=(pair, online, target, seen))
+    found = [pair["a"][...], pair["b"][...], pair["bare"], target.kernel[...], seen.compute()]
+    for array, expected in zip(found, [[1, 1], [0, 0], [0, 0], online.kernel[...], 1], strict=True):
+        np.testing.assert_array_equal(array, expected)
+    if num_replicas > 1:
+        wrong = nnx.Dict(a=nnx.Param(jnp.zeros(())), key=nnx.Param(jnp.zeros(())), seen=nnx.metrics.Average())
+        with pytest.raises(mr.ReplicasDivergeError, match=r"Dict\.a, which .* would differ by replica"):
+            strategy.run(lambda wrong: wrong["a"].set_value(wrong["seen"].total.get_value()), args=(wrong,))
+
+
+def test_a_model_whose_variables_are_references_is_refused_with_the_line_to_write(strategy2: mr.Strategy) -> None:
+    model = nnx.with_vars(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), ref=True)
+
+    def step(model: nnx.Linear) -> None:
+        model.bias[...] = model.bias[...] + 1
+
+    with pytest.raises(mr.ContextError, match=r"takes no references: .* of nnx.with_vars\(model, ref=True\) needs ref=False"):
+        strategy2.run(step, args=(model,))
+    model = nnx.with_vars(model, ref=False)
+    strategy2.run(step, args=(model,))
+    np.testing.assert_array_equal(model.bias[...], [1, 1])

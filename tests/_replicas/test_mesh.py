@@ -113,6 +113,9 @@ def test_an_accelerator_that_does_not_start_is_an_error_and_never_the_cpu() -> N
         assert (text := said(asks)).count(reason) == asks.count("attempt") and "cpu; " not in text
         assert "to train on the CPU, set JAX_PLATFORMS=cpu in the environment." in text
     assert said("attempt()", JAX_PLATFORMS="cpu") == "cpu; "  # the line that the message offers
+    if not os.path.exists("/dev/nvidiactl"):  # JAX itself raises an AssertionError without a word
+        words = "devices of this process: none is of JAX_PLATFORMS. Nothing is trained on the CPU instead"
+        assert said("attempt(); attempt(['cpu:0'])", JAX_PLATFORMS="cuda").count(words) == 2
     done = run_program(f"{REPORT}{BROKEN}{TRY}attempt(['cpu:0', 'cpu:1'])", env={})
     assert done.stdout == "cpu; " and "JAX cannot start the others: Unable to initialize backend 'broken'" in done.stderr
 
@@ -143,7 +146,11 @@ def test_gpus_that_a_variable_names_and_jax_has_not_found_are_an_error(monkeypat
     with pytest.raises(mr.DeviceError, match=r"CUDA_VISIBLE_DEVICES is '3', and JAX, .* found no such GPU\. .* the CPU instead"):
         mr.MirroredStrategy()
     assert mr.MirroredStrategy(["cpu:0"]).devices[0].platform == "cpu"
-    for none in ("", "-1"):
+    set_platforms("cuda,cpu")  # JAX leaves out the first without a word, if NVIDIA's driver is not there
+    with pytest.raises(mr.DeviceError, match="found no such GPU"):
+        mr.MirroredStrategy()
+    set_platforms(None)
+    for none in ("", "-1", "NoDevFiles"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", none)
         assert mr.MirroredStrategy().devices[0].platform == "cpu"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")

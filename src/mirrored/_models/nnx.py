@@ -55,8 +55,7 @@ def _nnx() -> Any:
 
 def holds_objects(arguments: PyTree) -> bool:
     """Tell whether arguments contain an NNX object. Call this only when `flax.nnx` has been imported."""
-    is_whole = lambda value: type(value) is _StandIn or _is_whole(value)  # noqa: E731
-    return any(map(is_object, jax.tree.leaves(arguments, is_leaf=is_whole)))
+    return any(map(is_object, jax.tree.leaves(arguments, is_leaf=lambda value: type(value) is _StandIn or _is_whole(value))))
 
 
 def is_object(value: object) -> bool:
@@ -173,9 +172,8 @@ def _on_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
         norms = [norm for norm in _nodes(objects, _nnx().BatchNorm) if replica and norm.axis_name is None]
         for norm in norms:  # BatchNorm sees the rows of all replicas
             norm.axis_name = REPLICA_AXIS
-        _, by_path = _take_apart(objects)
-        held = [*_arrays_of(by_path).values(), *(key for _, key in keys)]  # held, so that no other array gets their ids
-        given = set(map(id, held))
+        began = _arrays_of(_take_apart(objects)[1])  # held, so that no other array gets their ids
+        given = set(map(id, began.values()))
         own = [objects[leaf.number] if isinstance(leaf, _StandIn) else leaf for leaf in leaves]
         own_args, own_kwargs = jax.tree.unflatten(treedef, own)
         result = function(*own_args, **own_kwargs)
@@ -191,9 +189,12 @@ def _on_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
             raise ContextError(
                 f"the step at {where} has changed the structure of an NNX object in its arguments: it has added or removed "
                 "a layer or an array, or set an attribute that is no array, such as `model.train()` does. A step is traced once "
-                "and run many times; change the structure before it, and keep what changes by step in an nnx.Variable."
+                "and run many times; change the structure before it, and keep what changes by step in an nnx.Variable. A step "
+                "takes no references: a model of nnx.with_vars(model, ref=True) needs ref=False before."
             )
-        new = {path: array for path, array in _arrays_of(by_path).items() if id(array) not in given}
+        was = zip(whole.paths, whole.arrays, strict=True)  # a stream has its key of then, a metric its start of `began`
+        unchanged = {(path, id(array)) for path, array in [*was, *began.items()]}
+        new = {path: array for path, array in _arrays_of(by_path).items() if (path, id(array)) not in unchanged}
         return result, {path: _marked(objects, path, array, where) for path, array in new.items()}
 
     return step
@@ -208,8 +209,7 @@ def _make_own(objects: list[Any], replica: ReplicaContext) -> list[tuple[Any, ja
     for node, key in keys:
         node.set_value(replica.rng(key))
     for state in (state for metric in _metrics_of(objects) for state in _states_of(metric)):
-        is_first = replica.replica_id_in_sync_group == 0
-        state.set_value(jnp.where(is_first, state.get_value(), jnp.zeros_like(state.get_value())))
+        state.set_value(jnp.where(replica.replica_id_in_sync_group == 0, state.get_value(), jnp.zeros_like(state.get_value())))
     return keys
 
 

@@ -281,18 +281,18 @@ def start_backend(num_cpu_devices: int) -> None:
     with _env.at_least(_env.CPU_THREADS, cpu_pool_size(max(num_cpu_devices, configured)), _env.CPU_THREADS_FALLBACK):
         try:
             jax.local_devices()
-        except RuntimeError as error:
+        except (RuntimeError, AssertionError) as error:  # the second has no words
             if verdict.tells_of_loss(error):  # another worker's devices are missing
                 raise
-            if num_cpu_devices:
+            if num_cpu_devices and str(error):
                 _logger.warning("training on CPU devices, as devices= says. JAX cannot start the others: %s", error)
                 return
             distributed.clear_backends()  # else the next request would get the CPU, which JAX has started
             raise DeviceError(
-                f"JAX cannot start the devices of this process: {error}. Nothing is trained on the CPU instead. Free or repair "
-                "them; to train on the CPU, set JAX_PLATFORMS=cpu in the environment."
+                f"JAX cannot start the devices of this process: {str(error) or 'none is of JAX_PLATFORMS'}. Nothing is trained "
+                "on the CPU instead. Free or repair them; to train on the CPU, set JAX_PLATFORMS=cpu in the environment."
             ) from error
-    is_chosen = num_cpu_devices or jax.config.jax_platforms  # pyrefly: ignore[missing-attribute]
+    is_chosen = num_cpu_devices or (jax.config.jax_platforms or "").startswith("cpu")  # pyrefly: ignore[missing-attribute]
     if not is_chosen and _env.named_gpus() and jax.default_backend() == "cpu" and _has_cuda():
         raise DeviceError(
             f"CUDA_VISIBLE_DEVICES is {_env.CUDA_VISIBLE_DEVICES.get()!r}, and JAX, whose CUDA is installed, has found no such "
