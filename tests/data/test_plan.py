@@ -264,6 +264,9 @@ def test_auto_says_what_it_chose_and_why() -> None:
         plan = make_plan(dataset, "auto", InputWorker(0, num_workers), num_workers)
         assert re.search(words, plan.how), plan.how
         assert plan.kind == ("FILE" if "FILE:" in plan.how else "DATA")
+    dropping = [make_plan(four, policy, InputWorker(0, 2), 2, drop_remainder=True) for policy in ("auto", "file")]
+    assert [plan.kind for plan in dropping] == ["DATA", "FILE"], "FILE is the user's word"
+    assert "AUTO chose DATA, because drop_remainder=True would leave out by file what others have left" in dropping[0].how
     for policy in ("auto", "file", "data", "off"):
         plan = make_plan([X], policy, InputWorker(), 2)
         assert (plan.kind, plan.dataset[0] is X) == ("DATA", True), "one worker takes all"
@@ -292,17 +295,6 @@ def test_one_line_of_the_log_says_how_a_dataset_is_shared_out(strategy2, caplog)
     assert line == f"dataset {distributed.describe()}" and "AUTO chose FILE: worker i of 2 reads" in line
     with pytest.raises(TypeError, match="the length of Files is not known before it ends"):
         len(distributed)
-
-
-def test_auto_takes_no_files_where_rows_are_dropped() -> None:
-    """By file all rows would go that others have left when the files of one worker have ended."""
-    files = Files([[1] * 50, [1] * 10]).batch(4)
-    plan = make_plan(files, "auto", InputWorker(0, 2), 2, drop_remainder=True)
-    assert plan.kind == "DATA" and "AUTO chose DATA, because drop_remainder=True would leave out by file" in plan.how
-    kinds = [
-        make_plan(files, policy, InputWorker(0, 2), 2, dropping).kind for policy, dropping in (("auto", False), ("file", True))
-    ]
-    assert kinds == ["FILE", "FILE"], "FILE is the user's word"
 
 
 def test_a_step_with_batches_of_two_datasets_of_which_auto_shares_one_by_file_warns(strategy2) -> None:
