@@ -24,6 +24,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from pipelines import Reiterable
 from processes import run_program
 from strategies import strategy_of
 
@@ -188,37 +189,24 @@ class Place:
         self.at = at
 
 
-class Plain:
-    """A loader without a position, as torch's DataLoader."""
-
-    def __iter__(self):
-        return iter([np.ones(4, np.float32)])
-
-
-class Late(Plain):
-    """A loader that knows its position after the first batch, and keeps in it what JSON has not."""
-
-    def state_dict(self):
-        return {"object": object()}
-
-    def load_state_dict(self, state): ...
-
-
 def test_an_iterator_without_a_position_is_refused_before_the_first_step(tmp_path: Path) -> None:
     strategy = strategy_of(2)
-    batches = iter(strategy.distribute_dataset(Plain()))
+    plain, late = (Reiterable(lambda: iter([np.ones(4, np.float32)])) for _ in range(2))
+    late.state_dict = lambda: {"object": object()}  # known after the first batch, and not what JSON has
+    late.load_state_dict = quiet
+    batches = iter(strategy.distribute_dataset(plain))
     with pytest.raises(
-        TypeError, match=r"position of state\['batches'\] cannot be saved: Plain has no position .* StatefulDataLoader"
+        TypeError, match=r"position of state\['batches'\] cannot be saved: Reiterable has no position .* StatefulDataLoader"
     ):
         Checkpoint(tmp_path / "a", state={"batches": batches})
     assert not (tmp_path / "a").exists()
-    batches = iter(strategy.distribute_dataset(Late()))
+    batches = iter(strategy.distribute_dataset(late))
     Checkpoint(tmp_path / "a", state={"batches": batches})
     with pytest.raises(
         TypeError, match=r"mr\.Checkpoint cannot save the position of this iterator: its state holds .* which JSON cannot hold"
     ):
         next(batches)
-    assert next(iter(strategy.distribute_dataset(Late()))).shape == (2,), "whose position nobody wants"
+    assert next(iter(strategy.distribute_dataset(late))).shape == (2,), "whose position nobody wants"
 
 
 def test_each_worker_gets_back_its_own_position() -> None:

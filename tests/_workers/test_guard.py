@@ -590,13 +590,16 @@ def test_an_end_is_told_before_the_others_are_waited_for(make: Make, monkeypatch
 # ---- who is late or silent
 
 
-def test_a_silent_worker_is_told_once_and_not_ended(make: Make, caplog: Log) -> None:
-    guarded = make(is_started=False)
-    guarded.says("position/1", OWN_CODE)
+@pytest.mark.parametrize(("worker", "other"), [(0, 1), (1, 0)])
+def test_a_silent_worker_is_told_once_and_not_ended(make: Make, caplog: Log, worker: int, other: int) -> None:
+    guarded = make(worker, is_started=False)
+    guarded.says(f"position/{other}", OWN_CODE)
     for _ in range(8):
         assert guarded.guard._round(1.0) is False
-    assert caplog.text.count("worker 1 has been silent for 4 s: it is stopped, cut off, dead, or in one long call") == 1
-    guarded.says("position/1", OWN_CODE._replace(beat=2))
+    assert guarded.guard._silent == {other}
+    assert bool(guarded.guard._listening) == (worker == 0), "only worker 0 asks for heartbeats"
+    assert caplog.text.count(f"worker {other} has been silent for 4 s: it is stopped, cut off, dead, or in one long call") == 1
+    guarded.says(f"position/{other}", OWN_CODE._replace(beat=2))
     for _ in range(4):
         guarded.guard._round(1.0)
     assert caplog.text.count("it was last seen so") == 1 and guarded.codes.empty()
@@ -622,14 +625,6 @@ def test_a_silent_worker_whose_heartbeats_cease_is_lost_unless_all_have_come_to_
         assert guarded.codes.empty() and guarded.of_key("verdict") is None
     else:
         assert guarded.codes.get() == 75 and guarded.verdict().lost == (2,) and guarded.of_key("call") == "leave"
-
-
-def test_only_worker_0_listens_to_heartbeats(make: Make) -> None:
-    guarded = make(worker=1, is_started=False)
-    guarded.says("position/0", OWN_CODE)
-    for _ in range(8):
-        guarded.guard._round(1.0)
-    assert guarded.guard._silent == {0} and not guarded.guard._listening
 
 
 def test_worker_0_ends_its_service_after_the_others_have_left_it_or_at_the_limit(make: Make) -> None:

@@ -98,13 +98,6 @@ def test_a_program_that_catches_errors_does_not_go_on_alone() -> None:
 
 
 @slow
-def test_an_exception_of_all_workers_is_its_own_on_each() -> None:
-    ended = run("raise ValueError", 2, who="all")
-    require(ended, [1] * 2, r"worker \d failed at step 5 with ValueError")
-    assert all("Traceback" in one.output for one in ended)
-
-
-@slow
 @pytest.mark.parametrize(
     ("host", "within", "how"), [("", SOON, "the process is gone"), ("each", 17.0, "its heartbeats have ceased")]
 )
