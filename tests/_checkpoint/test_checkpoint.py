@@ -393,8 +393,7 @@ def test_names_and_arguments_are_checked_and_a_directory_stays_where_it_was_when
     for name in ("/abs", ".hidden", "", "a/b", "a\0b", "x" * 129, "ü", "a b", "..", "a\n"):
         with pytest.raises(ValueError, match="will not do; expected 1 to 128"):
             Checkpoint(tmp_path, **{name: w})
-    (tmp_path / "file").write_text("")
-    for directory, error in [("gs://bucket/x", ValueError), ("", TypeError), (tmp_path / "file", ValueError)]:
+    for directory, error in [("gs://bucket/x", ValueError), ("", TypeError)]:
         with pytest.raises(error, match="directory"):
             Checkpoint(directory, w=w)
     good = {name: mr.Variable(1.0) for name in ("a.b-c_D9", "x" * 128, "directory", "self", "9")}

@@ -115,17 +115,13 @@ def test_by_file_a_step_is_one_global_batch_while_all_workers_have_records(sizes
     held = [sum(sizes[worker::num_workers]) for worker in range(num_workers)]
     full = _rows.split_sizes(max(count, min(batch_size, max(held))), count)
     share = [sum(full[w * num_local : (w + 1) * num_local]) for w in range(num_workers)]
-    assert [step.sizes for step in run.steps[0]] == _expected_sizes(held, share, num_local)
-    run.global_batches()
-
-
-def _expected_sizes(held: list[int], share: list[int], num_local: int) -> list[tuple[int, ...]]:
-    held, steps = list(held), []
+    expected = []
     while any(held):
         taken = [min(rows, most) for rows, most in zip(held, share, strict=True)]
-        steps.append(tuple(itertools.chain(*(_rows.split_sizes(rows, num_local) for rows in taken))))
+        expected.append(tuple(itertools.chain(*(_rows.split_sizes(rows, num_local) for rows in taken))))
         held = [rows - gone for rows, gone in zip(held, taken, strict=True)]
-    return steps
+    assert [step.sizes for step in run.steps[0]] == expected
+    run.global_batches()
 
 
 @few_examples
