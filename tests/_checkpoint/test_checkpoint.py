@@ -24,7 +24,9 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from pipelines import Reiterable
 from processes import run_program
+from strategies import strategy_of
 
 import mirrored as mr
 from mirrored._checkpoint import files as _files
@@ -37,10 +39,6 @@ from mirrored._jax import topologies
 from mirrored._replicas import in_flight
 
 Pair = namedtuple("Pair", "first second")
-
-
-def on(num_replicas: int) -> mr.MirroredStrategy:
-    return mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
 
 
 def quiet(*effects: object) -> None:
@@ -165,7 +163,7 @@ def test_an_optimizer_comes_back_with_its_count_on_other_replicas(tmp_path: Path
     for _ in range(4):
         optimizer.apply_gradients([1.0])
     save(tmp_path, 4, w=w, optimizer=optimizer)
-    again, other = make(on(2))
+    again, other = make(strategy_of(2))
     other.apply_gradients([5.0])
     assert restore(tmp_path, w=again, optimizer=other) == 4
     assert (float(again), int(other.iterations)) == (float(w), 4)
@@ -191,37 +189,24 @@ class Place:
         self.at = at
 
 
-class Plain:
-    """A loader without a position, as torch's DataLoader."""
-
-    def __iter__(self):
-        return iter([np.ones(4, np.float32)])
-
-
-class Late(Plain):
-    """A loader that knows its position after the first batch, and keeps in it what JSON has not."""
-
-    def state_dict(self):
-        return {"object": object()}
-
-    def load_state_dict(self, state): ...
-
-
 def test_an_iterator_without_a_position_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
-    batches = iter(strategy.distribute_dataset(Plain()))
+    strategy = strategy_of(2)
+    plain, late = (Reiterable(lambda: iter([np.ones(4, np.float32)])) for _ in range(2))
+    late.state_dict = lambda: {"object": object()}  # known after the first batch, and not what JSON has
+    late.load_state_dict = quiet
+    batches = iter(strategy.distribute_dataset(plain))
     with pytest.raises(
-        TypeError, match=r"position of state\['batches'\] cannot be saved: Plain has no position .* StatefulDataLoader"
+        TypeError, match=r"position of state\['batches'\] cannot be saved: Reiterable has no position .* StatefulDataLoader"
     ):
         Checkpoint(tmp_path / "a", state={"batches": batches})
     assert not (tmp_path / "a").exists()
-    batches = iter(strategy.distribute_dataset(Late()))
+    batches = iter(strategy.distribute_dataset(late))
     Checkpoint(tmp_path / "a", state={"batches": batches})
     with pytest.raises(
         TypeError, match=r"mr\.Checkpoint cannot save the position of this iterator: its state holds .* which JSON cannot hold"
     ):
         next(batches)
-    assert next(iter(strategy.distribute_dataset(Late()))).shape == (2,), "whose position nobody wants"
+    assert next(iter(strategy.distribute_dataset(late))).shape == (2,), "whose position nobody wants"
 
 
 def test_each_worker_gets_back_its_own_position() -> None:
@@ -244,11 +229,11 @@ def test_no_row_is_repeated_or_lost_across_numbers_of_replicas_and_epochs(tmp_pa
     def rows_of(batch: mr.PerReplica) -> list[int]:
         return [int(row) for value in batch.values for row in value]
 
-    with begun(on(1)) as batches:
+    with begun(strategy_of(1)) as batches:
         whole = [rows_of(batch) for batch in batches]
     used: list[list[int]] = []
     for num_replicas, stop in ((2, 4), (3, 7), (1, 9)):
-        with begun(on(num_replicas)) as batches, Checkpoint(tmp_path, batches=batches) as checkpoint:
+        with begun(strategy_of(num_replicas)) as batches, Checkpoint(tmp_path, batches=batches) as checkpoint:
             for step in range((checkpoint.restore_latest() or 0) + 1, stop + 1):
                 used.append(rows_of(next(batches)))
                 checkpoint.save(step)
@@ -266,7 +251,7 @@ def test_mirrored_sync_on_read_and_plain_are_exchangeable(tmp_path: Path, per_re
 
     kinds = ("mirrored", "numpy", "sum", "mean", "none")
     for source in kinds:
-        with on(3).scope() as strategy:
+        with strategy_of(3).scope() as strategy:
             saved = {"x": make(source)}
             rows = per_replica(strategy, *np.array([[0.1, np.nan], [0.2, 7.0], [0.3, 7.0]], np.float32))
             if source in kinds[2:]:
@@ -283,7 +268,7 @@ def test_mirrored_sync_on_read_and_plain_are_exchangeable(tmp_path: Path, per_re
                 assert restore(tmp_path / source, v=saved) == 1
                 assert np.asarray(saved["x"]._array).tobytes() == before, source
         for target in kinds:
-            with on(2).scope():
+            with strategy_of(2).scope():
                 new = {"x": make(target)}
                 if expected is not None and target != "none":
                     assert restore(tmp_path / source, v=new) == 1
@@ -408,8 +393,7 @@ def test_names_and_arguments_are_checked_and_a_directory_stays_where_it_was_when
     for name in ("/abs", ".hidden", "", "a/b", "a\0b", "x" * 129, "ü", "a b", "..", "a\n"):
         with pytest.raises(ValueError, match="will not do; expected 1 to 128"):
             Checkpoint(tmp_path, **{name: w})
-    (tmp_path / "file").write_text("")
-    for directory, error in [("gs://bucket/x", ValueError), ("", TypeError), (tmp_path / "file", ValueError)]:
+    for directory, error in [("gs://bucket/x", ValueError), ("", TypeError)]:
         with pytest.raises(error, match="directory"):
             Checkpoint(directory, w=w)
     good = {name: mr.Variable(1.0) for name in ("a.b-c_D9", "x" * 128, "directory", "self", "9")}
@@ -451,7 +435,7 @@ def test_what_cannot_be_saved_is_refused_at_once(tmp_path: Path, strategy2: mr.S
 
 
 def test_all_differences_are_listed_before_anything_changes(tmp_path: Path) -> None:
-    strategy = on(2)
+    strategy = strategy_of(2)
     with strategy.scope(), iter(strategy.distribute_dataset([np.arange(2)])) as iterator:
         old = {"a": mr.Variable(1.0), "b": mr.Variable([1.0, 2.0]), "c": mr.Variable(1), "d": 3, "gone": mr.Variable(0.0)}
         save(tmp_path, 1, state=old, key={"k": jax.random.key(0)}, data=iterator)
@@ -606,16 +590,6 @@ def test_a_flipped_bit_of_a_step_is_found_or_says_nothing_of_the_arrays(tmp_path
     assert silent < 8 * 300 / 29, "times and versions of three members of the zip"
 
 
-def test_a_damaged_step_is_named_and_the_step_before_is_used(tmp_path: Path, caplog) -> None:
-    named = trained(tmp_path)
-    newest = named["w"].numpy()
-    for path in files_of(tmp_path / "2"):
-        flip(path, 4 * path.stat().st_size)
-    assert restore(tmp_path, **named) == 1 and named["w"].numpy().tobytes() == (newest / 2).tobytes()
-    [error] = errors_of(caplog)
-    assert f"step 2 in {tmp_path} is damaged and is not used: file record.json cannot be used" in error
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_killed_saves_lose_nothing_that_was_committed() -> None:
@@ -655,7 +629,8 @@ def test_other_damage_is_found_and_only_plain_files_are_opened(tmp_path: Path, m
         damage(directory / victim)
         caplog.clear()
         assert restore(directory, **named) == 1, number
-        assert [victim.name in error for error in errors_of(caplog)] == [True], number
+        [error] = errors_of(caplog)
+        assert f"step 2 in {directory} is damaged and is not used: file {victim.name} " in error, number
     assert restore(tmp_path / "sound", **named) == 2
     monkeypatch.setattr(_files, "MAX_RECORD_BYTES", 10)
     with pytest.raises(CheckpointError, match=r"step 2: file record.json cannot be used: it has more than 10 bytes"):

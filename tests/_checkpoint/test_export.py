@@ -12,20 +12,14 @@ import mirrored as mr
 from mirrored import testing
 
 
-@pytest.fixture
-def params(strategy2):
-    with strategy2.scope():
-        return {
-            "w": mr.Variable(np.ones((3, 2), np.float32)),
-            "layers": [mr.Variable({"b": np.zeros(2, np.float32), "name": "out"})],
-        }
-
-
 def addresses(array):
     return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
 
 
-def test_arrays_are_those_of_the_variables_and_stay_when_these_change(strategy2, params):
+def test_arrays_are_those_of_the_variables_and_stay_when_these_change(strategy2):
+    with strategy2.scope():
+        layer = mr.Variable({"b": np.zeros(2, np.float32), "name": "out"})
+        params = {"w": mr.Variable(np.ones((3, 2), np.float32)), "layers": [layer]}
     first, second = mr.export(params), mr.export(params)
     assert addresses(first["w"]) == addresses(second["w"]) and first["w"].sharding.is_fully_replicated
     assert first["layers"][0]["name"] == "out"
@@ -33,7 +27,7 @@ def test_arrays_are_those_of_the_variables_and_stay_when_these_change(strategy2,
     np.testing.assert_array_equal(first["w"], np.ones((3, 2)))
     np.testing.assert_array_equal(mr.export(params["w"]), np.full((3, 2), 2))
     params["w"].assign(first["w"])
-    params["layers"][0].assign(jax.tree.map(lambda leaf: leaf, first["layers"][0]))
+    layer.assign(jax.tree.map(lambda leaf: leaf, first["layers"][0]))
     testing.assert_equal_copies(params["w"])
 
 

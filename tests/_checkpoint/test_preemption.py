@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from fake_service import FakeClient
-from processes import Worker, program, run_program, wait_for_line
+from processes import Worker, program, run_program, wait_for_line, wait_until
 
 import mirrored as mr
 from mirrored._checkpoint import files, preemption, state
@@ -238,10 +238,7 @@ def test_the_notice_of_one_handler_does_not_end_in_the_next() -> None:
         first._end_notice()  # as of a thread that comes late
         assert catches("self")
         preempt()
-        deadline = time.monotonic() + 10
-        while catches("self"):
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        wait_until(lambda: not catches("self"))
         with pytest.raises(SystemExit):
             second.close()
 

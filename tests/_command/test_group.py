@@ -20,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from processes import free_port
+from processes import free_port, wait_until
 
 import mirrored
 from mirrored import launch
@@ -46,13 +46,6 @@ def wait_for(path):
 """
 #: A worker that a signal does not end.
 STUBBORN = "signal.signal(signal.SIGTERM, lambda *_: say('asked')); say('up')\nwhile True: signal.pause()\n"
-
-
-def wait_until(condition: Callable[[], object], seconds: float = 20) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "it did not happen"
-        time.sleep(0.005)
 
 
 class Launcher:

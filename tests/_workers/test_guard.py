@@ -9,7 +9,6 @@ import queue
 import re
 import sys
 import threading
-import time
 import traceback
 import types
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from unittest.mock import MagicMock
 
 import pytest
 from fake_service import FakeClient
+from processes import wait_until
 
 from mirrored._errors import ProgramMismatchError, ReplicasDivergeError, VariableLostError, WorkerLostError
 from mirrored._text import escape, escape_lines
@@ -509,9 +509,7 @@ def ending(guarded: Guarded) -> threading.Thread:
     """Let the program come to its end, where it waits for the others."""
     thread = threading.Thread(target=guarded.guard.stop)
     thread.start()
-    deadline = time.monotonic() + 10
-    while not guarded.of_key(f"ended/{guarded.guard._worker}"):
-        assert time.monotonic() < deadline
+    wait_until(lambda: guarded.of_key(f"ended/{guarded.guard._worker}"))
     assert thread.is_alive()
     return thread
 
@@ -592,25 +590,16 @@ def test_an_end_is_told_before_the_others_are_waited_for(make: Make, monkeypatch
 # ---- who is late or silent
 
 
-def test_a_stalled_worker_is_named_after_the_limit(make: Make, caplog: Log) -> None:
-    guarded = make(stall_seconds=1.0)
-    guarded.says("position/1", OWN_CODE._replace(started=4))
-    guarded.says("left/1")
-    guarded.progress.started = guarded.progress.updates = 4
-    start = time.monotonic()
-    guarded.enter("train")
-    assert guarded.codes.get(timeout=20) == 75 and time.monotonic() - start > 0.9
-    assert "worker 1 has not entered step 5 (program 'train') for 1 s, which is the limit" in caplog.text
-    assert "worker 1: in its own code after step 4" in caplog.text and "worker 0 was here:\nMainThread" in caplog.text
-
-
-def test_a_silent_worker_is_told_once_and_not_ended(make: Make, caplog: Log) -> None:
-    guarded = make(is_started=False)
-    guarded.says("position/1", OWN_CODE)
+@pytest.mark.parametrize(("worker", "other"), [(0, 1), (1, 0)])
+def test_a_silent_worker_is_told_once_and_not_ended(make: Make, caplog: Log, worker: int, other: int) -> None:
+    guarded = make(worker, is_started=False)
+    guarded.says(f"position/{other}", OWN_CODE)
     for _ in range(8):
         assert guarded.guard._round(1.0) is False
-    assert caplog.text.count("worker 1 has been silent for 4 s: it is stopped, cut off, dead, or in one long call") == 1
-    guarded.says("position/1", OWN_CODE._replace(beat=2))
+    assert guarded.guard._silent == {other}
+    assert bool(guarded.guard._listening) == (worker == 0), "only worker 0 asks for heartbeats"
+    assert caplog.text.count(f"worker {other} has been silent for 4 s: it is stopped, cut off, dead, or in one long call") == 1
+    guarded.says(f"position/{other}", OWN_CODE._replace(beat=2))
     for _ in range(4):
         guarded.guard._round(1.0)
     assert caplog.text.count("it was last seen so") == 1 and guarded.codes.empty()
@@ -636,14 +625,6 @@ def test_a_silent_worker_whose_heartbeats_cease_is_lost_unless_all_have_come_to_
         assert guarded.codes.empty() and guarded.of_key("verdict") is None
     else:
         assert guarded.codes.get() == 75 and guarded.verdict().lost == (2,) and guarded.of_key("call") == "leave"
-
-
-def test_only_worker_0_listens_to_heartbeats(make: Make) -> None:
-    guarded = make(worker=1, is_started=False)
-    guarded.says("position/0", OWN_CODE)
-    for _ in range(8):
-        guarded.guard._round(1.0)
-    assert guarded.guard._silent == {0} and not guarded.guard._listening
 
 
 def test_worker_0_ends_its_service_after_the_others_have_left_it_or_at_the_limit(make: Make) -> None:
@@ -717,6 +698,7 @@ def test_a_chief_that_does_not_speak_while_its_service_answers_is_named_to_all(m
     assert rounds == 4 and guarded.codes.get(timeout=5) == 75
     assert "worker 0 has not entered step 1 (program 'train') for 4 s" in guarded.verdict().title
     assert "it has been silent for 4 s" in caplog.text and guarded.verdict().lost == (), "the others are told, and waited for"
+    assert "worker 0: in its own code after step 12" in caplog.text and "worker 1 was here:\nMainThread" in caplog.text
 
 
 def test_a_service_that_is_silent_is_told_once_and_ends_a_worker_that_waits_for_longer_than_the_limit(

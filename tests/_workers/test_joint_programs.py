@@ -19,15 +19,13 @@ class Heard:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, checks_order: bool = False) -> None:
         self.said: list[tuple[str, ...]] = []
         self.progress = Progress()
-        agreement = SimpleNamespace(check=self._check, check_order=self._check_order, checks_order=checks_order)
+        agreement = SimpleNamespace(
+            check=lambda name, text: self.said.append(("agreed", name, text)),
+            check_order=lambda name, text: self.said.append(("order", name, text, str(self.progress.started))),
+            checks_order=checks_order,
+        )
         monkeypatch.setattr(runtime, "current", lambda: SimpleNamespace(agreement=agreement))
         monkeypatch.setattr(joint_programs, "progress", self.progress)
-
-    def _check(self, name: str, text: str) -> None:
-        self.said.append(("agreed", name, text))
-
-    def _check_order(self, name: str, text: str) -> None:
-        self.said.append(("order", name, text, str(self.progress.started)))
 
 
 def test_a_program_is_agreed_on_and_compiled_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,11 +54,6 @@ def test_it_is_told_since_when_workers_have_parted(texts: list[str], said: str) 
     assert parting(told(*texts))[0] == said
 
 
-def test_another_program_of_the_same_name_is_called_so() -> None:
-    trails = {0: [Entry(1, 5, 0, "step")], 1: [Entry(1, 6, 0, "step")]}
-    assert parting(trails)[0] == "since step 1 (worker 0: step; worker 1: step, another of this name)"
-
-
 def test_a_trail_survives_the_way_and_nothing_else_is_one() -> None:
     assert read_all(Entry, trail("ab").encode()) == [(1, trail("a").last.checksum, 0, "a"), trail("ab").last]
     assert read_all(Entry, ProgramTrail().encode()) == []

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from jax.experimental.sparse import BCOO
-from pipelines import STRATEGIES, OneBuffer, Reiterable, batches_of, resumed, rows_of
+from pipelines import STRATEGIES, OneBuffer, Reiterable, Tensor, batches_of, resumed, rows_of
 
 import mirrored as mr
 from mirrored.data import NumpyDataset
@@ -85,16 +85,6 @@ def test_drop_remainder_leaves_out_the_last_rows_of_a_batch(strategy3: mr.Mirror
             assert batches_of(distributed) == [batch.tolist()[: len(batch) // 3 * 3] for batch in source if len(batch) >= 3]
         assert [len(rows) for rows in batches_of(distributed)] == kept and len(distributed) == len(kept)
         assert caplog.text.count("dropping") == (0 if sum(kept) == num_rows else 1)
-
-
-class Tensor:
-    """As numpy sees a tensor of another library."""
-
-    def __init__(self, array: Any) -> None:
-        self.array = np.asarray(array)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return self.array if dtype is None else self.array.astype(dtype)
 
 
 class Sliced:

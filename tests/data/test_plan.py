@@ -115,17 +115,13 @@ def test_by_file_a_step_is_one_global_batch_while_all_workers_have_records(sizes
     held = [sum(sizes[worker::num_workers]) for worker in range(num_workers)]
     full = _rows.split_sizes(max(count, min(batch_size, max(held))), count)
     share = [sum(full[w * num_local : (w + 1) * num_local]) for w in range(num_workers)]
-    assert [step.sizes for step in run.steps[0]] == _expected_sizes(held, share, num_local)
-    run.global_batches()
-
-
-def _expected_sizes(held: list[int], share: list[int], num_local: int) -> list[tuple[int, ...]]:
-    held, steps = list(held), []
+    expected = []
     while any(held):
         taken = [min(rows, most) for rows, most in zip(held, share, strict=True)]
-        steps.append(tuple(itertools.chain(*(_rows.split_sizes(rows, num_local) for rows in taken))))
+        expected.append(tuple(itertools.chain(*(_rows.split_sizes(rows, num_local) for rows in taken))))
         held = [rows - gone for rows, gone in zip(held, taken, strict=True)]
-    return steps
+    assert [step.sizes for step in run.steps[0]] == expected
+    run.global_batches()
 
 
 @few_examples
@@ -264,6 +260,9 @@ def test_auto_says_what_it_chose_and_why() -> None:
         plan = make_plan(dataset, "auto", InputWorker(0, num_workers), num_workers)
         assert re.search(words, plan.how), plan.how
         assert plan.kind == ("FILE" if "FILE:" in plan.how else "DATA")
+    dropping = [make_plan(four, policy, InputWorker(0, 2), 2, drop_remainder=True) for policy in ("auto", "file")]
+    assert [plan.kind for plan in dropping] == ["DATA", "FILE"], "FILE is the user's word"
+    assert "AUTO chose DATA, because drop_remainder=True would leave out by file what others have left" in dropping[0].how
     for policy in ("auto", "file", "data", "off"):
         plan = make_plan([X], policy, InputWorker(), 2)
         assert (plan.kind, plan.dataset[0] is X) == ("DATA", True), "one worker takes all"
@@ -292,17 +291,6 @@ def test_one_line_of_the_log_says_how_a_dataset_is_shared_out(strategy2, caplog)
     assert line == f"dataset {distributed.describe()}" and "AUTO chose FILE: worker i of 2 reads" in line
     with pytest.raises(TypeError, match="the length of Files is not known before it ends"):
         len(distributed)
-
-
-def test_auto_takes_no_files_where_rows_are_dropped() -> None:
-    """By file all rows would go that others have left when the files of one worker have ended."""
-    files = Files([[1] * 50, [1] * 10]).batch(4)
-    plan = make_plan(files, "auto", InputWorker(0, 2), 2, drop_remainder=True)
-    assert plan.kind == "DATA" and "AUTO chose DATA, because drop_remainder=True would leave out by file" in plan.how
-    kinds = [
-        make_plan(files, policy, InputWorker(0, 2), 2, dropping).kind for policy, dropping in (("auto", False), ("file", True))
-    ]
-    assert kinds == ["FILE", "FILE"], "FILE is the user's word"
 
 
 def test_a_step_with_batches_of_two_datasets_of_which_auto_shares_one_by_file_warns(strategy2) -> None:

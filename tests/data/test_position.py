@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from grain import experimental as gx
 from hypothesis import strategies as st
-from pipelines import STRATEGIES, Files, Reiterable, batches_of, interleaved, make_files, pairs, resumed, rows_of
+from pipelines import STATE, STRATEGIES, Files, Reiterable, Tensor, batches_of, interleaved, make_files, pairs, resumed, rows_of
 from simulated_workers import run_workers
 
 import mirrored as mr
@@ -179,16 +179,6 @@ def test_the_passes_after_a_restart_have_the_orders_of_the_unbroken_run() -> Non
     assert batches_of(first) == whole[0] and resumed(first, 1, second) == whole[1] and batches_of(second) == whole[2]
 
 
-class Tensor:
-    """So much of a torch tensor as a position needs."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self.array = array
-
-    def __array__(self, dtype: object = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(self.array, dtype, copy=copy)
-
-
 class WithTensors:
     """As a shuffled StatefulDataLoader of torchdata: its state has the generator's as a tensor of bytes, among other things."""
 
@@ -239,9 +229,6 @@ def test_a_position_that_cannot_be_saved_is_an_error_only_when_asked_for() -> No
             with pytest.raises(error, match=message):
                 iterator.set_state({**STATE, "source": {}})
         assert rows_of(next(iterator)) == [4, 5, 6, 7]
-
-
-STATE = {"version": 1, "policy": "DATA", "worker": None}
 
 
 def of_rows(**changes: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from pipelines import WITHOUT_THREAD, Reiterable, batches_of, rows_of
+from pipelines import STATE, WITHOUT_THREAD, Reiterable, batches_of, rows_of
 from processes import run_program
 from strategies import in_threads
 
@@ -22,7 +22,6 @@ import mirrored as mr
 from mirrored.data import _iterator, _prefetch
 
 X = np.arange(4, dtype="int32")
-STATE = {"version": 1, "policy": "DATA", "worker": None}
 
 
 def feeding() -> list[threading.Thread]:

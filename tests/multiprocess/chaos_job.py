@@ -95,8 +95,8 @@ class Job:
                 raise TimeoutError("the job still runs")
             time.sleep(0.003)
 
-    def strike(self, fault: Fault, last: Hit | None) -> Hit | None:
-        """Wait for a fault's moment, in a later attempt than the last hit's, and let it happen; None when it does not come."""
+    def strike(self, fault: Fault, last: Hit | None) -> Hit:
+        """Wait for a fault's moment, in a later attempt than the last hit's, and let it happen."""
         first = 0 if last is None else last.attempt + 1
         event = self.wait_for(
             lambda event: (
@@ -105,22 +105,13 @@ class Job:
                 and event.attempt >= first
             )
         )
-        if event is None:
-            return None
+        assert event is not None, f"the job has ended before {fault}"
         time.sleep(max(0.0, event.time + fault.delay - time.monotonic()))
         self._read()
-        hits = [self._signal(worker, event.attempt, fault.number) for worker in fault.victims]
-        return Hit(fault, time.monotonic(), event.attempt) if any(hits) else None
-
-    def _signal(self, worker: int, attempt: int, number: int) -> bool:
-        process = self._processes.get((worker, attempt))
-        if process is None:  # of several victims, one that has not started yet
-            return False
-        try:
-            signal.pidfd_send_signal(process, number)
-        except ProcessLookupError:
-            return False
-        return True
+        for worker in fault.victims:
+            with contextlib.suppress(KeyError, ProcessLookupError):  # one that has not started yet, or has ended
+                signal.pidfd_send_signal(self._processes[worker, event.attempt], fault.number)
+        return Hit(fault, time.monotonic(), event.attempt)
 
     def end(self) -> int:
         """Wait until the launcher has ended, and return its exit code; nothing of it is left."""

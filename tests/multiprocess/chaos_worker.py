@@ -180,11 +180,7 @@ def main() -> None:
         checkpoint.save(training.num_steps)
     result = folder / f"result-{WORKER}.npz"
     temporary = result.with_suffix(".tmp.npz")
-    num_seen, total, mean = (v.numpy() for v in (training.num_seen, training.sum, training.mean))
-    np.savez(
-        temporary, **training.mirrored(), **{f"copies_{name}": value for name, value in training.copies().items()},
-        total_num_seen=num_seen, total_sum=total, total_mean=mean,
-    )  # fmt: skip
+    np.savez(temporary, **training.mirrored(), **training.copies())
     temporary.replace(result)
     say("DONE", training.num_steps)
 

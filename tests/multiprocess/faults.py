@@ -1,11 +1,12 @@
 """A worker of a job that uses the library as users do, and in which something goes wrong: fault=KIND at=STEP who=WORKER ...
 
 KIND is a name of FAULTS (something that the culprits do between two steps), or one that the input or the steps look for.
-Other arguments, as name=value: steps, limit (seconds, 0 for the default), policy (none, data, file, off), prefetch, folder.
+Other arguments, as name=value: steps, limit (seconds, 0 for the default), policy (data), folder.
 """
 
 import atexit
 import ctypes
+import itertools
 import json
 import logging
 import os
@@ -15,11 +16,10 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +31,6 @@ from mirrored._workers.progress import progress
 given = dict(argument.split("=", 1) for argument in sys.argv[1:])
 fault, at, who = given.get("fault", "none"), int(given.get("at", 5)), given.get("who", "1")
 num_steps, limit = int(given.get("steps", 20)), float(given.get("limit", 0))
-policy, prefetch = given.get("policy", "none"), int(given.get("prefetch", 2))
 logging.basicConfig(format="%(levelname)s %(message)s", level=logging.INFO, force=True)
 
 if roles := given.get("roles"):  # of TF_CONFIG, instead of the variables that are there
@@ -44,9 +43,7 @@ if roles := given.get("roles"):  # of TF_CONFIG, instead of the variables that a
     task = {"type": names[mine], "index": names[:mine].count(names[mine])}
     cluster.pop("evaluator", None)
     os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
-if host := given.get(
-    "host", ""
-):  # whatever the kernel says, which is one in this test: this is another machine; each, with "each"
+if host := given.get("host", ""):  # this is another machine, whatever the kernel says; each, with "each"
     host = os.environ["JAX_PROCESS_ID"] if host == "each" else host
     here = Process.own()
     Process.own = classmethod(lambda cls: cls(f"{here.host} {host}", here.number, here.began))
@@ -90,38 +87,14 @@ def raise_error(kind: str) -> None:
 # ---- the input
 
 
-class Batches(grain.IterDataset):
-    """Batches of ones, read from "files" of 1000 batches, in which something may go wrong; `pipeline` does it."""
+class Batches:
+    """Batches of ones without end, in which something may go wrong; `pipeline` does it."""
 
-    def __init__(self, files: int = 4) -> None:
-        super().__init__()
-        self.files = tuple(range(files))
-
-    def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
-        self.files = self.files[sl]
-
-    def __iter__(self) -> grain.DatasetIterator:
-        return _Batches(len(self.files) * 1000)
-
-
-class _Batches(grain.DatasetIterator):
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.count, self.number = count, 0
-
-    def __next__(self) -> dict[str, np.ndarray]:
-        if is_culprit and self.number == at:
-            pipeline()
-        if self.number == self.count:
-            raise StopIteration
-        self.number += 1
-        return {"x": np.ones((2 * strategy.num_replicas_in_sync, 3), np.float32)}
-
-    def get_state(self) -> dict[str, int]:
-        return {"number": self.number}
-
-    def set_state(self, state: dict[str, int]) -> None:
-        self.number = state["number"]
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        for number in itertools.count():
+            if is_culprit and number == at:
+                pipeline()
+            yield {"x": np.ones((2 * strategy.num_replicas_in_sync, 3), np.float32)}
 
 
 def pipeline() -> None:
@@ -133,15 +106,10 @@ def pipeline() -> None:
         time.sleep(1000)
 
 
-def batches() -> Iterator[Any]:
-    if policy == "none":
-        while True:
-            yield {"x": values}
-    options = mr.InputOptions(auto_shard_policy=policy, prefetch=prefetch)
-    dataset: Any = Batches()
-    if policy == "off":
-        dataset = dataset.map(lambda batch: batch)
-    yield from strategy.distribute_dataset(dataset, options)
+def batches() -> Iterable[Any]:
+    if given.get("policy") == "data":
+        return strategy.distribute_dataset(Batches(), mr.InputOptions(auto_shard_policy="data"))
+    return itertools.repeat({"x": values})
 
 
 # ---- the steps
@@ -195,7 +163,6 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "outside": lambda: (die_in(1.0), time.sleep(1000)),  # the others wait in the next step meanwhile
     "hang": wait_for_ever,
     "hold the lock": lambda: (said(), ctypes.PyDLL(None).sleep(1000)),  # no other thread of Python runs
-    "aside": fail_aside,
     "fork": fork,
     "until told": lambda: (said(), wait_for_file()),
     "slow": lambda: (fail_aside(), time.sleep(2.0), compile_slowly()),

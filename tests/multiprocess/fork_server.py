@@ -3,7 +3,7 @@
 processes.py starts it, with a socket. A request has the command line and the environment, and brings the two logs as file
 descriptors; the answer is the worker's number, and later how it has ended. A forked worker is the main program of a process
 of its own, which ends as any Python program does; only what Python and JAX read from the environment when they start is set
-here. With "fresh", Python starts anew. When the tests' process is gone, all workers end.
+here. When the tests' process is gone, all workers end.
 """
 
 import contextlib
@@ -75,8 +75,6 @@ for descriptor, log in enumerate(logs, 1):
     os.dup2(log, descriptor)
     os.close(log)
 sys.argv = request["command"]
-if request["fresh"]:
-    os.execve(sys.executable, [sys.executable, *sys.argv], request["env"])
 os.environ.clear()
 os.environ.update(request["env"])
 faulthandler.enable()

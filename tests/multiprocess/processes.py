@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -141,6 +141,13 @@ def free_port() -> int:
             return port
 
 
+def wait_until(condition: Callable[[], object], seconds: float = 20) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it did not happen"
+        time.sleep(0.005)
+
+
 def wait_for_line(worker: Worker, pattern: str, timeout: float = 60.0) -> re.Match[str]:
     """Wait until something that the worker wrote matches the regular expression, and return the match."""
     deadline = time.monotonic() + timeout
@@ -160,7 +167,6 @@ def workers(
     *args: object,
     devices: int = 1,
     env: Mapping[str, str] | None = None,
-    fresh: bool = False,
 ) -> Iterator[list[Worker]]:
     """Start `num_workers` processes of a script as one job on this machine's CPU, and kill what still runs at the end.
 
@@ -171,7 +177,6 @@ def workers(
         args: arguments of the script, the same for all.
         devices: CPU devices of each process.
         env: more environment variables.
-        fresh: start Python itself, and do not fork a process that has imported JAX: 2 s more for each.
     """
     shared = _inherited() | {
         "PYTHONFAULTHANDLER": "1",
@@ -189,7 +194,7 @@ def workers(
                 running.append(Worker(index, log))
                 with log.open("wb") as sink:
                     command, own = [str(script), *map(str, args)], {**shared, "JAX_PROCESS_ID": str(index), **(env or {})}
-                    fork_server().start(running[-1], sink, sink, command=command, env=own, fresh=fresh)
+                    fork_server().start(running[-1], sink, sink, command=command, env=own)
             yield running
         finally:
             for worker in running:
@@ -206,7 +211,7 @@ def program(code: str, *args: object, env: Mapping[str, str] | None = None) -> I
         try:
             with (folder / "out").open("wb") as out, (folder / "errors").open("wb") as errors:
                 command = [str(folder / "program.py"), *map(str, args)]
-                fork_server().start(worker, out, errors, command=command, env=_inherited() | (env or {}), fresh=False)
+                fork_server().start(worker, out, errors, command=command, env=_inherited() | (env or {}))
             yield worker
         finally:
             worker.kill()
