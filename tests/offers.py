@@ -55,19 +55,19 @@ OFFERS = {
         cross_replica.Task cross_replica.aggregate_stack cross_replica.broadcast_stack cross_replica.compiled
         cross_replica.gather_mirrored cross_replica.gather_stack cross_replica.reduce_mirrored
         cross_replica.reduce_stack cross_replica.require_equal_except cross_replica.run_tasks cross_replica.split_stack
-        device_time.COMPUTATION device_time.DeviceTime device_time.last_profile frames.Frame frames.check_enterable
-        frames.current frames.entered frames.foreign_trace_message frames.in_cross_replica_context frames.is_traced
-        frames.require_cross_replica frames.require_no_mesh_around host_memory.empty_rows host_memory.gather
-        host_memory.gathers in_flight.finish in_flight.is_paced in_flight.joined in_flight.new_witness
-        in_flight.require_threads in_flight.started mesh.PlannedMesh mesh.ReplicaMesh mesh.cluster_mesh
-        mesh.default_mesh mesh.make_mesh mesh.raising_cpu_threads mesh.replicas_of mesh.resolve_devices
-        mesh.with_replicas named.seen parts.all_gather_parts parts.join_parts parts.num_real parts.own_part
-        parts.part_size parts.reduce_scatter parts.split_parts per_replica.Origin per_replica.PerReplica
+        frames.Frame frames.check_enterable frames.current frames.entered frames.foreign_trace_message
+        frames.in_cross_replica_context frames.is_traced frames.require_cross_replica frames.require_no_mesh_around
+        host_memory.empty_rows host_memory.gather host_memory.gathers in_flight.finish in_flight.is_paced
+        in_flight.joined in_flight.new_witness in_flight.require_threads in_flight.started mesh.PlannedMesh
+        mesh.ReplicaMesh mesh.cluster_mesh mesh.default_mesh mesh.make_mesh mesh.raising_cpu_threads mesh.replicas_of
+        mesh.resolve_devices mesh.with_replicas named.seen parts.all_gather_parts parts.join_parts parts.num_real
+        parts.own_part parts.part_size parts.reduce_scatter parts.split_parts per_replica.Origin per_replica.PerReplica
         per_replica.carried_sums per_replica.facts_of per_replica.is_per_replica per_replica.origin_of
         per_replica.proven_of per_replica.require_whole per_replica.stack_of per_replica.stack_shapes
         per_replica.uneven_shapes placement.check_later placement.checksum placement.mirror placement.mirror_constants
         placement.own_copy placement.refuse_argument placement.stack planned.CompiledOnly planned.Planned
-        platforms.PLATFORMS platforms.XLAS_WAY spent.Spent spent.forget_pause spent.waited
+        platforms.PLATFORMS platforms.XLAS_WAY spent.COMPUTATION spent.DeviceTime spent.Spent spent.forget_pause
+        spent.last_profile spent.waited
     """,
     "_variables": """
         access.all_copies access.claimed access.copied access.lent access.load access.store
@@ -88,7 +88,7 @@ OFFERS = {
     """,
     "_models": """
         equinox.places_in_modules keras.build_by keras.in_scope keras.refusing_new_variables keras.traced_until_found
-        keras_fit.describe keras_state.state_of keras_variables.has_strangers keras_variables.own_variable
+        keras_fit.describe keras_variables.has_strangers keras_variables.own_variable keras_variables.state_of
         nnx.arrays_by_name nnx.holds_objects nnx.is_object nnx.run_with_objects nnx.set_arrays nnx.variables_of
         replaced.over_replicas
     """,

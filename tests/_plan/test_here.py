@@ -6,6 +6,7 @@ import pytest
 
 import mirrored as mr
 from mirrored._jax import topologies
+from mirrored._program.program import collectives_of
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -30,7 +31,7 @@ def test_a_plan_says_what_is_measured(name, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(topologies, "runs_nothing", lambda device: True)
         [found] = mr.plan(first_step()[0]).programs
-    explained = sum(collective.num_bytes for collective in program.findings.collectives)
+    explained = sum(collective.num_bytes for collective in collectives_of(program))
     carried = 4 * len(program.joined.carried)  # the sum of the loss travels with the gradients
     assert sum(sent.num_bytes for sent in found.collectives) == explained + carried
     assert found.memory.variables + found.memory.state == sum(slot.array.nbytes for slot in program.lifted.writes.slots)

@@ -15,6 +15,7 @@ from strategies import all_reduce, strategy_of, variable
 import mirrored as mr
 from mirrored._jax import primitives, tracing
 from mirrored._program import proof
+from mirrored._program.program import collectives_in
 from mirrored._program.proof import SAME, Sameness, varying
 from mirrored._replicas.collectives import ReplicaAxis
 from mirrored._typing import REPLICA_AXIS as AXIS
@@ -419,7 +420,7 @@ def test_collectives_are_listed_with_their_bytes_and_place():
         m, _ = jax.lax.scan(lambda c, _: (c + jax.lax.all_gather(v, AXIS)[0], None), m, None, length=3)
         return jax.lax.while_loop(lambda c: c[0] < 2, lambda c: jax.lax.pmax(c[:2], AXIS), m[:2])
 
-    found = prove(function)[1].collectives
+    found = list(collectives_in(tracing.lowered(prove(function)[0], ReplicaAxis(R)).jaxpr))
     expected = [("psum", 16, False), ("all_gather", 16, True), ("pmax", 8, True)]
     assert [(one.name, one.num_bytes, one.in_loop) for one in found] == expected
     assert all(re.fullmatch(rf"{HERE}:\d+", one.where) for one in found)

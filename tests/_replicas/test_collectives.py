@@ -13,6 +13,7 @@ import pytest
 from strategies import all_reduce, ctx, values_of, variable
 
 import mirrored as mr
+from mirrored._program.program import collectives_of
 from mirrored._replicas import collectives as _collectives
 
 
@@ -34,7 +35,7 @@ def collectives(strategy, step, is_compiled):
     before = [id(program) for program in strategy._steps.programs]
     strategy.run(step)
     [program] = [program for program in strategy._steps.programs if id(program) not in before]
-    names = [collective.name for collective in program.findings.collectives]
+    names = [collective.name for collective in collectives_of(program)]
     if not is_compiled:
         return names, None
     text = program.compiled.lower([], [], [], program.constants).compile().as_text()

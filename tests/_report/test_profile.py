@@ -13,7 +13,7 @@ import pytest
 import mirrored as mr
 from mirrored._process import last_profiles
 from mirrored._program import program
-from mirrored._replicas.device_time import COMPUTATION
+from mirrored._replicas.spent import COMPUTATION
 from mirrored._report import profile as profile_module
 from mirrored._report import traced
 from mirrored._report.facts import facts_of, load, save

@@ -6,7 +6,7 @@ import jax
 
 from .._errors import UnevenReplicasError
 from .._jax import user_code
-from .._models import keras_state, nnx
+from .._models import keras_variables, nnx
 from .._replicas.per_replica import PerReplica, stack_of, uneven_shapes
 from .._typing import PyTree
 from .._variables.tree import VariableTree
@@ -61,5 +61,5 @@ def _export_leaf(value: PyTree) -> PyTree:
                 "strategy.gather(value, axis=0)."
             )
         return stack_of(value)
-    state = keras_state.state_of(value)
+    state = keras_variables.state_of(value)
     return value if state is value else export(state)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._libraries import lines_for
-from .._models import keras_state, nnx
+from .._models import keras_variables, nnx
 from .._options import VariableAggregation, VariableSynchronization
 from .._replicas.arrays import refuse_mask
 from .._replicas.per_replica import PerReplica
@@ -59,7 +59,7 @@ def _walk(path: str, tree: PyTree, is_replaceable: bool, lines: str) -> Iterator
     if isinstance(tree, Optimizer):
         yield f"{path}:iterations", tree.iterations
         tree = tree.state
-    tree = keras_state.state_of(tree)
+    tree = keras_variables.state_of(tree)
     if is_nnx_object(tree):
         for name, array in nnx.arrays_by_name(tree).items():
             _check_leaf(path + name, array, True, lines)

@@ -1,11 +1,13 @@
-"""Makes Keras variables views on variables of ours, so that all of Keras' own code works with them unchanged."""
+"""Makes Keras variables views on variables of ours, so that all of Keras' own code works with them unchanged; names state."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import sys
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,7 +19,6 @@ from .._jax import tracing, user_code
 from .._jax.marks import Mark, Purpose, mark
 from .._options import VariableAggregation
 from .._replicas import frames
-from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh, default_mesh
 from .._typing import PyTree
 from .._variables.access import store
@@ -27,6 +28,8 @@ from . import keras_parts
 if TYPE_CHECKING:
     import keras
 
+#: A name with the counter that Keras gives it.
+_NUMBERED = re.compile(r"(.*?)(?:_(\d+))?")
 _OURS, _MESH = "_mirrored_variable", "_mirrored_mesh"
 _FIT_OUTSIDE = (
     "a Keras model that was made outside of a strategy's scope, and that its steps have taken over, is fitted outside of it: "
@@ -98,7 +101,7 @@ def _made(view: Any, value: jax.Array) -> Variable:
     """Make the variable behind a view from its first value."""
     mesh, is_on_read = vars(view)[_MESH], view.synchronization == "on_read"
     kind = {"name": view.path, "trainable": view.trainable, "aggregation": view.aggregation}
-    with frames.entered(Frame(None, mesh)):
+    with frames.entered(frames.Frame(None, mesh)):
         if not is_on_read or view.aggregation == "none":
             return Variable(value, synchronization="on_read" if is_on_read else "auto", **kind)
         # What a metric has counted so far is the sum over the replicas.
@@ -106,7 +109,6 @@ def _made(view: Any, value: jax.Array) -> Variable:
 
 
 def is_keras_variable(value: object) -> bool:
-    """Tell whether a value is a variable of Keras."""
     keras = keras_parts.imported_keras()
     return keras is not None and isinstance(value, keras.Variable)
 
@@ -191,3 +193,72 @@ class UndiscoveredError(BaseException):
     def __init__(self, variables: list[Any], mesh: ReplicaMesh | None, make: Callable[[], list[Any]] = list) -> None:
         super().__init__()
         self.variables, self.mesh, self.make = variables, mesh, make
+
+
+# -- the names of state, the same in every run that builds the objects in the same way
+
+
+def state_of(value: object) -> Any:
+    """Return the variables of a model, layer, metric or optimizer, by name; return any other value unchanged."""
+    keras = keras_parts.imported_keras()
+    if is_keras_variable(value):
+        return _ours([value])[0]
+    if keras is None or not isinstance(value, keras.Layer | keras.optimizers.Optimizer | keras.metrics.Metric):
+        return value
+    kind, name = type(value).__name__, value.name
+    if isinstance(value, keras.optimizers.Optimizer):
+        if not value.built:
+            raise TypeError(
+                f"the Keras optimizer {name!r} ({kind}) has not made the variables that belong to the model's. Build it first, "
+                "in the strategy's scope: optimizer.build(model.trainable_variables)."
+            )
+        # Keras saves them by number too, because their paths contain the paths of the model's variables.
+        return {str(number): variable for number, variable in enumerate(_ours(value.variables))}
+    if isinstance(value, keras.Layer) and not value.built:
+        raise TypeError(
+            f"{name!r} ({kind}) has not made its variables yet. Build it first, in the strategy's scope: "
+            "model.build(input_shape), or call it once."
+        )
+    return dict(zip(_names([variable.path for variable in value.variables]), _ours(value.variables), strict=True))
+
+
+def _ours(variables: Sequence[Any]) -> list[Variable]:
+    """Return the variables behind Keras variables; first let the strategy of the others adopt those without one."""
+    known = [ours for ours in map(ours_of, variables) if ours is not None]
+    mesh = spec_of(known[0]).mesh if known else scope_mesh()
+    for variable in variables:
+        if mesh is None:
+            raise TypeError(
+                f"the Keras variable {variable.path!r} belongs to no strategy. Make the model, its metrics and its optimizer in "
+                "`with strategy.scope():`."
+            )
+        adopt(variable, mesh)
+    return [ours for ours in map(ours_of, variables) if ours is not None]  # each has one now
+
+
+def _names(paths: Sequence[str]) -> list[str]:
+    """Return the paths with Keras' counters restarted for these objects, and with numbers after equal paths.
+
+    Keras counts over the whole program: a second model has a `dense_2` where the first has a `dense`.
+    """
+    numbers = defaultdict(set)
+    for stem, number in {_split(part) for path in paths for part in path.split("/")}:
+        numbers[stem].add(number)
+
+    def own_name(part: str) -> str:
+        stem, number = _split(part)
+        index = sorted(numbers[stem]).index(number)
+        return f"{stem}_{index}" if index else stem
+
+    seen: Counter[str] = Counter()
+    names = []
+    for path in paths:
+        name = "/".join(map(own_name, path.split("/")))
+        seen[name] += 1
+        names.append(f"{name}#{seen[name]}" if seen[name] > 1 else name)
+    return names
+
+
+def _split(part: str) -> tuple[str, int]:
+    stem, number = _NUMBERED.fullmatch(part).groups()  # type: ignore[union-attr]
+    return stem, int(number or -1)

@@ -15,7 +15,7 @@ from .._errors import StrategyMismatchError
 from .._jax import tracing, user_code
 from .._models import equinox
 from .._replicas.arrays import check_range, is_numeric, refuse_mask
-from .._replicas.per_replica import Origin, PerReplica, is_per_replica, origin_of, require_whole, stack_of, uneven_shapes
+from .._replicas.per_replica import PerReplica, is_per_replica, origin_of, require_whole, stack_of, uneven_shapes
 from .._typing import PyTree, Shape, UserFunction
 from .._variables.variable import Variable
 from .guards import match
@@ -287,29 +287,27 @@ def of_last_batch(arguments: PyTree) -> PyTree | None:
     two datasets whose rows may not pair.
     """
     values = [v for v in jax.tree.leaves(arguments, is_leaf=is_per_replica) if isinstance(v, PerReplica) and v.ndim]
-    _warn_of_pairs([origin for value in values if (origin := origin_of(value)) is not None])
-    is_known = lambda v: _last_sizes(v) and not uneven_shapes(v) and not isinstance(stack_of(v), jax.core.Tracer)  # noqa: E731
-    if not values or not all(map(is_known, values)):
+    origins = [origin for value in values if (origin := origin_of(value)) is not None]
+    if len({origin.dataset for origin in origins}) > 1 and any(origin.is_auto_by_file for origin in origins):
+        user_code.warn(_OTHER_PAIRS)
+    last = {id(value): _last(value) for value in values}
+    if not values or any(each is None for each in last.values()):
         return None
     is_leaf = lambda leaf: hasattr(leaf, "__jax_array__")  # noqa: E731  # of ours: a variable stays one
-    return jax.tree.map(lambda v: _last(v) if is_per_replica(v) and v.ndim else v, arguments, is_leaf=is_leaf)
+    return jax.tree.map(lambda leaf: last.get(id(leaf), leaf), arguments, is_leaf=is_leaf)
 
 
-def _last_sizes(value: PerReplica) -> tuple[int, ...]:
-    origin = origin_of(value)
-    return () if origin is None else origin.last_sizes
-
-
-def _last(value: PerReplica) -> PerReplica:
-    array, sizes = stack_of(value), _last_sizes(value)
+def _last(value: PerReplica) -> PerReplica | None:
+    array, origin = stack_of(value), origin_of(value)
+    if origin is None or not origin.last_sizes or uneven_shapes(value) or isinstance(array, jax.core.Tracer):
+        return None
+    sizes = origin.last_sizes
     stands_for = jax.ShapeDtypeStruct((len(sizes), max(sizes), *array.shape[2:]), array.dtype, sharding=array.sharding)
     return PerReplica(stands_for, tuple((size, *array.shape[2:]) for size in sizes))
 
 
-def _warn_of_pairs(origins: Sequence[Origin]) -> None:
-    if len({origin.dataset for origin in origins}) > 1 and any(origin.is_auto_by_file for origin in origins):
-        user_code.warn(
-            "a step takes batches of two distributed datasets, of which AutoShardPolicy.AUTO shares one by file: on several "
-            "workers other rows may meet than on one. If rows belong in pairs, zip the pipelines and distribute them as one "
-            "dataset. If not, say so: mr.InputOptions(auto_shard_policy='file')."
-        )
+_OTHER_PAIRS = (
+    "a step takes batches of two distributed datasets, of which AutoShardPolicy.AUTO shares one by file: on several "
+    "workers other rows may meet than on one. If rows belong in pairs, zip the pipelines and distribute them as one "
+    "dataset. If not, say so: mr.InputOptions(auto_shard_policy='file')."
+)

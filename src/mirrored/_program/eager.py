@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec
 from .._errors import ContextError, UnevenReplicasError
 from .._models import keras, replaced
 from .._replicas import frames, placement
-from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
 from .._typing import REPLICA_AXIS, PyTree
 from .._variables.access import claimed, lent, store
@@ -59,7 +58,7 @@ def _refuse_unknown(variable: Variable) -> jax.Array:
     )
 
 
-def run_eagerly(frame_with: Callable[..., Frame], mesh: ReplicaMesh, program: StepProgram, call: Call) -> PyTree:
+def run_eagerly(frame_with: Callable[..., frames.Frame], mesh: ReplicaMesh, program: StepProgram, call: Call) -> PyTree:
     """Run the user's function operation by operation, and keep the new values of its variables.
 
     All results come back stacked; the proof of the traced program tells which of them are mirrored.
@@ -68,8 +67,8 @@ def run_eagerly(frame_with: Callable[..., Frame], mesh: ReplicaMesh, program: St
     new_lifted: dict[str, Any] = {}
 
     def body(caches: Callable[[], Any], values: list[Any], arrays: list[Any]) -> list[Any]:
-        local = [_unstack(a, spec_of(v).is_on_read) for a, v in zip(values, lifted.variables, strict=True)]
-        own = [_unstack(a, leaf.is_per_replica) for a, leaf in zip(arrays, call.array_leaves(), strict=True)]
+        local = [jnp.squeeze(a, 0) if spec_of(v).is_on_read else a for a, v in zip(values, lifted.variables, strict=True)]
+        own = [jnp.squeeze(a, 0) if leaf.is_per_replica else a for a, leaf in zip(arrays, call.array_leaves(), strict=True)]
         with caches() as renew:
             bindings = Bindings(dict(zip(lifted.variables, local, strict=True)), _refuse_unknown, renew)
             with keras.refusing_new_variables(mesh), replaced.over_replicas(), frames.entered(frame_with(bindings=bindings)):
@@ -110,10 +109,6 @@ def silenced() -> Iterator[None]:
         raise
     finally:
         sys.breakpointhook = hook
-
-
-def _unstack(array: jax.Array, is_stacked: bool) -> jax.Array:
-    return jnp.squeeze(array, 0) if is_stacked else array
 
 
 def _first_row(mesh: ReplicaMesh, stack: jax.Array) -> jax.Array:

@@ -18,10 +18,8 @@ import jax
 import numpy as np
 
 from .._jax import jaxprs, tracing, user_code
-from .._jax.jaxprs import ClosedJaxpr, Var
 from .._models import keras, replaced
 from .._replicas import context, frames, named
-from .._replicas.frames import Frame, require_no_mesh_around
 from .._replicas.per_replica import PerReplica, stack_of, uneven_shapes
 from .._replicas.placement import checksum
 from .._text import call_it, shown
@@ -67,8 +65,8 @@ class ResultPlan:
 class Lifted:
     """A pure function: `(written values, read-only values, arrays) -> (result arrays, new written values)`."""
 
-    closed: ClosedJaxpr  # its constants are the arrays that the user's function closes over
-    shown: ClosedJaxpr  # the same to look at, with the expansions of JAX's high-level primitives
+    closed: jaxprs.ClosedJaxpr  # its constants are the arrays that the user's function closes over
+    shown: jaxprs.ClosedJaxpr  # the same to look at, with the expansions of JAX's high-level primitives
     writes: WeakVariables
     write_lines: tuple[str, ...]  # the user's line of each written variable's last write
     reads: WeakVariables  # those that it only reads
@@ -113,11 +111,11 @@ class Lifted:
 class Traced(NamedTuple):
     """A function that was traced once."""
 
-    closed: ClosedJaxpr  # takes the arrays, asks for variables, and gives the results and the values that were written
+    closed: jaxprs.ClosedJaxpr  # takes the arrays, asks for variables, and gives the results and the values that were written
     operands: dict[Variable, int]  # the variables that were read -> the numbers of their operands
     written: dict[Variable, str]  # the variables that were written -> the user's lines of their last writes
     plan: ResultPlan
-    frame: Frame
+    frame: frames.Frame
 
     def lifted(self, among: Sequence[Traced] = ()) -> Lifted:
         """Make the variables that are touched, here or `among` several traces, arguments, and their new values results."""
@@ -127,7 +125,7 @@ class Traced(NamedTuple):
         jaxpr, num_results = self.closed.jaxpr, len(self.closed.jaxpr.outvars) - len(self.written)
         asked = {e.params["number"]: e.outvars[0] for e in jaxpr.eqns if e.primitive is tracing.operand_p}
         first = [
-            asked[self.operands[variable]] if variable in self.operands else Var(_aval(variable, self.frame))
+            asked[self.operands[variable]] if variable in self.operands else jaxprs.Var(_aval(variable, self.frame))
             for variable in (*written, *read_only)
         ]
         new = dict(zip(self.written, jaxpr.outvars[num_results:], strict=True))
@@ -139,24 +137,24 @@ class Traced(NamedTuple):
         )
         # Copied, because `jax.device_put` may use a numpy array's own memory, which its owner may change.
         own = [np.array(constant) if isinstance(constant, np.ndarray) else constant for constant in self.closed.consts]
-        closed = ClosedJaxpr(jaxpr, own)
+        closed = jaxprs.ClosedJaxpr(jaxpr, own)
         lines = tuple(self.written.get(variable, "<unknown>") for variable in written)
         shown = tracing.lowered(closed, self.frame.axis)
         return Lifted(closed, shown, WeakVariables(tuple(written)), lines, WeakVariables(tuple(read_only)), self.plan)
 
 
-def _aval(variable: Variable, frame: Frame) -> jax.core.ShapedArray:
+def _aval(variable: Variable, frame: frames.Frame) -> jax.core.ShapedArray:
     """Return the type of a variable's operand: of a replica's own value, or of all that is stored."""
     spec = spec_of(variable)
     return jax.core.ShapedArray(spec.stored_shape if frame.replica is None else spec.shape, spec.dtype)
 
 
-def trace(call: Call, shapes: Sequence[Shape], frame: Frame) -> Traced:
+def trace(call: Call, shapes: Sequence[Shape], frame: frames.Frame) -> Traced:
     """Trace the function of a call in a frame, with arrays of these shapes, and an operand for each variable that it reads.
 
     A step has a replica's own arrays; another function has a PerReplica of the stack.
     """
-    require_no_mesh_around()
+    frames.require_no_mesh_around()
     leaves, in_step = call.array_leaves(), frame.replica is not None
     avals = [leaf.aval(shape) for leaf, shape in zip(leaves, shapes, strict=True)]
 
@@ -266,7 +264,7 @@ def _ends_with_traced(value: Any) -> bool:
     return isinstance(value, jax.core.Tracer)
 
 
-def trace_step(call: Call, shapes: Sequence[Shape], frame: Frame) -> Traced:
+def trace_step(call: Call, shapes: Sequence[Shape], frame: frames.Frame) -> Traced:
     """Trace a step for replicas on which its array arguments have these shapes."""
     with replaced.over_replicas(), named.seen():
         return trace(call, shapes, frame)

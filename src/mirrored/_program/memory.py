@@ -33,12 +33,9 @@ class Memory:
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled | None, is_trained: Sequence[bool], arguments: tuple[Any, ...]) -> Memory:
-        """Divide what a compiled program needs.
+        """Divide what a compiled program needs; None where XLA could not make it: then results and temporaries count as 0.
 
-        Args:
-            compiled: what XLA has made; None where it could not, so that results and temporaries are unknown, and count as 0.
-            is_trained: of each variable among the arguments.
-            arguments: `(written, read_only, arrays, constants)`.
+        `is_trained` tells of each variable in `arguments`, `(written, read_only, arrays, constants)`, whether it is trained.
         """
         written, read_only, *others = arguments
         sizes: Any = None if compiled is None else compiled.memory_analysis()
@@ -71,12 +68,9 @@ class Memory:
 def refuse_too_large(
     name: str, compiled: Callable[..., Any], has: int, is_trained: Sequence[bool], arguments: tuple[Any, ...]
 ) -> None:
-    """Raise an error if a program needs more than a device has, with what takes it; nothing has run then.
+    """Raise an error if a jitted program needs more bytes than a device `has`, with what takes it; nothing has run then.
 
-    Args:
-        compiled: the jitted program, which its first call finds compiled.
-        has: bytes of the device.
-        is_trained, arguments: as for `Memory.of`.
+    `is_trained` and `arguments` are as for `Memory.of`. The program's first call finds it compiled.
     """
     program: Any = compiled.program if isinstance(compiled, Announced) else compiled
     try:

@@ -136,7 +136,14 @@ def _explain_code(error: Exception, where: str, knows_id: bool) -> Exception | N
         )
     if isinstance(error, complaints.NEEDS_A_VALUE):
         if knows_id:
-            return OneProgramError(_one_program_message(where))
+            return OneProgramError(
+                f"Python needed the value of something that differs by replica, at {where}. Write\n"
+                "    jnp.where(ctx.replica_id_in_sync_group == 0, a, b)\n"
+                "or jax.lax.cond(ctx.replica_id_in_sync_group == 0, make_a, make_b) in place of "
+                "`if ctx.replica_id_in_sync_group == 0:`. All replicas run one program, which is traced once and for all of "
+                "them. variable.assign(value) outside of strategy.run sets a variable on all replicas; "
+                "aggregation='only_first_replica' takes replica 0's value."
+            )
         line, rest = next(texts for kind, texts in _INSTEAD.items() if isinstance(error, kind))
         return OneProgramError(f"Python needed the value of an array, at {where}. Write\n    {line}\n{rest} {_NO_VALUE}")
     if isinstance(error, UnboundLocalError):
@@ -166,14 +173,4 @@ def _axis_message(axis: str, where: str) -> str:
         f"there is no axis {axis!r}, at {where}. The axis of the replicas is called {REPLICA_AXIS!r}: write "
         f"jax.lax.pmean(x, {REPLICA_AXIS!r}), and axis_name={REPLICA_AXIS!r} for the layers of a model library; or "
         "mr.get_replica_context().all_reduce('mean', x). jax.vmap(..., axis_name=...) makes an axis of another name."
-    )
-
-
-def _one_program_message(where: str) -> str:
-    return (
-        f"Python needed the value of something that differs by replica, at {where}. Write\n"
-        "    jnp.where(ctx.replica_id_in_sync_group == 0, a, b)\n"
-        "or jax.lax.cond(ctx.replica_id_in_sync_group == 0, make_a, make_b) in place of `if ctx.replica_id_in_sync_group == 0:`. "
-        "All replicas run one program, which is traced once and for all of them. variable.assign(value) outside of strategy.run "
-        "sets a variable on all replicas; aggregation='only_first_replica' takes replica 0's value."
     )

@@ -27,7 +27,6 @@ class Noise:
 
 
 def has_rows(atom: Atom) -> bool:
-    """Tell whether an array has several rows."""
     return 0 in _long_axes(atom)
 
 
@@ -62,19 +61,15 @@ def _moved(equation: Equation, position: int, axes: Collection[int]) -> Collecti
     elif name in TRANSPOSES:
         places = {axis: place for place, axis in enumerate(params["permutation"])}
     elif name in RESHAPES:
-        places = _places_in_reshape(equation)
+        before, after = (sorted(_long_axes(atom)) for atom in (equation.invars[0], equation.outvars[0]))
+        if len(before) == len(after):  # axes of size 1 come or go; else all are lost
+            places = dict(zip(before, after, strict=True))
     elif name in AXIS_SUMS:
         kept = [axis for axis in range(len(_shape(equation.invars[0]))) if axis not in params["axes"]]
         places = {axis: place for place, axis in enumerate(kept)}
     elif name in DOT_PRODUCTS:
         places = _places_in_product(equation, position)
     return [places[axis] for axis in axes if axis in places]
-
-
-def _places_in_reshape(equation: Equation) -> dict[int, int]:
-    """Return the places of axes where axes of size 1 come or go; others are lost."""
-    before, after = (sorted(_long_axes(atom)) for atom in (equation.invars[0], equation.outvars[0]))
-    return dict(zip(before, after, strict=True)) if len(before) == len(after) else {}
 
 
 def _places_in_product(equation: Equation, position: int) -> dict[int, int]:

@@ -24,15 +24,13 @@ from .._replicas.per_replica import PerReplica
 from .._text import bytes_in_words
 from .._typing import PyTree, Shape
 from .._variables import equal_copies, storage
-from .._variables.equal_copies import Watch
-from .._variables.storage import Home
 from .._variables.variable import spec_of
 from .._workers import joint_programs
 from . import memory, mistakes
 from .call import NUMBERS, ArrayLeaf
 from .fuse_all_reduces import Joined
 from .lift import Lifted
-from .proof import Collective, Findings, State
+from .proof import Findings, State
 
 _ON_HOST = (np.ndarray, *NUMBERS)
 #: While a profile is recorded: begins the mark of a program's run in it, and returns a function to be called when the run has
@@ -51,6 +49,16 @@ def describe_program(program: StepProgram) -> str:
     return f"{program.name}: {len(lifted.written)} variables written, {len(lifted.read_only)} read; {communication}"
 
 
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of a program."""
+
+    name: str
+    num_bytes: int  # that each replica contributes
+    where: str  # the user's line
+    in_loop: bool
+
+
 def name_of_collective(collective: Collective) -> str:
     """Return the field's name of a collective, and whether it is in a loop."""
     name = "all-reduce" if collective.name in SUMS else collective.name.replace("_", "-")
@@ -59,21 +67,19 @@ def name_of_collective(collective: Collective) -> str:
 
 def collectives_of(program: Program) -> list[Collective]:
     """Return the collectives of a step, or of the steps inside a function, in program order; one device has none."""
-    if len(program.mesh.devices) == 1:
-        return []
-    if isinstance(program, StepProgram):
-        return program.findings.collectives
-    return list(_collectives_in(program.lifted.shown.jaxpr))
+    return [] if len(program.mesh.devices) == 1 else list(collectives_in(program.lifted.shown.jaxpr))
 
 
-def _collectives_in(jaxpr: jaxprs.Jaxpr, in_loop: bool = False) -> Iterator[Collective]:
+def collectives_in(jaxpr: jaxprs.Jaxpr, around: tuple[jaxprs.Equation, ...] = ()) -> Iterator[Collective]:
+    """Yield the collectives of a jaxpr; `around` are the equations that it is inside of, innermost first."""
+    in_loop = any(equation.primitive.name in LOOPS for equation in around)
     for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        inner = list(jaxprs.inner_jaxprs(equation))
+        inner = jaxprs.inner_jaxprs(equation)
         if not inner and jaxprs.is_collective(equation):
-            yield Collective(name, jaxprs.num_bytes(equation), user_code.equation_line(equation), in_loop)
+            where = user_code.equation_line(equation, *around)
+            yield Collective(equation.primitive.name, jaxprs.num_bytes(equation), where, in_loop)
         for each in inner:
-            yield from _collectives_in(each.jaxpr, in_loop or name in LOOPS)
+            yield from collectives_in(each.jaxpr, (equation, *around))
 
 
 @dataclasses.dataclass(eq=False)
@@ -83,11 +89,11 @@ class Program:
     name: str  # the user's, of the function
     mesh: ReplicaMesh
     lifted: Lifted
-    home: Home  # has the arrays of the variables that it writes
+    home: storage.Home  # has the arrays of the variables that it writes
     compiled: Callable[..., Any]  # of `(written, read_only, arrays, constants)`
     jax_name: str  # of what is compiled
     constants: list[Any]  # the arrays that the function closes over, placed on the mesh
-    watch: Watch | None  # compares the copies of the written variables now and then
+    watch: equal_copies.Watch | None  # compares the copies of the written variables now and then
     calls_host: bool  # may raise when it runs, so the arrays of written variables are not donated
     refused_maps: ClassVar[frozenset[str]] = frozenset()  # primitives
     has_run: bool = dataclasses.field(default=False, init=False)  # so that JAX starts it without Python code

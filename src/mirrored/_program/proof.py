@@ -18,7 +18,6 @@ import numpy as np
 from .._errors import CollectiveHangError
 from .._jax import jaxprs, primitives, user_code
 from .._jax.interpreter import Analysis
-from .._jax.jaxprs import Equation, Jaxpr
 from .._jax.marks import Mark, Purpose, mark_p
 from . import noise
 from .noise import Noise
@@ -119,27 +118,17 @@ def either(states: Sequence[State]) -> State:
     return dataclasses.replace(joined, old=olds.pop()) if len(olds) == 1 else joined
 
 
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """One collective of a program."""
-
-    name: str
-    num_bytes: int  # that each replica contributes
-    where: str  # the user's line
-    in_loop: bool
-
-
 @dataclasses.dataclass
 class Findings:
-    """The results of the pass; marks, with their values' states, and collectives are in program order."""
+    """The results of the pass; marks, with their values' states, are in program order."""
 
     outputs: list[State] = dataclasses.field(default_factory=list)
     marks: list[tuple[Mark, State]] = dataclasses.field(default_factory=list)  # of shares those that divide another one
-    collectives: list[Collective] = dataclasses.field(default_factory=list)
+    has_collective: bool = False
     noises: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # on rows: the lines of the draw and of the rows
 
 
-def prove(jaxpr: Jaxpr, inputs: Sequence[State]) -> Findings:
+def prove(jaxpr: jaxprs.Jaxpr, inputs: Sequence[State]) -> Findings:
     """Find the states in a step that was traced with the replica axis bound; its constants are mirrored.
 
     Raises:
@@ -157,7 +146,6 @@ class _Pass(Analysis[State]):
     findings: Findings | None  # None while the fixed point of a loop is searched
     gradients: dict[int, Gradient]  # of the arrays of the sum over the replicas that comes next, by their numbers
     within: str | None = None  # why the replicas may disagree on whether this code runs
-    in_loop: bool = False
     transforms: tuple[str, ...] = ()  # JAX's transformations of the code around this, outermost first
     around: tuple[Any, ...] = ()  # the equations around this code, innermost first
 
@@ -167,12 +155,11 @@ class _Pass(Analysis[State]):
             findings=self.findings if is_final else None,
             gradients=self.gradients,
             within=self.within if decision is None or decision.is_mirrored else decision.origin,
-            in_loop=self.in_loop or equation.primitive.name in primitives.LOOPS,
             transforms=self.transforms + jaxprs.transforms_of(equation),
             around=(equation, *self.around),
         )
 
-    def equation(self, equation: Equation, values: list[State]) -> Sequence[State]:
+    def equation(self, equation: jaxprs.Equation, values: list[State]) -> Sequence[State]:
         results = super().equation(equation, values)
         if not (self.transforms or jaxprs.names_around(equation)) or not jaxprs.is_backward(equation, self.transforms):
             return results
@@ -243,7 +230,7 @@ class _Pass(Analysis[State]):
             return state  # nothing can differ in arrays without elements, such as `jnp.empty((0,))`
         return varying(f"`{name}` at {self.line(equation)}, whose results the proof knows nothing about").saying(state.said)
 
-    def noise(self, equation: Equation, inputs: list[State], state: State) -> Noise | None:
+    def noise(self, equation: jaxprs.Equation, inputs: list[State], state: State) -> Noise | None:
         """Return the noise in the result of an operation, or note that it meets a replica's own rows there."""
         name = equation.primitive.name
         if state.is_mirrored:
@@ -316,7 +303,7 @@ class _Pass(Analysis[State]):
                 "between the results with jnp.where."
             )
         if self.findings is not None:
-            self.findings.collectives.append(Collective(name, jaxprs.num_bytes(equation), where, self.in_loop))
+            self.findings.has_collective = True
         if name not in primitives.MAKE_SAME or jaxprs.is_over_groups(equation):
             return varying(f"`{name}` at {where}, which gives each replica its own part").saying(given.said)
         if not given.is_mirrored and name in primitives.SUMS:

@@ -6,15 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import jax
 
-from .._errors import (
-    FactorOfReplicasError,
-    FactorOfReplicasWarning,
-    ReplicasDivergeError,
-    ReplicasDivergeWarning,
-    SameNoiseWarning,
-    UnevenReplicasError,
-    UnevenReplicasWarning,
-)
+from .. import _errors
 from .._jax import user_code
 from .._jax.marks import Mark, Purpose
 from .._variables.variable import spec_of
@@ -28,33 +20,13 @@ _SUMS = frozenset({Purpose.SUM, Purpose.SUM_OF_ALL})
 def check_assignments(lifted: Lifted, findings: Findings) -> None:
     for note, state in findings.marks:
         if note.purpose is Purpose.ASSIGN and not state.is_mirrored:
-            raise ReplicasDivergeError(_diverge_message(note, state))
+            raise _errors.ReplicasDivergeError(_DIVERGES.format(name=note.name, where=note.where, origin=state.origin))
         if note.purpose is Purpose.STATE and not state.is_mirrored:
-            raise ReplicasDivergeError(_state_message(note, state))
+            raise _errors.ReplicasDivergeError(_STATE_DIVERGES.format(name=note.name, where=note.where, origin=state.origin))
     new_states = findings.outputs[lifted.num_results :]
     for variable, where, state in zip(lifted.written, lifted.write_lines, new_states, strict=True):
         if not spec_of(variable).is_on_read and not state.is_mirrored:
-            raise ReplicasDivergeError(_diverge_message(Mark(Purpose.ASSIGN, variable.name, where), state))
-
-
-def _diverge_message(note: Mark, state: State) -> str:
-    return (
-        f"variable {note.name!r} is mirrored, but the value assigned to it at {note.where} may differ by replica: it "
-        f"depends on {state.origin}. The copies would drift apart without a word. Combine the replicas first, for "
-        "example ctx = mr.get_replica_context(); variable.assign(ctx.all_reduce('mean', value)); or let "
-        "mr.Optimizer(...).apply_gradients(grads) do it; or create the variable with aggregation='mean'. "
-        "If each replica shall keep its own value, create it with synchronization='on_read'."
-    )
-
-
-def _state_message(note: Mark, state: State) -> str:
-    return (
-        f"{note.name}, which the step at {note.where} changes, would differ by replica: it depends on {state.origin}. A model in "
-        "the arguments of strategy.run is one for all replicas. Combine the gradients before the optimizer's update: "
-        "loss, grads = mr.get_replica_context().all_reduce('sum', (loss, grads)), with a loss of mr.losses. Statistics of "
-        "normalization layers are those of all replicas with nnx.BatchNorm(..., axis_name='replica'). What each replica shall "
-        "keep for itself is a mr.Variable with synchronization='on_read'."
-    )
+            raise _errors.ReplicasDivergeError(_DIVERGES.format(name=variable.name, where=where, origin=state.origin))
 
 
 def check_means(findings: Findings) -> None:
@@ -65,9 +37,9 @@ def check_means(findings: Findings) -> None:
     """
     for note, state in findings.marks:
         if note.purpose is Purpose.KEPT_MEAN and not state.is_mirrored:
-            raise UnevenReplicasError(_KEPT_MEAN.format(name=note.name, where=note.where))
+            raise _errors.UnevenReplicasError(_KEPT_MEAN.format(name=note.name, where=note.where))
         if note.purpose is Purpose.BY_ROWS and state.came_back:
-            raise UnevenReplicasError(
+            raise _errors.UnevenReplicasError(
                 f"the batch does not divide evenly among the replicas, and the mean over the replicas at {note.where} is of "
                 f"gradients that have come back through a collective, at {state.came_back}, as through a layer that normalizes "
                 "over the replicas. There the gradients of all replicas' losses were added up, and a weight for the rows of each "
@@ -81,12 +53,12 @@ def check_gradients(marks: Sequence[tuple[Mark, State]], num_replicas: int) -> N
     """Refuse or warn of gradients, shares of losses and states of metrics that are combined otherwise than they were divided."""
     for note, _ in marks:
         if note.purpose is Purpose.SHARE:
-            raise FactorOfReplicasError(_DIVIDED_AGAIN.format(where=note.where))
+            raise _errors.FactorOfReplicasError(_DIVIDED_AGAIN.format(where=note.where))
     for note, state in marks:
         if note.purpose is Purpose.REGULARIZATION and not state.is_mirrored:
-            raise FactorOfReplicasError(_OWN_REGULARIZATION.format(where=note.where, origin=state.origin))
+            raise _errors.FactorOfReplicasError(_OWN_REGULARIZATION.format(where=note.where, origin=state.origin))
         if note.purpose is Purpose.ADDED and not state.is_mirrored and state.old != (note.number, True):
-            raise FactorOfReplicasError(_NO_SUM.format(name=note.name, where=note.where))
+            raise _errors.FactorOfReplicasError(_NO_SUM.format(name=note.name, where=note.where))
     given = [(note, state) for note, state in marks if note.purpose in GIVEN_TO_OPTIMIZERS]
     summed = [(note, state) for note, state in marks if note.purpose in _SUMS and state.gradient]
     for note, state in given:
@@ -96,10 +68,10 @@ def check_gradients(marks: Sequence[tuple[Mark, State]], num_replicas: int) -> N
             _refuse_second_sum(note, state, num_replicas)
     losses = [note.where for note, state in marks if note.purpose is Purpose.LOSS and state.said < Said.WHOLE]
     for where in dict.fromkeys(losses):
-        user_code.warn(_UNSPOKEN_LOSS.format(where=where), FactorOfReplicasWarning)
+        user_code.warn(_UNSPOKEN_LOSS.format(where=where), _errors.FactorOfReplicasWarning)
     means = [note.where for note, state in marks if note.purpose is Purpose.MEAN and state.said is Said.SHARE]
     for where in dict.fromkeys(means):
-        user_code.warn(_MEAN_OF_SHARES.format(where=where, num_replicas=num_replicas), FactorOfReplicasWarning)
+        user_code.warn(_MEAN_OF_SHARES.format(where=where, num_replicas=num_replicas), _errors.FactorOfReplicasWarning)
     gradients = given + summed
     if num_replicas > 1 and gradients and all(state.is_same and state.said is Said.SHARE for _, state in gradients):
         user_code.warn(_SAME_WORK.format(where=_place(gradients[0][0]), num_replicas=num_replicas))
@@ -110,7 +82,7 @@ def check_gradients(marks: Sequence[tuple[Mark, State]], num_replicas: int) -> N
     for (place, _), members in sums.items():
         if message := _complaint(members[0][0], [state for _, state in members], num_replicas):
             share = next((state.curved for _, state in members if state.curved), "")
-            user_code.warn(message.format(where=place, num_replicas=num_replicas, share=share), FactorOfReplicasWarning)
+            user_code.warn(message.format(where=place, num_replicas=num_replicas, share=share), _errors.FactorOfReplicasWarning)
 
 
 def _place(note: Mark) -> str:
@@ -126,7 +98,7 @@ def check_noise(findings: Findings) -> None:
             "combined with each replica's own rows, so that examples on different replicas get the same noise. Make the key the "
             "replica's own: key = mr.get_replica_context().rng(key). If all shall have the same, draw outside of the step, and "
             "pass the array.",
-            SameNoiseWarning,
+            _errors.SameNoiseWarning,
         )
 
 
@@ -135,21 +107,21 @@ def check_outside(given: Iterable[tuple[Mark, State | None]], num_replicas: int)
     marks = [(note, state) for note, state in given if state is not None]
     check_gradients(marks, num_replicas)
     if any(note.purpose is Purpose.MEAN and state.of_uneven and state.said is not Said.SHARE for note, state in marks):
-        user_code.warn(_PLAIN_MEAN, UnevenReplicasWarning)
+        user_code.warn(_PLAIN_MEAN, _errors.UnevenReplicasWarning)
 
 
 def _refuse_contradiction(note: Mark, state: State, num_replicas: int) -> None:
     is_share = state.said is Said.SHARE or (state.said is Said.COMBINED and not state.is_mirrored)
     if note.purpose is Purpose.MEAN_GRADIENT:
         if is_share:
-            raise FactorOfReplicasError(
+            raise _errors.FactorOfReplicasError(
                 f"the gradient of variable {note.name!r}, given to apply_gradients at {note.where} with aggregate='mean', is "
                 "that of a share of the global batch's loss: a loss for each example, or a loss of mr.losses, is divided by all "
                 f"rows. Their mean would be R times too small (R = {num_replicas} here). Leave aggregate='mean' out, "
                 "or return the mean over this replica's own rows alone, jnp.mean(per_example_loss)."
             )
     elif state.is_mirrored and (state.gradient is Gradient.TOTAL or (state.sameness is Sameness.REDUCED and not is_share)):
-        raise FactorOfReplicasError(
+        raise _errors.FactorOfReplicasError(
             f"the gradient of variable {note.name!r} given to apply_gradients at {note.where} has already been "
             "combined over the replicas. apply_gradients sums gradients over the replicas itself, so this update "
             f"would be R times too large (R = {num_replicas} here). Leave the all_reduce out, or say (to a "
@@ -160,7 +132,7 @@ def _refuse_contradiction(note: Mark, state: State, num_replicas: int) -> None:
 def _refuse_second_sum(note: Mark, state: State, num_replicas: int) -> None:
     is_combined = state.gradient is Gradient.TOTAL or state.said is Said.COMBINED
     if is_combined and state.is_mirrored:
-        raise FactorOfReplicasError(
+        raise _errors.FactorOfReplicasError(
             f"{_place(note)} sums a gradient over the replicas that has already been combined over them, so it would be R times "
             f"too large (R = {num_replicas} here). Leave one of the two out. Of a value that is the same on all replicas "
             "ctx.all_reduce('mean', value) is the value itself."
@@ -201,7 +173,7 @@ def check_results(call: Call, lifted: Lifted, findings: Findings) -> None:
             "grads = mr.get_replica_context().all_reduce('sum', grads); or 'mean', if the loss is a mean over the replica's own "
             "rows. If each shall have its own, say so before: "
             "state = strategy.distribute_values_from_function(lambda ctx: state).",
-            ReplicasDivergeWarning,
+            _errors.ReplicasDivergeWarning,
         )
 
 
@@ -209,6 +181,20 @@ def _is_of_optax(node: object) -> bool:
     return type(node).__module__.partition(".")[0] == "optax"
 
 
+_DIVERGES = (
+    "variable {name!r} is mirrored, but the value assigned to it at {where} may differ by replica: it "
+    "depends on {origin}. The copies would drift apart without a word. Combine the replicas first, for "
+    "example ctx = mr.get_replica_context(); variable.assign(ctx.all_reduce('mean', value)); or let "
+    "mr.Optimizer(...).apply_gradients(grads) do it; or create the variable with aggregation='mean'. "
+    "If each replica shall keep its own value, create it with synchronization='on_read'."
+)
+_STATE_DIVERGES = (
+    "{name}, which the step at {where} changes, would differ by replica: it depends on {origin}. A model in "
+    "the arguments of strategy.run is one for all replicas. Combine the gradients before the optimizer's update: "
+    "loss, grads = mr.get_replica_context().all_reduce('sum', (loss, grads)), with a loss of mr.losses. Statistics of "
+    "normalization layers are those of all replicas with nnx.BatchNorm(..., axis_name='replica'). What each replica shall "
+    "keep for itself is a mr.Variable with synchronization='on_read'."
+)
 _MEAN_OF_SHARES = (
     "the mean over the replicas at {where} is of this replica's share of a loss, or of what is computed from it, such as its "
     "gradient: a loss for each example, or a loss of mr.losses, is divided by all rows, so that the shares of all replicas add "

@@ -18,22 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._jax import tracing
-from .._jax.primitives import (
-    ADDITIVE,
-    AXIS_SUMS,
-    BILINEAR,
-    BROADCASTS,
-    CONVERSIONS,
-    CONVOLUTIONS,
-    DERIVATIVE_SUMS,
-    DIVISIONS,
-    DOT_PRODUCTS,
-    MOVES,
-    ONE_TO_ONE,
-    PADS,
-    SCATTER_SUMS,
-)
+from .._jax import primitives, tracing
 from .uneven.nodes import Node, Value
 
 
@@ -68,7 +53,7 @@ def _sunk(value: Value, read: Callable[[Value], Any], totals: dict[Value, jax.Ar
     operands, name, position = list(map(read, node.inputs)), node.equation.primitive.name, node.outputs.index(value)
     if (rule := _rule_of(node, dtype)) is not None:
         return rule(node, operands, dtype).astype(dtype)
-    if name in ONE_TO_ONE:
+    if name in primitives.ONE_TO_ONE:
         if _sunk(node.inputs[position], read, totals, dtype) is None:
             return None
         held = [k for k, part in enumerate(node.inputs) if part.is_own and is_of_floats(part)]
@@ -83,9 +68,9 @@ def _sunk(value: Value, read: Callable[[Value], Any], totals: dict[Value, jax.Ar
         wide = dtype if dtype.itemsize > own.itemsize else own
         if part.is_own:
             operands[k] = sum_over_replicas(part, read, totals, wide)
-        elif name in MOVES | DERIVATIVE_SUMS:
+        elif name in primitives.MOVES | primitives.DERIVATIVE_SUMS:
             operands[k] = jnp.asarray(operands[k], wide) * jnp.asarray(read(value).shape[0], wide)
-    return operands[0].astype(dtype) if name in CONVERSIONS else tracing.bind(node.equation, operands)[position]
+    return operands[0].astype(dtype) if name in primitives.CONVERSIONS else tracing.bind(node.equation, operands)[position]
 
 
 def wide_type(value: Value) -> np.dtype:
@@ -94,7 +79,6 @@ def wide_type(value: Value) -> np.dtype:
 
 
 def is_of_floats(*values: Value) -> bool:
-    """Tell whether values are arrays of floating point numbers."""
     return all(jnp.issubdtype(value.aval.dtype, jnp.floating) for value in values)
 
 
@@ -104,18 +88,18 @@ def _sinks(node: Node, is_wider: bool) -> bool:
     avals: list[Any] = [atom.aval for atom in (*node.equation.invars, *node.equation.outvars)]
     if not is_of_floats(*node.inputs, *node.outputs):
         return False  # the sum of integers may be made in another type
-    if name in MOVES | DERIVATIVE_SUMS | AXIS_SUMS:
+    if name in primitives.MOVES | primitives.DERIVATIVE_SUMS | primitives.AXIS_SUMS:
         return True
     if is_wider:
         return False
-    if name in ADDITIVE:
+    if name in primitives.ADDITIVE:
         return all(own)
-    if name in CONVERSIONS:  # between float16 and bfloat16, neither has the other's numbers
+    if name in primitives.CONVERSIONS:  # between float16 and bfloat16, neither has the other's numbers
         own_dtype, dtype = (aval.dtype for aval in avals)
         return jnp.promote_types(own_dtype, dtype) in (own_dtype, dtype)
-    if name in DIVISIONS or (name in PADS and _is_zero(node.inputs[1])):
+    if name in primitives.DIVISIONS or (name in primitives.PADS and _is_zero(node.inputs[1])):
         return own == [True, False]
-    return name in BILINEAR and sum(own) == 1 and len({aval.dtype for aval in avals}) == 1
+    return name in primitives.BILINEAR and sum(own) == 1 and len({aval.dtype for aval in avals}) == 1
 
 
 def _rule_of(node: Node, dtype: np.dtype) -> Callable[[Node, Sequence[jax.Array], np.dtype], jax.Array] | None:
@@ -123,13 +107,13 @@ def _rule_of(node: Node, dtype: np.dtype) -> Callable[[Node, Sequence[jax.Array]
     name, own, params = node.equation.primitive.name, [value.is_own for value in node.inputs], node.equation.params
     if not is_of_floats(*node.outputs):
         return None
-    if name in DOT_PRODUCTS and all(own) and params.get("out_sharding") is None:
+    if name in primitives.DOT_PRODUCTS and all(own) and params.get("out_sharding") is None:
         return _dot
-    if name in CONVOLUTIONS and all(own) and params["feature_group_count"] == 1 and not _overflows(node, dtype):
+    if name in primitives.CONVOLUTIONS and all(own) and params["feature_group_count"] == 1 and not _overflows(node, dtype):
         return _convolution
-    if name in SCATTER_SUMS and own[2] and _is_zero(node.inputs[0]) and not params["dimension_numbers"].operand_batching_dims:
-        return _scatter
-    is_sum = name in AXIS_SUMS and node.inputs[0].aval.size > node.outputs[0].aval.size  # else it changes the shape only
+    if name in primitives.SCATTER_SUMS and own[2] and _is_zero(node.inputs[0]):
+        return None if params["dimension_numbers"].operand_batching_dims else _scatter
+    is_sum = name in primitives.AXIS_SUMS and node.inputs[0].aval.size > node.outputs[0].aval.size  # else only the shape changes
     return _reduction if is_sum else None
 
 
@@ -139,7 +123,7 @@ def _overflows(node: Node, dtype: np.dtype) -> bool:
 
 
 def _is_zero(value: Value) -> bool:
-    if value.maker is not None and value.maker.equation.primitive.name in BROADCASTS:
+    if value.maker is not None and value.maker.equation.primitive.name in primitives.BROADCASTS:
         [value, *_] = value.maker.inputs
     content = value.content
     return content is not None and not isinstance(content, jax.Array) and not np.any(content)  # the number of a literal

@@ -198,8 +198,7 @@ def _make_program(mesh: ReplicaMesh, call: Call, frame_with: Callable[[Any], Fra
     is_mirrored = tuple(state.is_mirrored for state in findings.outputs[: lifted.num_results])
     proven = Proven(call, lifted, findings, is_mirrored, even.axis)
     sums, mapped = _map(mesh, proven)
-    fields = {"findings": findings, "mapped": mapped, "joined": sums}
-    return StepProgram.compile(mesh, lifted, call.name, mapped, proven.describe, **fields)
+    return StepProgram.compile(mesh, lifted, call.name, mapped, proven.describe, findings=findings, mapped=mapped, joined=sums)
 
 
 def _input_states(call: Call, lifted: Lifted) -> list[State]:
@@ -216,9 +215,8 @@ def _input_states(call: Call, lifted: Lifted) -> list[State]:
 def _map(mesh: ReplicaMesh, proven: Proven) -> tuple[Joined, Callable[..., Any]]:
     """Make the function of global arrays, in which each replica runs the step on its rows; and tell which sums are joined."""
     lifted, has_own_device = proven.lifted, mesh.per_device == 1
-    sums = Joined(lifted.closed)
-    if proven.findings.collectives and has_own_device:
-        sums = join_sums(lifted, proven.is_mirrored, proven.axis)
+    may_join = has_own_device and proven.findings.has_collective
+    sums = join_sums(lifted, proven.is_mirrored, proven.axis) if may_join else Joined(lifted.closed)
     num_results, num_outputs = lifted.num_results, lifted.num_results + len(lifted.writes.slots)
     is_own = [spec_of(variable).is_on_read for variable in lifted.variables] + proven.is_split
     ends = [not same for same in proven.is_mirrored] + [spec_of(variable).is_on_read for variable in lifted.written]

@@ -1,8 +1,13 @@
 """More replicas than devices: each device runs several replicas of a step, all together or one by one.
 
-The step is traced and proven for R replicas. Here its equations run on arrays of a device's replicas `[v, ...]`, stage by stage
-(`_program/schedule`): first the meetings, over the device's replicas and over the devices, then shared nodes once, and own nodes
-for each replica, by `jax.vmap` or in a `jax.lax.scan`. docs/design/several-replicas-on-a-device.md.
+The step is traced and proven for R replicas, and becomes nodes: its equations, with calls opened. A node is *shared* if it
+computes the same on every replica, *own* if each replica has its own values, and a *meeting* if the replicas exchange values in
+it: a collective, or a loop or condition with one inside. A node's stage is the number of meetings on the longest way to it,
+itself included, so the nodes of one stage need no meeting between them.
+
+The nodes run on arrays of a device's replicas `[v, ...]`, stage by stage: first the meetings, over the device's replicas and over
+the devices, then shared nodes once, and own nodes for each replica, by `jax.vmap` or in a `jax.lax.scan`.
+docs/design/several-replicas-on-a-device.md.
 """
 
 from __future__ import annotations
@@ -17,17 +22,15 @@ import jax
 import jax.numpy as jnp
 
 from .._errors import ContextError
-from .._jax import jaxprs, tracing
-from .._jax.interpreter import Evaluation, run_parts
-from .._jax.jaxprs import Equation, Jaxpr
-from .._jax.primitives import AGAIN, DEVICE_RANDOM, HOST_EFFECTS, ONE_TO_ONE, RANDOM
+from .._jax import jaxprs, primitives, tracing, user_code
+from .._jax.interpreter import Analysis, Evaluation, run_parts
+from .._jax.jaxprs import ClosedJaxpr, Equation, Jaxpr
 from .._replicas.mesh import ReplicaMesh
 from .._typing import REPLICA_AXIS
 from . import sink_reductions
 from .lift import Lifted
-from .schedule import Agenda
 from .sink_reductions import is_of_floats, merge, wide_type
-from .uneven.nodes import Node, Value, stages_of
+from .uneven.nodes import Node, Reading, Value, stages_of
 
 
 def run_replicas(
@@ -90,7 +93,6 @@ class _Course:
         self.totals.update({value: total for value, (_, total) in zip(values, pairs, strict=True) if total is not None})
 
     def run_own(self, nodes: Sequence[Node]) -> None:
-        """Run nodes of one stage on each replica."""
         at_once = lambda node: (node.by_rows and not self.is_whole) or self.splits(node.equation)  # noqa: E731
         how = lambda node: (self.is_alone(node.equation), at_once(node))  # noqa: E731
         for (one_by_one, is_at_once), group in itertools.groupby(nodes, how):
@@ -117,7 +119,8 @@ class _Course:
 
     def splits(self, equation: Equation) -> bool:
         """Tell whether to take a scan, or what is computed again, apart, so that sums sink in; a barrier holds all operands."""
-        return (jaxprs.is_scan(equation) or equation.primitive.name in AGAIN | ONE_TO_ONE) and not self.is_alone(equation)
+        is_apart = jaxprs.is_scan(equation) or equation.primitive.name in primitives.AGAIN | primitives.ONE_TO_ONE
+        return is_apart and not self.is_alone(equation)
 
     def _run_group(self, nodes: list[Node], one_by_one: bool) -> None:
         made = [value for node in nodes for value in node.outputs]
@@ -158,14 +161,12 @@ class _Course:
         return jax.lax.scan(one_replica, [jnp.zeros(a.shape, a.dtype) for a in first], (numbers, rows))
 
     def meet(self, node: Node) -> list[Any]:
-        """Run a node in which replicas meet."""
         if jaxprs.is_sum(node.equation):
             return self.add_up(node)
         loop = jaxprs.loop_of(node.equation)
         return self.run_loop(node, loop) if loop.parts else self.exchange(node)
 
     def add_up(self, node: Node) -> list[Any]:
-        """Add values up over all replicas."""
         totals = list(map(self.total, node.inputs))
         is_alone = len(self.mesh.devices) == 1  # on CPU an all-reduce of one device is a copy
         return totals if is_alone else jax.lax.psum(totals, self.mesh.axis)
@@ -235,7 +236,7 @@ class _Course:
 
 
 def _is_slow(equation: Equation) -> bool:
-    return any(e.primitive.name in HOST_EFFECTS or _is_other_random(e) for e in (equation, *jaxprs.inside(equation)))
+    return any(e.primitive.name in primitives.HOST_EFFECTS or _is_other_random(e) for e in (equation, *jaxprs.inside(equation)))
 
 
 def _has_references(jaxpr: Jaxpr) -> bool:
@@ -247,9 +248,9 @@ def _has_references(jaxpr: Jaxpr) -> bool:
 
 def _is_other_random(equation: Equation) -> bool:
     """Tell whether an equation makes random numbers that change when many are made together: with `rbg` keys."""
-    if equation.primitive.name in RANDOM:
+    if equation.primitive.name in primitives.RANDOM:
         return "fry" not in str(equation.invars[0].aval)
-    return equation.primitive.name in DEVICE_RANDOM
+    return equation.primitive.name in primitives.DEVICE_RANDOM
 
 
 class _OneReplica(Evaluation):
@@ -274,3 +275,100 @@ class _OneReplica(Evaluation):
 def _swap(array: Any, is_own: bool) -> Any:
     """Bring the rounds of a loop before its replicas, and back."""
     return jnp.swapaxes(array, 0, 1) if is_own else array
+
+
+# -- the plan: which nodes there are, and in which stage
+
+
+class Agenda(Reading):
+    """The nodes of a step, or of a body in it, in their order, and its outputs.
+
+    Each replica has its own of all results of a node, unless it is taken apart (`splits`): then some may be shared, such as the
+    counter of a scan, from the next stage on.
+
+    Raises:
+        ContextError: when several replicas of one device cannot run an operation.
+    """
+
+    def __init__(
+        self, jaxpr: Jaxpr, constants: Sequence[Any], inputs: Sequence[Value], splits: Callable[[Equation], bool]
+    ) -> None:
+        super().__init__()
+        self.splits = splits
+        self.outputs = self.run(jaxpr, constants, inputs)
+
+    def needed(self, nodes: Sequence[Node]) -> tuple[list[Value], list[Value]]:
+        """Return those results of some nodes that others add up over the replicas, and those that others use otherwise."""
+        own = set(nodes)
+        others = [node for node in self.nodes if node not in own]
+        added = {value for node in others if jaxprs.is_sum(node.equation) for value in node.inputs}
+        used = {*self.outputs, *(value for node in others if not jaxprs.is_sum(node.equation) for value in node.inputs)}
+        made = [value for node in nodes for value in node.outputs]
+        return [value for value in made if value in added], [value for value in made if value in used]
+
+    def call(self, equation: Equation, inner: ClosedJaxpr, values: list[Value]) -> Sequence[Value]:
+        held = jaxprs.held_operands(equation)
+        if held is None or not self.splits(equation):
+            return super().call(equation, inner, values)
+        behind = dict(enumerate(values))
+        if held:
+            kept = self.plain(tracing.barrier([values[k].aval for k in held]), [values[k] for k in held])
+            for k, value in zip(held, kept, strict=True):
+                behind[k], value.maker = value, None  # no sum over the replicas looks behind it either
+        return self.run_closed(inner, list(behind.values()))
+
+    def plain(self, equation: Equation, values: list[Value]) -> list[Value]:
+        outputs, node, flags = super().plain(equation, values), self.nodes[-1], [value.is_own for value in values]
+        node.stage = max((value.stage for value in values), default=0) + node.is_collective
+        node.is_own = not node.is_collective and _is_own(equation, flags)
+        results = [node.is_own] * len(outputs)
+        if node.is_collective:
+            results = _Ownership().equation(equation, flags)
+        elif node.is_own and self.splits(equation):
+            results = flags if equation.primitive.name in primitives.ONE_TO_ONE else _Ownership().loop(equation, flags)
+        for value, is_own in zip(outputs, results, strict=True):
+            value.is_own, value.stage = is_own, node.stage + (node.is_own and not is_own)
+        node.by_rows = node.is_own and _follows_convolution(node)
+        return outputs
+
+
+def _is_own(equation: Equation, flags: Sequence[bool]) -> bool:
+    """Tell whether each replica computes an equation without a meeting for itself."""
+    return any(flags) or not jaxprs.is_function_of_operands(equation) or jaxprs.has_replica_number(equation)
+
+
+def _follows_convolution(node: Node) -> bool:
+    """Tell whether a node is elementwise behind a convolution, which JAX makes of the rows of all replicas.
+
+    XLA makes both as one if nothing stands between, not even a reshape.
+    """
+    if node.equation.primitive.name not in primitives.ELEMENTWISE:
+        return False
+    makers, shape = [value.maker for value in node.inputs if value.maker is not None], node.outputs[0].aval.shape
+    follows = any(maker.by_rows or maker.equation.primitive.name in primitives.CONVOLUTIONS for maker in makers)
+    return follows and all(value.aval.shape == shape or not (value.is_own or value.aval.shape) for value in node.inputs)
+
+
+class _Ownership(Analysis[bool]):
+    """Whether each replica has its own value; loops and conditions are entered where replicas meet in them."""
+
+    def join(self, values: Sequence[bool]) -> bool:
+        return any(values)
+
+    def chosen(self, decision: bool, value: bool) -> bool:
+        return value  # the proof has shown that all replicas take the same way to a meeting
+
+    def equation(self, equation: Equation, values: list[bool]) -> Sequence[bool]:
+        if jaxprs.has_collective(equation):
+            return super().equation(equation, values)
+        return [_is_own(equation, values)] * len(equation.outvars)
+
+    def over_replicas(self, equation: Equation, values: list[bool]) -> Sequence[bool]:
+        is_own = equation.primitive.name not in primitives.MAKE_SAME or jaxprs.is_over_groups(equation)
+        return [is_own] * len(equation.outvars)
+
+    def plain(self, equation: Equation, values: list[bool]) -> Sequence[bool]:
+        raise ContextError(
+            f"a collective runs inside `{equation.primitive.name}`, at {user_code.equation_line(equation)}, which "
+            "several replicas of one device cannot do. Move it out, or give each replica a device: leave num_replicas out."
+        )

@@ -33,8 +33,6 @@ _logger = logging.getLogger("mirrored")
 _NVIDIA_DRIVER = "/proc/driver/nvidia/version"
 #: The most virtual CPU devices that a strategy makes: each takes threads, and a slip such as "cpu:88888" would take all.
 MAX_CPU_DEVICES = 1024
-
-
 #: The name of the mesh's axis when each device has several replicas.
 _SEVERAL = re.compile(r"device_of_(\d+)_replicas")
 _ONE_BY_ONE = "_one_by_one"
@@ -53,7 +51,6 @@ class ReplicaMesh:
 
     @functools.cached_property
     def axis(self) -> str:
-        """The name of the mesh's axis."""
         return self.mesh.axis_names[0]
 
     @functools.cached_property
@@ -101,7 +98,6 @@ class ReplicaMesh:
 
     @functools.cached_property
     def local_devices(self) -> tuple[jax.Device, ...]:
-        """This process's devices."""
         return tuple(self.mesh.local_devices)
 
     @functools.cached_property

@@ -135,7 +135,8 @@ class CompiledOnly:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             self.failure = str(error)
-            raise PlanError(f"the program does not fit into the memory of a device: {_first_lines(error)}") from None
+            first = [line.strip() for line in self.failure.splitlines()[:4] if line.strip()]
+            raise PlanError(f"the program does not fit into the memory of a device: {' '.join(first)}") from None
         finally:
             self.arguments = jax.tree.map(lambda array: array, arguments)  # copies: the list of variables' arrays changes
             self.seconds = time.perf_counter() - start
@@ -144,10 +145,6 @@ class CompiledOnly:
         placements = [mirrored if sharding.is_fully_replicated else stacked for sharding in found]
         results, treedef = jax.tree.flatten(lowered.out_info)
         self._results = treedef.unflatten(map(stand_in, results, placements))
-
-
-def _first_lines(error: Exception) -> str:
-    return " ".join(line.strip() for line in str(error).splitlines()[:4] if line.strip())
 
 
 def shapes_of(function: Callable[..., Any], placement: NamedSharding) -> Callable[..., Any]:

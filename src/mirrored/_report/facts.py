@@ -19,8 +19,8 @@ from .. import _process
 from .._jax import topologies
 from .._plan.plan import plan_of
 from .._program.program import Program, collectives_of, name_of_collective
-from .._replicas.device_time import DeviceTime, last_profile
 from .._replicas.mesh import PlannedMesh
+from .._replicas.spent import DeviceTime, last_profile
 from .._strategy.strategy import Strategy, coordination_of, parts_of
 from .._text import describe, version_of
 from .._transforms.function import function_programs

@@ -16,9 +16,8 @@ from .._errors import ContextError
 from .._process import last_profiles
 from .._program import program
 from .._replicas import frames
-from .._replicas.device_time import COMPUTATION, DeviceTime
 from .._replicas.mesh import ReplicaMesh
-from .._replicas.spent import forget_pause
+from .._replicas.spent import COMPUTATION, DeviceTime, forget_pause
 from .._strategy.strategy import coordination_of, joint_strategy
 from .._text import shown
 from .._variables.access import lent

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .._replicas.device_time import COMPUTATION
+from .._replicas.spent import COMPUTATION
 
 #: Larger traces are not read: reading them would take seconds, and memory that the training needs.
 MAX_BYTES = 256 << 20

@@ -20,7 +20,7 @@ from .._models import keras, keras_fit
 from .._options import AutoShardPolicy, InputOptions, ReduceOp, ReduceOpName, ReductionToOneDevice
 from .._program.program import describe_program
 from .._program.steps import Steps
-from .._replicas import collectives, context, device_time, frames, in_flight
+from .._replicas import collectives, context, frames, in_flight, spent
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica
@@ -178,7 +178,7 @@ class Strategy:
             lines += [f"program {describe_program(program)}", *[f"  compiled again, because {cause}"] * bool(cause)]
         lines += [f"dataset {dataset.describe()}" for dataset in self._datasets]
         lines += self._steps.spent.in_words()
-        if (profiled := device_time.last_profile(self._mesh, self._steps.spent.since)) is not None:
+        if (profiled := spent.last_profile(self._mesh, self._steps.spent.since)) is not None:
             lines.append(profiled.in_words())
         lines += keras_fit.describe(self._mesh)
         return "\n".join(lines)

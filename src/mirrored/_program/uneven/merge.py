@@ -85,7 +85,6 @@ class _Run:
         return run_parts(equation, values, list(map(merged, loop.parts, zip(*(node.bodies for node in nodes), strict=True))))
 
     def run_common(self, of_stage: Sequence[Sequence[Node]]) -> None:
-        """Run the nodes that all traces have in common."""
         for node in itertools.chain.from_iterable(of_stage):
             if not node.is_own and not node.is_collective and node.outputs[0].number not in self.known:
                 self.keep([node.outputs], tracing.bind(node.equation, list(map(self._known_or_constant, node.inputs))))
@@ -229,7 +228,6 @@ class Slots:
         ]
 
     def unpack(self, kind: int, packed: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return one kind's values."""
         arrays = dict(zip(self._shapes, packed, strict=True))
         parts = [(arrays[slot], shape) for slot, shape in self._own[kind].items()]
         return [array if array.shape == shape else array[: math.prod(shape)].reshape(shape) for array, shape in parts]

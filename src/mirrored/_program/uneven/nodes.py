@@ -1,17 +1,26 @@
-"""A traced step as values and the nodes that compute them, of an uneven step also inside loops with collectives."""
+"""A traced step as values and the nodes that compute them, of an uneven step also inside loops with collectives.
+
+Beside them are the keys by which the equations and constants of several traces are compared.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from ..._jax import jaxprs
 from ..._jax.interpreter import Flattening
-from ..._jax.jaxprs import ClosedJaxpr, Equation
-from ..._jax.primitives import FILLS, SIMPLE
+from ..._jax.jaxprs import Atom, ClosedJaxpr, Equation, Jaxpr, Literal
+from ..._jax.primitives import CUSTOM_DERIVATIVE, FILLS, SAID_TWICE, SIMPLE
+
+#: Device arrays up to this many bytes are compared by content, larger ones, which are not worth the transfer, by identity.
+_COMPARED_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -22,7 +31,7 @@ class Value:
     maker: Node | None = None  # the node that computes it; None for arguments and constants
     number: int | None = None  # equal to that of another trace's value iff both are computed alike; None: not compared
     stage: int = 0  # from which stage on it is known
-    is_own: bool = False  # whether each replica of a device has its own; only `schedule` tells
+    is_own: bool = False  # whether each replica of a device has its own; only `virtual` tells
     content: Any = None  # the array, for a constant
     outer: Value | None = None  # of a value that a loop's body captures: the one outside of the loop
 
@@ -42,7 +51,7 @@ class Node:
     joint_inputs: list[Value] = dataclasses.field(default_factory=list)
     stage: int = 0  # before it come so many groups of collectives; a collective begins its stage
     is_own: bool = False  # whether it is not common to all traces, or to all replicas; known after `compare`, or in an `Agenda`
-    by_rows: bool = False  # whether the replicas' rows are one axis in it; only `schedule` tells
+    by_rows: bool = False  # whether the replicas' rows are one axis in it; only `virtual` tells
 
     @property
     def is_cheap(self) -> bool:
@@ -118,3 +127,61 @@ def find_loop(values: Sequence[Value]) -> Node | None:
             return node
         waiting += node.inputs
     return None
+
+
+# -- keys: when do two equations, or two constants, of different traces mean the same?
+
+
+def equation_key(equation: Equation) -> Any:
+    """Return a hashable that is equal for equations that compute the same from equal operands."""
+    name, params = equation.primitive.name, equation.params
+    if name in CUSTOM_DERIVATIVE:
+        params = {"call_jaxpr": params["call_jaxpr"]}
+    compared = sorted([key for key in params if (name, key) not in SAID_TWICE])
+    return (name, tuple([(key, param_key(params[key])) for key in compared]))
+
+
+def param_key(value: Any) -> Any:
+    """Return a hashable that is equal for parameters that mean the same; in doubt, only for one object."""
+    if isinstance(value, ClosedJaxpr):
+        return (_jaxpr_key(value.jaxpr), tuple(content_key(c, jax.typeof(c)) for c in value.consts))
+    if isinstance(value, Jaxpr):
+        return _jaxpr_key(value)
+    if isinstance(value, tuple | list):
+        return (type(value), tuple(map(param_key, value)))
+    if isinstance(value, np.ndarray | np.generic):
+        return content_key(value, jax.typeof(value))
+    if isinstance(value, float | complex):
+        return (type(value), repr(value))  # 0.0 and -0.0 differ
+    try:
+        hash(value)
+    except TypeError:
+        return ("object", id(value))
+    return (type(value), value)
+
+
+def _jaxpr_key(jaxpr: Jaxpr) -> Any:
+    numbers: dict[Any, int] = {}
+
+    def name(atom: Atom) -> Any:
+        if isinstance(atom, Literal):
+            return content_key(atom.val, atom.aval)
+        return (numbers.setdefault(atom, len(numbers)), str(atom.aval))
+
+    first = tuple(map(name, (*jaxpr.constvars, *jaxpr.invars)))
+    equations = tuple(
+        (equation_key(equation), tuple(map(name, equation.invars)), tuple(map(name, equation.outvars))) for equation in jaxpr.eqns
+    )
+    return (len(jaxpr.constvars), first, equations, tuple(map(name, jaxpr.outvars)))
+
+
+def content_key(content: Any, aval: Any) -> Any:
+    """Return a hashable that is equal for constants of equal type and bits."""
+    if isinstance(content, jax.Array):
+        is_here = not isinstance(content, jax.core.Tracer) and content.is_fully_addressable
+        if not is_here or content.nbytes > _COMPARED_BYTES:
+            return ("array", id(content))
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        content = jax.random.key_data(content)
+    array = np.asarray(content)
+    return ("content", str(aval), array.dtype, array.shape, hashlib.sha256(array.tobytes()).digest())

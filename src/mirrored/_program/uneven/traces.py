@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -23,11 +24,11 @@ from ..._replicas.per_replica import stack_shapes
 from ..._typing import Shape
 from ..._variables.variable import spec_of
 from .. import proof, refusals
-from ..call import ArrayLeaf, Call, is_same
+from ..call import ArrayLeaf, Call, argument_names, is_same
 from ..lift import Lifted, ResultPlan, Traced, trace_step
 from ..proof import Findings, State
-from . import match_collectives, merge, nodes, value_numbering
-from .kinds import Kinds, find_kinds
+from . import merge, nodes, value_numbering
+from .value_numbering import DROP
 
 
 def lift_uneven(
@@ -63,9 +64,125 @@ def lift_uneven(
     of_kinds = zip(*(one.outputs[: merged.num_results] for one in found), strict=True)
     for position, (state, own) in enumerate(zip(findings.outputs, of_kinds, strict=False)):
         if not state.is_mirrored and all(one.is_mirrored for one in own):
-            raise UnevenReplicasError(_other_type(plan, position, kinds, state.origin))
+            raise UnevenReplicasError(  # it would be an array of a full batch and a PerReplica of this one
+                f"the batch does not divide evenly among the replicas, and the result{plan.path_of(position)} of the step "
+                f"depends on {state.origin}. That is one array of a batch that divides, and would be one value for each replica "
+                "here. To have that in both cases return value + 0 * ctx.replica_id_in_sync_group. "
+                f"Or leave the odd rows out: {DROP}."
+            )
     findings.outputs = [dataclasses.replace(state, of_uneven=True) for state in findings.outputs]
     return merged, findings
+
+
+# -- the kinds of replicas: replicas whose arguments have the same shapes are of one kind
+
+
+@dataclasses.dataclass(frozen=True)
+class Kinds:
+    """The kinds of the replicas, by the shapes of their arguments."""
+
+    shapes: tuple[tuple[Shape, ...], ...]  # for each kind, the shape of each array argument
+    of_replica: tuple[int, ...]  # the kind of each replica
+    varied: int  # an argument whose shape differs, by position; messages speak of it
+    name: str  # its name
+    batches: tuple[int, ...]  # the arguments that are batches of datasets
+
+    def describe(self, kind: int) -> str:
+        """Name the replicas of a kind in a message."""
+        return f"the replicas whose {self.name} has shape {self.shapes[kind][self.varied]}"
+
+    def explain(self, kind: int) -> str:
+        """Say in a note which replicas an error is about."""
+        if self.most_rows(kind):
+            return (
+                f"This is about {self.describe(kind)}: the batch does not divide evenly among the replicas. To leave odd rows "
+                f"out: {DROP}."
+            )
+        numbers = [number for number, own in enumerate(self.of_replica) if own == kind]
+        who = f"Replica {numbers[0]} has" if len(numbers) == 1 else f"The replicas {', '.join(map(str, numbers))} have"
+        return (
+            f"{who} no rows of this batch: `{self.name.strip('`')}` has shape {self.shapes[kind][self.varied]} there. A step "
+            "must work without rows. x.reshape(x.shape[0], -1) cannot tell what -1 is: write x.reshape(x.shape[0], "
+            "math.prod(x.shape[1:])). jnp.max(x) has no value: write jnp.max(x, initial=-jnp.inf). Or choose a batch size "
+            f"of which each replica gets a row, or leave the odd rows out: {DROP}."
+        )
+
+    def on_replicas(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Return for each replica the size that its kind has."""
+        return tuple(sizes[kind] for kind in self.of_replica)
+
+    def guess(self, kind: int, size: int) -> tuple[int, ...]:
+        """Guess for each kind a size that is `size` on replicas of one: a number of rows, or a multiple of it."""
+        for sizes in self._row_counts():
+            rows = sizes[kind]
+            if size == rows or (rows > 1 and size % rows == 0):
+                return tuple(other * (size // rows if rows else 1) for other in sizes)
+        return (size,) * len(self.shapes)
+
+    def rows(self, kind: int) -> tuple[int, int]:
+        """Return how many rows a replica of a kind has, and how many all have, as they weigh in a mean.
+
+        Raises:
+            UnevenReplicasError: when it depends on the argument.
+        """
+        counts = [*self._row_counts(), *(tuple(shapes[i][0] for shapes in self.shapes) for i in self.batches)]
+        totals = [sum(self.on_replicas(sizes)) for sizes in counts]
+        shares = {tuple(Fraction(size, total) for size in sizes) for sizes, total in zip(counts, totals, strict=True)}
+        if len(shares) > 1:
+            raise UnevenReplicasError(
+                "a mean over the replicas weighs them by their rows, but the arguments divide differently among the replicas: "
+                f"{', '.join(str(self.on_replicas(sizes)) for sizes in dict.fromkeys(counts))} rows. For one "
+                "weight for all write ctx.all_reduce('mean', value, by_rows=False). Divide a loss by its own rows on all "
+                "replicas, mr.losses.compute_average_loss(per_example_loss), and let the gradients be summed: aggregate='sum'. "
+                f"Or leave the odd rows out: {DROP}."
+            )
+        return counts[0][kind], totals[0]
+
+    def check_lengths(self, lengths: tuple[int, ...]) -> None:
+        """Refuse losses whose lengths on the replicas are neither in the ratio of their rows nor each the number of all rows.
+
+        Rows are along an axis that differs, and along the first axes of batches and of arguments of which an axis differs.
+
+        Raises:
+            UnevenReplicasError: for other lengths.
+        """
+        arguments = enumerate(zip(*self.shapes, strict=True))
+        first = [tuple(shape[0] for shape in own) for i, own in arguments if len(set(own)) > 1 or i in self.batches]
+        counts = [self.on_replicas(sizes) for sizes in (*self._row_counts(), *first)]
+        for rows in counts:
+            is_gathered = set(lengths) == {sum(rows)}
+            if is_gathered or all(own * sum(rows) == sum(lengths) * its for own, its in zip(lengths, rows, strict=True)):
+                return
+        raise UnevenReplicasError(_LENGTHS.format(lengths=lengths, rows=counts[0]))
+
+    def most_rows(self, kind: int) -> int:
+        return max(sizes[kind] for sizes in self._row_counts())
+
+    def _row_counts(self) -> Iterator[tuple[int, ...]]:
+        for shapes in zip(*self.shapes, strict=True):
+            yield from (sizes for sizes in zip(*shapes, strict=True) if len(set(sizes)) > 1)
+
+
+_LENGTHS = (
+    "the batch does not divide evenly among the replicas, and a loss that shall be one number for each example, shape [n], has "
+    "the lengths {lengths} on the replicas, which have {rows} rows. A mean over the rows, such as losses.mean(axis=0), and a "
+    "vector of several terms have such a length, and their mean would change with the number of replicas. Write one of these "
+    "lines:\n"
+    "    losses.mean(axis=1)                                       # of shape [n, m], the mean of each example's own elements\n"
+    "    mr.losses.mean_over_own_rows(jnp.mean(losses))            # a scalar, of terms that are means over own rows\n"
+    "    mr.losses.weighted_mean(losses, jnp.ones(losses.shape))   # a scalar, divided by the elements on all replicas"
+)
+
+
+def find_kinds(call: Call, leaves: Sequence[ArrayLeaf]) -> Kinds:
+    """Tell which replicas have arguments of the same shapes."""
+    varied = next(i for i, leaf in enumerate(leaves) if leaf.shapes is not None)
+    num_replicas = len(leaves[varied].shapes or ())
+    of_each = [tuple(leaf.shapes[r] if leaf.shapes else leaf.shape for leaf in leaves) for r in range(num_replicas)]
+    shapes = tuple(dict.fromkeys(of_each))
+    of_replica = tuple(shapes.index(own) for own in of_each)
+    batches = tuple(i for i, leaf in enumerate(leaves) if leaf.is_batch)
+    return Kinds(shapes, of_replica, varied, argument_names(call)[varied], batches)
 
 
 # -- tracing for each kind
@@ -83,7 +200,7 @@ class _AskedSizes:
         self._kind = kind
         self._known = known
         self.asked: list[int] = []
-        self._answers: list[tuple[int, ...]] = []
+        self.answers: list[tuple[int, ...]] = []
         self._renew_caches: Callable[[], None] = lambda: None
 
     @contextlib.contextmanager
@@ -108,12 +225,8 @@ class _AskedSizes:
         is_known = len(self.asked) < len(self._known) and self._known[len(self.asked)][self._kind] == size
         sizes = self._known[len(self.asked)] if is_known else self._kinds.guess(self._kind, size)
         self.asked.append(size)
-        self._answers.append(self._kinds.on_replicas(sizes))
-        return self._answers[-1]
-
-    def was_answered_by(self, known: Sequence[tuple[int, ...]]) -> bool:
-        """Tell whether the answers are the sizes that the kinds have asked about."""
-        return self._answers == list(map(self._kinds.on_replicas, known))
+        self.answers.append(self._kinds.on_replicas(sizes))
+        return self.answers[-1]
 
 
 def _trace_all(call: Call, kinds: Kinds, frame_with: Callable[[Any], Frame]) -> list[Lifted]:
@@ -135,7 +248,7 @@ def _trace_all(call: Call, kinds: Kinds, frame_with: Callable[[Any], Frame]) -> 
                 errors[kind] = error
         asked = [own.asked for own in sizes]
         before, known = known, list(zip(*asked, strict=False))
-        is_agreed = all(own.was_answered_by(known) for own in sizes)
+        is_agreed = all(own.answers == list(map(kinds.on_replicas, known)) for own in sizes)
         if is_agreed and not errors:
             break
         is_stuck = known == before or known[:num_sure] != before[:num_sure]
@@ -162,7 +275,7 @@ def _different_questions(kinds: Kinds, asked: Sequence[Sequence[int]]) -> str:
         "the batch does not divide evenly among the replicas, and the step does different things for different numbers of "
         f"rows: {kinds.describe(fewest)} reach {len(asked[fewest])} operations that depend on all replicas' sizes (a mean "
         f"over an axis, all_gather, compute_average_loss), {kinds.describe(most)} reach {len(asked[most])}. Do the same "
-        f"whatever x.shape[0] is, or leave the odd rows out: {match_collectives.DROP}."
+        f"whatever x.shape[0] is, or leave the odd rows out: {DROP}."
     )
 
 
@@ -212,21 +325,11 @@ def _merge_plans(traces: Sequence[Lifted], kinds: Kinds) -> ResultPlan:
                 "the batch does not divide evenly among the replicas, and replicas with different numbers of rows return "
                 f"different things: {kinds.describe(0)} return {_shown(first)}, {kinds.describe(kind)} return "
                 f"{_shown(lifted.plan)}. Return the same for any number of rows; their number on all replicas together is "
-                f"ctx.all_reduce('sum', x.shape[0]). Or leave the odd rows out: {match_collectives.DROP}."
+                f"ctx.all_reduce('sum', x.shape[0]). Or leave the odd rows out: {DROP}."
             )
     outputs = zip(*(lifted.closed.jaxpr.outvars[: lifted.num_results] for lifted in traces), strict=True)
     shapes = [_result_shapes([atom.aval for atom in row], kinds) for row in outputs]
     return dataclasses.replace(first, shapes=tuple(shapes))
-
-
-def _other_type(plan: ResultPlan, position: int, kinds: Kinds, origin: str) -> str:
-    """Return the message for a result that would be an array of a full batch and a PerReplica of this one."""
-    return (
-        f"the batch does not divide evenly among the replicas, and the result{plan.path_of(position)} of the step depends on "
-        f"{origin}. That is one array of a batch that divides, and would be one value for each replica here. To have that "
-        "in both cases return value + 0 * ctx.replica_id_in_sync_group. "
-        f"Or leave the odd rows out: {match_collectives.DROP}."
-    )
 
 
 def _is_same_static(a: Callable[[], Any] | None, b: Callable[[], Any] | None) -> bool:
