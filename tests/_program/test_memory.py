@@ -56,6 +56,8 @@ def test_a_step_that_does_not_even_compile_says_the_same(strategy2, monkeypatch)
         with pytest.raises(mr.DeviceError, match=expected) as told:
             run()
         assert "nothing has changed" in str(told.value) and "Trace" not in str(told.value)
+        with pytest.raises(mr.DeviceError, match=r"33.22GiB\. Known so far: no arguments\. It was not run"):
+            mr.function(lambda: jax.numpy.ones(3))()
         words = "INTERNAL: another fault"
         with pytest.raises(jax.errors.JaxRuntimeError, match="another fault"):
             run()

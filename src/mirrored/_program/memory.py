@@ -81,7 +81,7 @@ def refuse_too_large(
         reason, parts = str(error).splitlines()[0], Memory.of(None, is_trained, arguments).in_words(_OF_STATE)
         raise DeviceError(
             f"{name} does not fit into a device, which has {bytes_in_words(has)}, less what other processes use. XLA, which "
-            f"compiled it, says: {reason}. Known so far: {parts}. {_REMEDIES}"
+            f"compiled it, says: {reason}. Known so far: {parts or 'no arguments'}. {_REMEDIES}"
         ) from error
     sizes = made.memory_analysis()
     if sizes is None:  # this backend does not tell
