@@ -14,6 +14,7 @@ from programs import VECTOR, equations, only
 import mirrored as mr
 from mirrored._jax import user_code
 from mirrored._program import proof
+from mirrored._program.program import collectives_in
 from mirrored._typing import REPLICA_AXIS as AXIS
 
 
@@ -40,7 +41,7 @@ def test_an_equation_whose_line_jax_has_lost_has_none_and_the_pass_takes_the_one
 
         assert user_code.equation_line(only("psum", function)) == "<unknown>"
         jaxpr = jax.make_jaxpr(function, axis_env=[(AXIS, 3)])(VECTOR).jaxpr
-        [collective] = proof.prove(jaxpr, [proof.SAME]).collectives
+        [collective] = collectives_in(jaxpr)
         assert collective.where == f"{__file__}:{around.__code__.co_firstlineno}"
 
 
