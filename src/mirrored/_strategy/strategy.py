@@ -304,10 +304,10 @@ class Strategy:
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#reduce
         """
         op = ReduceOp.parse(reduce_op, "reduce_op")
-        if (frame := frames.current()) is not None:
-            self._check_current("reduce")
-            if frame.replica is not None:
-                return collectives.all_reduce(op, value, context.axis_of(frame.replica), axis, "strategy.reduce")
+        self._check_current("reduce")
+        frame = frames.current()
+        if frame is not None and frame.replica is not None:
+            return collectives.all_reduce(op, value, context.axis_of(frame.replica), axis, "strategy.reduce")
         return self._leaves.reduce(op, value, axis)
 
     @overload
