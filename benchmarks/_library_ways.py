@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -162,8 +161,10 @@ def keras_fits(strategy: mr.Strategy, make_model: Callable[[], Any], rows: Rows,
     """Epochs of Keras' `fit`, in the scope of Keras' own DataParallel (of none, for one replica), and in ours."""
     x, y = (np.concatenate([array] * num_batches) for array in rows)
     devices = [f"cpu:{i}" for i in range(strategy.num_replicas_in_sync)]
-    data_parallel = functools.partial(keras.distribution.DataParallel, auto_shard_dataset=False)
-    own_scope = data_parallel(devices=devices).scope if len(devices) > 1 else contextlib.nullcontext
+    own_name, own_scope = "Keras alone", contextlib.nullcontext
+    if len(devices) > 1:
+        own_name = "keras.distribution.DataParallel"
+        own_scope = keras.distribution.DataParallel(devices=devices, auto_shard_dataset=False).scope
 
     def fitting(name: str, scope: Callable[[], Any]) -> Contender:
         keras.utils.set_random_seed(0)
@@ -178,4 +179,4 @@ def keras_fits(strategy: mr.Strategy, make_model: Callable[[], Any], rows: Rows,
 
         return Contender(name, run)
 
-    return [fitting("keras.distribution.DataParallel", own_scope), fitting("mirrored", strategy.scope)]
+    return [fitting(own_name, own_scope), fitting("mirrored", strategy.scope)]

@@ -42,6 +42,11 @@ def main() -> None:
     if options.peak:
         print(peak(options.peak, options.quick))
         return
+    # A process of its own tells: this one would take the device's memory, which `memory` leaves to others.
+    asked = subprocess.run([sys.executable, "-c", "import jax; print(jax.default_backend())"], stdout=subprocess.PIPE, text=True)
+    if asked.stdout.strip() == "cpu" and not options.quick:
+        print("skipped: JAX has found no GPU and no TPU here; --quick tries it on the CPU")
+        return
     parts = {part.__name__: part for part in (memory, small, transformer, scan, libraries, checkpoint, convolutions)}
     for name in options.only.split(",") if options.only else parts:
         start = time.perf_counter()

@@ -74,6 +74,12 @@ def test_quick_run_prints_its_table(file: str, tmp_path: Path) -> None:
     assert [name for name in FILES[file] if name not in ended.stdout] == []
 
 
+@pytest.mark.slow
+def test_without_a_gpu_its_benchmark_says_so(tmp_path: Path) -> None:
+    ended = run_program(RUN, tmp_path, BENCHMARKS / "gpu.py", timeout=60)
+    assert ended.stdout.startswith("skipped: JAX has found no GPU") and ended.returncode == 0, ended.stderr
+
+
 def test_run_all_runs_every_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import run_all
