@@ -127,7 +127,8 @@ class Programs(Generic[ProgramT]):
                 self._forget(entry)
 
     def _forget(self, entry: CacheEntry[ProgramT]) -> None:
-        self.fast_paths = {key: path for key, path in self.fast_paths.items() if path is not entry.fast_path}
+        known = list(self.fast_paths.items())  # at once: another thread may add one
+        self.fast_paths = {key: path for key, path in known if path is not entry.fast_path}
 
     def _touch(self, entry: CacheEntry[ProgramT]) -> None:
         entry.used = time.monotonic()
@@ -180,9 +181,10 @@ class Programs(Generic[ProgramT]):
 
     def _insert(self, entry: CacheEntry[ProgramT], functions: tuple[UserFunction, ...]) -> None:
         """Make an entry that of the last call, in place of any that other threads have made meanwhile."""
-        of_short = set(map(id, self.fast_paths.values()))
-        for used in [each for each in self._entries if each is self._last or id(each.fast_path) in of_short]:
-            self._touch(used)  # their calls have not, to be fast
+        of_short = set(map(id, list(self.fast_paths.values())))
+        for used in list(self._entries):  # lists, because garbage is collected at any time
+            if used is self._last or id(used.fast_path) in of_short:
+                self._touch(used)  # its calls have not, to be fast
         alike = [other for other in self._by_hash.get(entry.hash, ()) if other.key == entry.key]
         for made_meanwhile in [other for other in alike if match(other.guards, functions)]:
             self.drop(made_meanwhile)
