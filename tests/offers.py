@@ -119,7 +119,7 @@ OFFERS = {
     """,
     "_command": """
         ending.Budget ending.describe_failure ending.summarize group.Group output.Outlet output.make_log_folder
-        signals.Signals standby.Standby
+        signals.Signals
     """,
     "_report": """
         bar.progress profile.profile report.report

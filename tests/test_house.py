@@ -259,9 +259,8 @@ def test_primitives_are_named_in_one_table() -> None:
 
 
 def test_the_environment_is_read_in_one_file() -> None:
-    alone = "_command.spare"  # is run as a file, and can import nothing of ours
     readers = {name for name, path in PATHS.items() if re.search(r"os\.(environ|getenv)", path.read_text())}
-    assert readers == {"_env", alone}
+    assert readers == {"_env"}
 
 
 def test_threads_start_where_the_house_says() -> None:

@@ -25,7 +25,6 @@ from ._command.ending import Budget, describe_failure, summarize
 from ._command.group import Group
 from ._command.output import Outlet, make_log_folder
 from ._command.signals import Signals
-from ._command.standby import Standby
 from ._errors import ClusterConfigError
 from ._text import counted, describe, escape
 
@@ -123,26 +122,24 @@ def _run(options: argparse.Namespace, outlets: tuple[Outlet, Outlet], signals: S
     if inherited.pop(_env.TF_CONFIG.name, ""):  # a worker would prefer it to JAX_*
         _say(outlets[1], f"not passed on to the workers, which get their cluster from here: {_env.TF_CONFIG.name}")
     budget, start, logs, used_ports = Budget(options.max_restarts), time.monotonic(), None, set[int]()
-    with contextlib.closing(Standby(options.standby if options.max_restarts else "", options.command)) as standby:
-        for number in itertools.count():
-            if options.log_dir:
-                logs = _log_folder(options, number, outlets[1])
-            address = options.coordinator or _free_address(used_ports)
-            attempt = Group(
-                options.command,
-                [inherited | _variables(options, address, number, i) for i in range(options.n)],
-                options.node_rank * options.n,
-                options.nnodes * options.n,
-                grace=options.grace,
-                logs=logs,
-                outlets=outlets,
-                signals=signals,
-                standby=standby,
-            ).run()
-            code = attempt.exit_code()
-            if code == 0 or not budget.allows(attempt):
-                break
-            _say(outlets[1], f"{describe_failure(attempt)}; starting all again ({budget})")
+    for number in itertools.count():
+        if options.log_dir:
+            logs = _log_folder(options, number, outlets[1])
+        address = options.coordinator or _free_address(used_ports)
+        attempt = Group(
+            options.command,
+            [inherited | _variables(options, address, number, i) for i in range(options.n)],
+            options.node_rank * options.n,
+            options.nnodes * options.n,
+            grace=options.grace,
+            logs=logs,
+            outlets=outlets,
+            signals=signals,
+        ).run()
+        code = attempt.exit_code()
+        if code == 0 or not budget.allows(attempt):
+            break
+        _say(outlets[1], f"{describe_failure(attempt)}; starting all again ({budget})")
     where = escape(str(logs), 400) if logs else None
     for line in summarize(attempt, number, time.monotonic() - start, where):
         _say(outlets[1], line)
@@ -212,7 +209,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         add("--node-rank", type=index, metavar="I", help="which of them this is, from 0"),
         add("--coordinator", metavar="HOST:PORT", help="where worker 0 listens; needed for several hosts"),
         add("--max-restarts", type=index, default=0, metavar="R", help="restarts without a new checkpoint in between (0)"),
-        add("--standby", default="", metavar="M,M", help="modules that waiting processes import for the next restart"),
         add("--grace", type=_seconds, default=30.0, metavar="S", help="seconds that workers have to save and leave (30)"),
         add("--log-dir", type=Path, metavar="D", help="keep the output of each worker in D/attempt-0/worker-0.log"),
     ]

@@ -4,17 +4,14 @@ import contextlib
 import errno
 import json
 import os
-import py_compile
 import re
 import runpy
-import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import time
 import uuid
-import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -757,149 +754,6 @@ def test_commands_help_and_version(capsys: pytest.CaptureFixture[str], monkeypat
         runpy.run_module("mirrored", run_name="__main__")
     assert capsys.readouterr().out == f"mirrored {mirrored.__version__}\n"
     assert 'mirrored = "mirrored.launch:main"' in (SOURCE.parent.parent / "pyproject.toml").read_text()
-
-
-# Processes that wait for a restart
-
-#: Processes wait from the start on.
-AT_ONCE = "group.DELAY_SECONDS = 0.0; group.FAREWELL_SECONDS = 0.1"
-#: A module that tells that it was imported before there was a worker of its process.
-AHEAD = """
-import os, sys
-HERE = os.path.dirname(os.path.abspath(__file__))
-open(os.path.join(HERE, f"imported-{os.getpid()}"), "w").close()
-"""
-FAILS_ONCE = """
-import glob, json
-def imported():
-    here = os.path.dirname(os.path.realpath(sys.argv[0] if ATTEMPT == 0 else ahead.__file__))
-    return {name.rpartition("-")[2] for name in glob.glob(os.path.join(here, "imported-*"))}
-say(json.dumps([INDEX, ATTEMPT, __name__, sys.argv[1:], sys.stdin.read()]))
-if ATTEMPT == 0:
-    while len(imported()) < 2: time.sleep(0.01)
-    sys.exit(3 if INDEX else signal.pause())
-import ahead
-class Own: pass
-import atexit, pickle
-atexit.register(lambda: say("pickled", len(pickle.dumps(Own()))))
-os.chdir("/")
-open(__file__).close()
-say("imported", str(os.getpid()) in imported())
-assert sys.path[0] == ahead.HERE and sys.argv[0].endswith(".py")
-"""
-
-
-@pytest.mark.parametrize("is_module", [False, True])
-def test_workers_of_a_restart_have_imported_ahead_and_are_as_others(is_module: bool, launcher: Launcher, tmp_path: Path) -> None:
-    Path(tmp_path, "ahead.py").write_text(AHEAD)
-    script = launcher.script(FAILS_ONCE, "training.py")
-    options = ["-n", 2, "--max-restarts", 1, "--standby", "ahead,json", "--grace", 1, *(["-m"] if is_module else [])]
-    program = Path("training") if is_module else script
-    code, out, err = launcher.run(program, *options, arguments=["-m", "-n", 2], patch=AT_ONCE, cwd=tmp_path)
-    assert code == 0, err
-    for index in (0, 1):
-        for attempt in (0, 1):
-            assert f'[{index}] [{index}, {attempt}, "__main__", ["-m", "-n", "2"], ""]' in out
-        assert f"[{index}] imported True" in out
-        assert f"[{index}] pickled" in out, "at the end __main__ is the script, still"
-
-
-def test_what_cannot_be_imported_ahead_costs_a_start_and_no_more(launcher: Launcher, tmp_path: Path) -> None:
-    Path(tmp_path, "ahead.py").write_text("open(__file__ + '-', 'w')\nraise ImportError")
-    body = """
-    if ATTEMPT == 0:
-        wait_for(os.path.join(os.path.dirname(os.path.abspath(sys.argv[0])), "ahead.py-"))
-        time.sleep(0.2)  # what waits is to end before this process does
-        sys.exit(3)
-    say("up again")
-    """
-    code, out, err = launcher.run(body, "--max-restarts", 1, "--standby", "ahead", patch=AT_ONCE)
-    assert code == 0 and "up again" in out, err
-
-
-def test_none_waits_any_more_when_the_launcher_is_killed_or_has_ended(launcher: Launcher, tmp_path: Path) -> None:
-    Path(tmp_path, "ahead.py").write_text(AHEAD)
-    options = ("--max-restarts", 1, "--standby", "ahead")
-    stays = launcher.start("say('up'); signal.pause()", *options, patch=AT_ONCE)
-    wait_until(lambda: len(launcher.alive()) >= 3 and list(tmp_path.glob("imported-*")))  # a worker, its keeper, and what waits
-    stays.kill()
-    wait_until(lambda: not launcher.alive())
-    code, _, err = launcher.run("wait_for(sys.argv[1])", *options, arguments=[next(tmp_path.glob("imported-*"))], patch=AT_ONCE)
-    assert (code, launcher.alive()) == (0, []), err
-
-
-#: Tells all that a program sees of how it was started, and fails once.
-AS_PYTHON = """
-import glob, json
-spec = __spec__ and [__spec__.name, __spec__.origin]
-facts = __name__, __file__, __package__, type(__loader__).__name__, spec, type(__builtins__).__name__
-say(json.dumps([*facts, sys.argv, sys.path, sys.orig_argv, sys.flags.safe_path, sys.stdin.read()]))
-class Options: number: int
-assert Options.__annotations__["number"] is int
-say("ahead", "ahead" in sys.modules)
-while not glob.glob(os.path.join(sys.argv[1], "imported-*")): time.sleep(0.01)
-sys.exit(3 - 3 * ATTEMPT)
-"""
-KINDS = ["training.py", "-m training", "-m package", "package", "app.zip", "training.pyc", "isolated training.py"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_program_sees_the_same_after_a_restart_whatever_it_is_and_had_been_started_ahead(
-    kind: str, launcher: Launcher, tmp_path: Path
-) -> None:
-    (library := tmp_path / "library").mkdir()
-    (library / "ahead.py").write_text(AHEAD)
-    script = launcher.script(AS_PYTHON, "training.py")
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package/__init__.py").touch()
-    shutil.copy(script, tmp_path / "package/__main__.py")
-    with zipfile.ZipFile(tmp_path / "app.zip", "w") as archive:
-        archive.write(script, "__main__.py")
-    py_compile.compile(str(script), str(tmp_path / "training.pyc"))
-    environment = {"PYTHONPATH": f"{library}:{SOURCE.parent}"} | ({"PYTHONSAFEPATH": "1"} if "isolated" in kind else {})
-    options = ["--max-restarts", 1, "--standby", "ahead", *(["-m"] if "-m" in kind else [])]
-    _, _, program = kind.rpartition(" ")
-    code, out, err = launcher.run(
-        Path(program), *options, arguments=[library, "-m"], patch=AT_ONCE, cwd=tmp_path, environment=environment
-    )
-    assert code == 0, err
-    first, ahead, second, ahead_1 = out.splitlines()
-    assert (ahead, ahead_1) == ("[0] ahead False", "[0] ahead True")
-    assert json.loads(second.removeprefix("[0] ")) == json.loads(first.removeprefix("[0] "))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("hangs", ["time.sleep(600)", "pass"])
-def test_a_process_that_hangs_in_its_import_or_is_stopped_costs_a_start_and_no_more(
-    hangs: str, launcher: Launcher, tmp_path: Path
-) -> None:
-    """Its environment is more than a pipe or a socket takes."""
-    Path(tmp_path, "ahead.py").write_text(f"{AHEAD}\nimport time\n{hangs}")
-    body = """
-    import glob
-    say("up", ATTEMPT, len(os.environ["LONG_5"]))
-    here = os.path.dirname(os.path.abspath(sys.argv[0]))
-    while ATTEMPT == 0 and not (found := glob.glob(os.path.join(here, "imported-*"))): time.sleep(0.01)
-    if ATTEMPT == 0: os.kill(int(found[0].rpartition("-")[2]), signal.SIGSTOP)
-    sys.exit(3 - 3 * ATTEMPT)
-    """
-    environment = {f"LONG_{i}": "x" * 100_000 for i in range(9)}
-    process = launcher.start(body, "--max-restarts", 1, "--standby", "ahead", patch=AT_ONCE, environment=environment)
-    code, out, err = finish(process, 10)
-    assert code == 0, err
-    assert out.splitlines() == ["[0] up 0 100000", "[0] up 1 100000"]
-
-
-@pytest.mark.slow
-def test_a_process_that_hangs_in_its_import_ends_with_the_launcher(launcher: Launcher, tmp_path: Path) -> None:
-    """With what it has started itself."""
-    starts = "import subprocess, time; subprocess.Popen(['sleep', '600']); time.sleep(600)"
-    Path(tmp_path, "ahead.py").write_text(AHEAD + starts)
-    process = launcher.start("signal.pause()", "--max-restarts", 1, "--standby", "ahead", patch=AT_ONCE)
-    wait_until(lambda: len(launcher.alive()) >= 4)
-    process.kill()
-    wait_until(lambda: not launcher.alive(), 5)
 
 
 @pytest.mark.slow

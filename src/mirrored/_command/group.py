@@ -26,7 +26,6 @@ from . import keeper
 from .ending import Attempt, Ending
 from .output import STATE_SECONDS, BarState, LineCutter, LogFile, Outlet, Tail, prefix
 from .signals import Signals
-from .standby import DELAY_SECONDS, READY_SECONDS, Standby, start
 
 #: How long the other workers have to leave by themselves after a failure, before SIGTERM; the library needs about a second.
 FAREWELL_SECONDS = 5.0
@@ -77,11 +76,9 @@ class Group:
     logs: Path | None
     outlets: tuple[Outlet, Outlet]  # for output and errors; the same one twice if both go to one place
     signals: Signals
-    standby: Standby
     _workers: list[Worker] = dataclasses.field(default_factory=list)  # the workers that are not gone
     _endings: list[Ending] = dataclasses.field(default_factory=list)  # of the workers that are gone
-    # (time, signal to send); None: start the processes that wait for the next attempt.
-    _plan: list[tuple[float, int | None]] = dataclasses.field(default_factory=list)
+    _plan: list[tuple[float, int]] = dataclasses.field(default_factory=list)  # (time, signal to send)
     _num_signals: int = 0  # how many of the launcher's signals have been obeyed
     _is_ending: bool = False  # since a signal came, or a worker failed
 
@@ -92,7 +89,6 @@ class Group:
             self._keeper_pipe = pipe
             self._enrol = [*_isolated("enrol"), str(pipe)]
             self._start = time.monotonic()
-            self._plan = [(self._start + DELAY_SECONDS, None)]
             try:
                 for index, environment in enumerate(self.environments, self.first_index):
                     self._spawn(index, {**environment, _env.MIRRORED_PROGRESS_FILE.name: str(progress)})
@@ -108,8 +104,16 @@ class Group:
     def _spawn(self, index: int, environment: Mapping[str, str]) -> None:
         log = LogFile(self.logs / f"worker-{index}.log") if self.logs else None
         command = [*self._enrol, sys.executable, "-u", *self.command]
-        process = self.standby.take(environment, self._keeper_pipe, self._start + READY_SECONDS) or start(
-            command, environment, subprocess.DEVNULL, pass_fds=(self._keeper_pipe,)
+        # A session of its own: Ctrl-C reaches the launcher alone, which passes it on once.
+        process = subprocess.Popen(
+            command,
+            bufsize=0,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+            pass_fds=(self._keeper_pipe,),
         )
         streams = []
         for pipe_end, outlet in zip((process.stdout, process.stderr), self.outlets, strict=True):
@@ -134,8 +138,7 @@ class Group:
             self._look_after(worker, now)
         self._obey_signals(now)
         while self._plan and self._plan[0][0] <= now:
-            number = self._plan.pop(0)[1]
-            self._send(number) if number else self.standby.prepare(self.environments, self._enrol, self._keeper_pipe)
+            self._send(self._plan.pop(0)[1])
 
     def _relay(self, worker: Worker, stream: Stream) -> None:
         """Pass on a worker's new output."""
