@@ -31,10 +31,10 @@ OFFERS = {
         user_code.user_line user_code.user_stacklevel user_code.warn versions.warn_if_untried
     """,
     "_cluster": """
-        meeting.Meeting meeting.meet resolvers.ClusterResolver resolvers.KubernetesClusterResolver
+        environments.is_left_alone meeting.Meeting meeting.meet resolvers.ClusterResolver resolvers.KubernetesClusterResolver
         resolvers.SimpleClusterResolver resolvers.SlurmClusterResolver resolvers.TFConfigClusterResolver
         resolvers.discover spec.Cluster spec.ClusterSpec spec.LOOPBACK spec.MAX_WORKERS spec.check_address
-        spec.join_address
+        spec.join_address spec.split_address
     """,
     "_workers": """
         coordination.Channel coordination.Coordination coordination.SLICE_SECONDS coordination.decoded

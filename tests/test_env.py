@@ -10,6 +10,10 @@ from mirrored._env import EnvironmentVariable, at_least
 VARIABLE, FALLBACK = EnvironmentVariable("MIRRORED_TEST", "a test's"), EnvironmentVariable("MIRRORED_TEST_2", "its fallback")
 
 
+#: Names that have small letters, as Open MPI and gRPC spell them.
+SMALL = {"OMPI_MCA_orte_hnp_uri", "grpc_proxy", "https_proxy", "http_proxy", "no_grpc_proxy", "no_proxy"}
+
+
 def set_to(monkeypatch: pytest.MonkeyPatch, name: str, value: str | None) -> None:
     monkeypatch.setenv(name, value or "")
     if value is None:
@@ -49,10 +53,31 @@ def test_numbers_are_read_and_what_is_none_counts_as_unset(monkeypatch: pytest.M
         assert _env.forced_host_devices() == count
 
 
+@pytest.mark.parametrize(
+    ("given", "after"),
+    [
+        ({}, None),
+        ({"no_proxy": "a.org"}, None),
+        ({"HTTP_PROXY": "http://p:1"}, None),  # gRPC reads none in capital letters
+        ({"http_proxy": ""}, None),
+        ({"http_proxy": "http://p:1"}, "gpu-0"),
+        ({"https_proxy": "http://p:1", "no_proxy": "a.org,10.0.0.0/8"}, "a.org,10.0.0.0/8,gpu-0"),
+        ({"grpc_proxy": "http://p:1", "no_proxy": "a.org", "no_grpc_proxy": "b.org"}, "b.org,gpu-0"),
+        ({"grpc_proxy": "http://p:1", "no_proxy": "a.org", "no_grpc_proxy": ""}, "gpu-0"),
+    ],
+)
+def test_a_host_is_kept_out_of_the_proxy_that_there_is_for_grpc_alone(
+    given: dict[str, str], after: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_env.os, "environ", dict(given))
+    _env.connect_directly("gpu-0")
+    assert _env.os.environ == given | ({"no_grpc_proxy": after} if after else {}), "what other libraries read is as it was"
+
+
 def test_the_table_names_each_variable_once_and_says_what_for() -> None:
     names = [variable.name for variable in _env.TABLE]
     assert len(set(names)) == len(names)
-    assert all(re.fullmatch(r"[A-Z][A-Z0-9_]*", name) for name in names if name != "OMPI_MCA_orte_hnp_uri")  # Open MPI's spelling
+    assert all(re.fullmatch(r"[A-Z][A-Z0-9_]*", name) for name in names if name not in SMALL)
     assert all(len(variable.use) > 20 for variable in _env.TABLE)
     declared = {value for value in vars(_env).values() if isinstance(value, EnvironmentVariable)}
     assert declared == set(_env.TABLE)

@@ -29,9 +29,9 @@ class EnvironmentVariable:
         """Set it, also for processes that this one starts."""
         os.environ[self.name] = value
 
-    def get_int(self) -> int:
+    def get_int(self, environment: Mapping[str, str] | None = None) -> int:
         """Return the value as an int, or 0 if it is unset or no number."""
-        text = self.get() or ""
+        text = self.get(environment) or ""
         return int(text) if text.isdecimal() else 0
 
 
@@ -65,6 +65,7 @@ SLURM_JOB_ID = EnvironmentVariable("SLURM_JOB_ID", "The port of worker 0 is deri
 SLURM_STEP_ID = EnvironmentVariable("SLURM_STEP_ID", "The port of worker 0 is derived from it, and from the job.")
 SLURM_STEP_NODELIST = EnvironmentVariable("SLURM_STEP_NODELIST", "srun: the hosts of the workers, such as gpu[01-03,7].")
 SLURM_STEP_NUM_TASKS = EnvironmentVariable("SLURM_STEP_NUM_TASKS", "srun: the number of workers.")
+SLURM_NTASKS = EnvironmentVariable("SLURM_NTASKS", "Slurm: the number of tasks, also where srun has not started this one.")
 SLURM_STEP_TASKS_PER_NODE = EnvironmentVariable("SLURM_STEP_TASKS_PER_NODE", "srun: workers on each host, such as 2(x3),1.")
 SLURM_PROCID = EnvironmentVariable("SLURM_PROCID", "srun: the index of this worker.")
 SLURM_NODEID = EnvironmentVariable("SLURM_NODEID", "srun: the position of this host, to check the order of the workers.")
@@ -88,7 +89,18 @@ CUDA_VISIBLE_DEVICES = EnvironmentVariable("CUDA_VISIBLE_DEVICES", "Read: the nu
 MIRRORED_ATTEMPT = EnvironmentVariable("MIRRORED_ATTEMPT", "Set by `mirrored launch`: 0, and one more after every restart.")
 MIRRORED_PROGRESS_FILE = EnvironmentVariable("MIRRORED_PROGRESS_FILE", "Set by `mirrored launch`: file of the last saved step.")
 MIRRORED_WORKER = EnvironmentVariable("MIRRORED_WORKER", "Set by each worker of several: the worker that its children cannot be.")
+MIRRORED_GPUS = EnvironmentVariable(
+    "MIRRORED_GPUS", "Set by `mirrored launch --gpus-per-worker`: how many each worker must have."
+)
 NO_COLOR = EnvironmentVariable("NO_COLOR", "When it is set and not empty, `mirrored launch` writes no colours: no-color.org.")
+
+# gRPC, which connects the workers, reads these names in this order; in capital letters it reads none.
+GRPC_PROXY = EnvironmentVariable("grpc_proxy", "Read: a proxy, which is not used between workers.")
+HTTPS_PROXY = EnvironmentVariable("https_proxy", "Read: a proxy, which is not used between workers.")
+HTTP_PROXY = EnvironmentVariable("http_proxy", "Read: a proxy, which is not used between workers.")
+NO_GRPC_PROXY = EnvironmentVariable("no_grpc_proxy", "Where there is a proxy, set to its old value and the host of worker 0.")
+NO_PROXY = EnvironmentVariable("no_proxy", "What gRPC reads where no_grpc_proxy is unset, so the start of what is set there.")
+PROXIES = (GRPC_PROXY, HTTPS_PROXY, HTTP_PROXY)
 
 # For compiling for TPUs where there is no TPU: `mr.topology`.
 TPU_SKIP_MDS_QUERY = EnvironmentVariable("TPU_SKIP_MDS_QUERY", "Set while libtpu is loaded, which else asks the network.")
@@ -124,6 +136,13 @@ def named_gpus() -> int | None:
         return None
     listed = [name.strip() for name in names.split(",")]  # CUDA stops reading at the first that is no GPU, such as -1
     return len(list(itertools.takewhile(lambda name: name not in ("", "NoDevFiles") and name[0] != "-", listed)))  # Slurm's none
+
+
+def connect_directly(host: str) -> None:
+    """Keep gRPC's connections to a host out of any proxy, in this process and its children; only gRPC reads this name."""
+    if any(proxy.get() for proxy in PROXIES):
+        own = NO_GRPC_PROXY.get()
+        NO_GRPC_PROXY.set(",".join(filter(None, (NO_PROXY.get() if own is None else own, host))))
 
 
 @contextlib.contextmanager

@@ -185,6 +185,7 @@ def _variables(options: argparse.Namespace, address: str, attempt: int, i: int) 
         variables |= {_env.JAX_PLATFORMS: "cpu", _env.JAX_NUM_CPU_DEVICES: options.cpu_devices}
     elif options.n > 1 or options.gpus_per_worker:
         each = options.gpus_per_worker or 1
+        variables[_env.MIRRORED_GPUS] = options.gpus_per_worker or 0
         variables[_env.JAX_LOCAL_DEVICE_IDS] = ",".join(str(gpu) for gpu in range(i * each, (i + 1) * each))
     return {variable.name: str(value) for variable, value in variables.items()}
 
@@ -238,8 +239,9 @@ def _check(parser: _Parser, options: argparse.Namespace, command: list[str]) -> 
         if command[0].startswith("-"):  # a file whose name Python would take for an option
             command[0] = os.path.join(".", command[0])
     options.command = command
-    if options.cpu_devices and options.gpus_per_worker:
-        parser.error("--cpu-devices and --gpus-per-worker were both given; a worker runs on the CPU or on GPUs")
+    on_cpu = "--cpu-devices" if options.cpu_devices else "JAX_PLATFORMS=cpu" if _env.JAX_PLATFORMS.get() == "cpu" else ""
+    if on_cpu and options.gpus_per_worker:
+        parser.error(f"{on_cpu} and --gpus-per-worker were both given; a worker runs on the CPU or on GPUs")
     _check_gpus(parser, options)
     _check_nodes(parser, options)
     if options.log_dir:

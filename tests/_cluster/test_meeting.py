@@ -215,11 +215,14 @@ def test_what_an_ended_run_left_on_the_port_does_not_take_it(start: Start) -> No
 
 def test_a_missing_worker_is_named_everywhere(start: Start, caplog: Log, monkeypatch: Patch) -> None:
     monkeypatch.setattr(_gathering, "PROGRESS_SECONDS", 0.2)
-    workers, lonely = addresses(4), addresses(2)
+    workers, lonely, shell = addresses(4), addresses(2), addresses(2)
     with caplog.at_level(logging.WARNING, logger="mirrored"):
         futures = [start(worker(workers, i), timeout=0.7) for i in (0, 1, 3)] + [start(worker(lonely, 1), timeout=0.7)]
-        *errors, of_lonely = outcomes(futures, at_least=0.6)
-    assert all(isinstance(error, ClusterStartError) for error in (*errors, of_lonely))
+        futures.append(start(worker(shell, 0, found_in="Slurm's variables"), timeout=0.7))
+        *errors, of_lonely, of_shell = outcomes(futures, at_least=0.6)
+    assert all(isinstance(error, ClusterStartError) for error in (*errors, of_lonely, of_shell))
+    by_srun = "which srun starts (a shell of `srun --pty` is one task alone: in it, write `srun --overlap python train.py`)"
+    assert str(of_shell).startswith(f"waiting for worker 1 ({shell[1]}), {by_srun}; 1 of 2 present after ")
     for error in errors:
         assert str(error).startswith(f"waiting for worker 2 ({workers[2]}); 3 of 4 present after ")
         assert "Is it started, with the same cluster as the chief (the arguments), and can it reach " + workers[0] in str(error)
@@ -227,6 +230,7 @@ def test_a_missing_worker_is_named_everywhere(start: Start, caplog: Log, monkeyp
     lines = [record.getMessage() for record in caplog.records if record.name == "mirrored"]
     for says, count in (
         (f"waiting for worker 2 ({workers[2]}); 3 of 4 present after ", 1),
+        (f"waiting for worker 1 ({shell[1]}), {by_srun}; 1 of 2 present after ", 1),
         (f"waiting for the chief ({workers[0]}): it knows this worker, and is waiting for others", 2),
         (f"worker 1 is waiting for the chief ({lonely[0]}): Connection refused", 1),
     ):  # after 0.2 s and 0.4 s; 0.8 s would be the next

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from mirrored._cluster.environments import MAX_TEXT, expand_nodes
+from mirrored._cluster.environments import MAX_TEXT, expand_nodes, is_left_alone
 from mirrored._cluster.resolvers import (
     KubernetesClusterResolver,
     SimpleClusterResolver,
@@ -131,13 +131,32 @@ def test_each_launcher_is_understood() -> None:
 def test_without_a_description_there_is_one_worker_and_the_sentence_says_what_is_near() -> None:
     for environment, says in [
         ({}, "one worker: no variable describes a cluster"),
-        ({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "not started with srun"),
+        ({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0"}, "not started with srun"),
+        (
+            {"SLURM_PROCID": "1", "SLURM_NTASKS": "4"},
+            "SLURM_NTASKS is 4, and this process trains alone: .* `srun python train.py`",
+        ),
         ({"JOB_COMPLETION_INDEX": "1"}, "KubernetesClusterResolver"),
         ({"MASTER_ADDR": "x", "MASTER_PORT": "1", "WORLD_SIZE": "2"}, "one worker"),
     ]:
         cluster, found = discover(environment=environment)
-        assert says in found and not cluster.spec and cluster.address is None
+        assert re.search(says, found) and not cluster.spec and cluster.address is None
         assert (cluster.num_workers, cluster.worker_index, cluster.is_chief, cluster.coordinator_address) == (1, 0, True, None)
+
+
+def test_a_process_that_knows_itself_only_of_several_tasks_of_slurm_is_left_alone() -> None:
+    one = {"SLURM_STEP_NODELIST": "n1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_PROCID": "0"}
+    for environment, is_alone in [
+        ({"SLURM_NTASKS": "2"}, True),
+        (one | {"SLURM_NTASKS": "2"}, True),  # the shell of `salloc`, which is a step of its own
+        (one | {"SLURM_NTASKS": "1"}, False),
+        ({"SLURM_NTASKS": "1"}, False),
+        ({"SLURM_NTASKS": "many"}, False),
+        (SRUN, False),
+        (tf_config({"worker": [A]}) | {"SLURM_NTASKS": "2"}, False),  # somebody has said so
+    ]:
+        cluster, found = discover(environment=environment)
+        assert is_left_alone(cluster, environment) == is_alone == ("trains alone" in found), environment
 
 
 def test_the_most_explicit_description_decides_and_the_others_are_named() -> None:

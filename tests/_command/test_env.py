@@ -35,6 +35,7 @@ def test_devices_versions_and_no_values_but_those_of_the_cluster(
 ) -> None:
     monkeypatch.setattr(env, "_OPTIONAL", ("grain", "no-such-package", "protobuf"))
     monkeypatch.setenv("API_TOKEN", "hunter2")
+    monkeypatch.setenv("https_proxy", "http://user:hunter2@proxy:1")
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
     for name, value in (("JAX_COORDINATOR_ADDRESS", "10.0.0.1:9000"), ("JAX_NUM_PROCESSES", "2"), ("JAX_PROCESS_ID", "1")):
         monkeypatch.setenv(name, value)
@@ -44,6 +45,7 @@ def test_devices_versions_and_no_values_but_those_of_the_cluster(
     assert "devices:  8 x cpu (" in text
     assert "cluster:  worker 1 of 2, coordinator 10.0.0.1:9000, from JAX_COORDINATOR_ADDRESS" in text
     assert "JAX_PROCESS_ID = 1\n" in text and "XLA_FLAGS is set\n" in text
+    assert "https_proxy is set (not used between workers)\n" in text
     assert "device_count" not in text and "hunter2" not in text and "API_TOKEN" not in text
 
 

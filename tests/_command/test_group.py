@@ -234,17 +234,18 @@ def test_a_reader_that_is_stuck_holds_workers_back_but_not_the_launcher(launcher
 
 def test_workers_are_told_their_cluster_and_devices(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    names = "JAX_COORDINATOR_ADDRESS JAX_NUM_PROCESSES JAX_PROCESS_ID JAX_PLATFORMS JAX_NUM_CPU_DEVICES JAX_LOCAL_DEVICE_IDS"
+    names = "JAX_COORDINATOR_ADDRESS JAX_NUM_PROCESSES JAX_PROCESS_ID JAX_PLATFORMS JAX_NUM_CPU_DEVICES JAX_LOCAL_DEVICE_IDS "
+    names += "MIRRORED_GPUS"
 
     def told(*options: object) -> list[list[str | None]]:
         return [[environment.get(name) for name in names.split()] for environment in plan(*options)[1][0].environments]
 
     (address, *rest), (address_1, *_) = told("-n", 2, "--cpu-devices", 3)
     assert re.fullmatch(r"127\.0\.0\.1:\d+", str(address)) and address == address_1
-    assert rest == ["2", "0", "cpu", "3", None]
-    assert [values[1:] for values in told()] == [["1", "0", None, None, None]]
-    assert [values[5] for values in told("-n", 3)] == ["0", "1", "2"]
-    assert [values[5] for values in told("-n", 2, "--gpus-per-worker", 2)] == ["0,1", "2,3"]
+    assert rest == ["2", "0", "cpu", "3", None, None]
+    assert [values[1:] for values in told()] == [["1", "0", None, None, None, None]]
+    assert [values[5:] for values in told("-n", 3)] == [["0", "0"], ["1", "0"], ["2", "0"]], "each has a GPU, if there are any"
+    assert [values[5:] for values in told("-n", 2, "--gpus-per-worker", 2)] == [["0,1", "2"], ["2,3", "2"]]
     nodes = ("-n", 2, "--nnodes", 3, "--node-rank", 1, "--coordinator", "gpu-0:9000", "--log-dir", tmp_path / "logs")
     assert [values[:3] for values in told(*nodes)] == [["gpu-0:9000", "6", "2"], ["gpu-0:9000", "6", "3"]]
     _, [attempt], _ = plan(*nodes)
@@ -649,7 +650,8 @@ USAGE_ERRORS = {
     "-n 2 /dev/stdin": "'/dev/stdin' is no file that a worker could read",
     "/proc/self/fd/0": "standard input is empty. Write it into a file. Write for example",
     "--gpu 1 SCRIPT": "unrecognized arguments: --gpu",
-    "--cpu-devices 2 --gpus-per-worker 1 SCRIPT": "a worker runs on the CPU or on GPUs",
+    "--cpu-devices 2 --gpus-per-worker 1 SCRIPT": "--cpu-devices and --gpus-per-worker were both given; a worker runs on the CPU",
+    "--gpus-per-worker 1 SCRIPT": "JAX_PLATFORMS=cpu and --gpus-per-worker were both given; a worker runs on the CPU or on GPUs",
     "--nnodes 2 SCRIPT": "--nnodes needs --coordinator",
     "--nnodes 2 --coordinator a:1 SCRIPT": "--nnodes needs --node-rank: 0 on the first host, 1 on the last",
     "--nnodes 2 --node-rank 2 --coordinator a:1 SCRIPT": "--node-rank is 2; with --nnodes 2 give 0",
@@ -668,6 +670,7 @@ def test_usage_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture
     script = tmp_path / "script.py"
     script.touch()
     monkeypatch.setattr(launch, "Group", None)  # nothing is started
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     for options, message in USAGE_ERRORS.items():
         with pytest.raises(SystemExit) as info:
             launch.main(["launch", *options.replace("SCRIPT", str(script)).split(" " if options else None)])

@@ -131,7 +131,7 @@ def test_an_error_of_jax_s_start_is_the_devices_or_another_worker_s_loss(monkeyp
     with pytest.raises(mr.DeviceError, match=r"cannot start .* 'cuda': no memory\. Nothing is trained on the CPU") as caught:
         mesh.resolve_devices(None)
     assert caught.value.__cause__ is error and cleared == [True]
-    error = RuntimeError("Unable to initialize backend 'cuda': Getting local topologies failed")
+    error = RuntimeError("Unable to initialize backend 'cuda': INTERNAL: Getting local topologies failed")
     with pytest.raises(RuntimeError, match="topologies failed") as lost:
         mesh.resolve_devices(None)
     assert lost.value is error and cleared == [True]
@@ -156,6 +156,25 @@ def test_gpus_that_a_variable_names_and_jax_has_not_found_are_an_error(monkeypat
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     set_platforms("cpu")  # the line that the message offers
     assert mr.MirroredStrategy().devices[0].platform == "cpu"
+
+
+def test_gpus_that_the_launcher_was_asked_for_and_jax_has_not_found_are_an_error(
+    monkeypatch: pytest.MonkeyPatch, set_platforms
+) -> None:
+    set_platforms(None)
+    monkeypatch.setenv("MIRRORED_GPUS", "2")
+    assert mr.MirroredStrategy(["cpu:0"]).devices[0].platform == "cpu", "what the program names counts"
+    for found in (0, 1):
+        monkeypatch.setattr(mesh, "_local_devices", lambda platform, found=found: [platform] * found)
+        with pytest.raises(
+            mr.DeviceError, match=rf"asked for 2 GPUs in each worker, and JAX has found {found}\. .*--cpu-devices"
+        ):
+            mr.MirroredStrategy()
+    monkeypatch.setattr(mesh, "_local_devices", lambda platform: [platform] * 2)
+    assert mr.MirroredStrategy()
+    monkeypatch.setattr(mesh, "_local_devices", lambda platform: [])
+    monkeypatch.setenv("MIRRORED_GPUS", "0")
+    assert mr.MirroredStrategy()
 
 
 def test_jax_without_cpu_devices_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,6 +167,9 @@ def test_what_a_comparison_has_found_is_an_error_of_all_workers(make: Make, kind
     assert other.codes.get(timeout=10) == code
 
 
+TRACEBACK = "Traceback (most recent call last):\n  File 'labels.py', line 3, in wait\n"
+
+
 class OddError(Exception):
     exit_code = None
 
@@ -181,8 +184,7 @@ def with_code(code: object) -> Exception:
 
 
 def test_the_code_of_an_exception_says_what_it_was(make: Make) -> None:
-    of_a_database = type("PeerError", (Exception,), {})("Connection closed by peer")  # no loss of a worker
-    errors = {KeyboardInterrupt(): 130, MemoryError(): 1, AssertionError("x" * 10**6): 1, of_a_database: 1, OddError(): 1}
+    errors = {KeyboardInterrupt(): 130, MemoryError(): 1, AssertionError("x" * 10**6): 1, OddError(): 1}
     codes = {with_code(76): 76} | {with_code(code): 1 for code in (0, None, "3", 256, -1, True)}
     for error, code in (errors | codes).items():
         guarded = make()
@@ -191,6 +193,23 @@ def test_the_code_of_an_exception_says_what_it_was(make: Make) -> None:
         if isinstance(error, OddError):
             assert guarded.verdict().title == "worker 0 failed at step 0 with OddError: (which has no text)"
         guarded.guard.stop(wait=False)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Timed out waiting for the label server"),
+        ValueError("NCCL is not installed, Gloo is"),
+        ConnectionResetError(104, "Connection reset by peer"),
+        ValueError("UNAVAILABLE: Google Cloud Storage: Connection reset by peer"),  # tensorstore's
+        RuntimeError("RESOURCE_EXHAUSTED: Out of memory while NCCL was started"),
+        RuntimeError(f"INTERNAL: CpuCallback error calling callback: {TRACEBACK}RuntimeError: Timed out waiting for NCCL"),
+    ],
+)
+def test_an_error_of_the_program_is_no_loss_whatever_it_speaks_of(make: Make, error: Exception) -> None:
+    guarded = make(worker=1)
+    assert guarded.fails(error) == 1
+    assert guarded.verdict().title.startswith(f"worker 1 failed at step 0 with {type(error).__name__}: ")
 
 
 def test_the_first_verdict_counts(make: Make, caplog: Log) -> None:
@@ -228,7 +247,7 @@ def at_the_top(error: BaseException) -> BaseException:
 def test_an_error_is_told_although_the_program_has_a_hook_of_its_own(make: Make, monkeypatch: Patch) -> None:
     for error, code, title in [
         (ValueError("in the hook's program"), 1, "worker 0 failed at step 0 with ValueError: in the hook's program"),
-        (RuntimeError("Gloo all-reduce failed: Connection closed by peer"), 75, "lost worker 1 at step 0"),
+        (RuntimeError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer"), 75, "lost worker 1 at step 0"),
     ]:
         guarded = make()
         monkeypatch.setattr(sys, "last_value", at_the_top(error), raising=False)  # as Python does before it calls any hook
@@ -681,7 +700,7 @@ def test_a_connection_that_the_kernel_has_given_up_is_named(make: Make, answers:
     if answers:
         guarded.says("here/1")
     guarded.guard._links.warning = warning
-    guarded.guard._fail_with(RuntimeError("Gloo context initialization failed"))
+    guarded.guard._fail_with(RuntimeError("INTERNAL: Gloo context initialization failed"))
     assert guarded.codes.get(timeout=5) == 75
     assert guarded.verdict().title.endswith(end)
 

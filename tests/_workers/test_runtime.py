@@ -14,6 +14,7 @@ import pytest
 from jax._src.lib import _jax
 
 import mirrored as mr
+from mirrored import _env
 from mirrored._cluster import meeting as _meeting
 from mirrored._cluster.spec import Cluster, ClusterSpec
 from mirrored._jax import distributed
@@ -41,17 +42,18 @@ def two_workers(*addresses: str) -> Cluster:
 def test_jax_is_told_where_to_listen_and_how_soon_a_silent_worker_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[str, object] = {}
     asked: list[Any] = []
+    direct = _env.NO_GRPC_PROXY
     meeting = _meeting.Meeting("10.0.0.1", "10.0.0.1:1")
     monkeypatch.setattr(distributed, "has_backend", lambda: False)
     monkeypatch.setattr(_runtime, "meet", lambda *given: asked.append(given) or meeting)
-    monkeypatch.setenv("MIRRORED_WORKER", "")
     monkeypatch.setattr(distributed.jax, "config", SimpleNamespace(update=told.__setitem__))
-    monkeypatch.setattr(_runtime.jax.distributed, "initialize", lambda **given: told.update(given))
+    monkeypatch.setattr(_runtime.jax.distributed, "initialize", lambda **given: told.update(given, direct=direct.get()))
     monkeypatch.setattr(distributed, "listen_at", lambda host: told.update(gloo=host))
     monkeypatch.setattr(_runtime, "_begin", lambda *given: given)
     cluster = two_workers("chief:1", "b:1")
     for given, seconds in (({}, 300.0), ({"timeout_seconds": 20}, 20)):
         options = mr.CommunicationOptions(**given)
+        monkeypatch.setattr(_env.os, "environ", {"http_proxy": "http://p:1", direct.name: "a.org"})
         assert _runtime.start(cluster, options) == (cluster, options, 0, 2)
         met, versions, timeout = asked.pop()
         assert (met, timeout) == (cluster, seconds) and versions["jax"] == jax.__version__
@@ -61,7 +63,7 @@ def test_jax_is_told_where_to_listen_and_how_soon_a_silent_worker_is_dead(monkey
         "coordinator_bind_address": "10.0.0.1:1", "gloo": "10.0.0.1", "initialization_timeout": 60,
         "heartbeat_timeout_seconds": 10, "shutdown_timeout_seconds": 30,
         "jax_enable_preemption_service": False, "jax_cpu_collectives_implementation": "gloo",
-        "jax_enable_recoverability": True,
+        "jax_enable_recoverability": True, "jax_check_proxy_envs": False, "direct": "a.org,chief",
     }  # fmt: skip
 
 

@@ -38,6 +38,8 @@ MAX_TEXT = 256 * 1024
 JOB_PORTS = range(61440, 64512)
 #: Where a worker 0 in Kubernetes or under mpiexec listens when nothing says where; jax's port on TPUs.
 DEFAULT_PORT = 8476
+#: Who describes a cluster, where other files ask for it.
+NOTHING, SLURM = "nothing", "Slurm's variables"
 
 _NODES = re.compile(r"(?:[A-Za-z0-9_.-]|\[[0-9,-]+\])+")
 _NUMBERS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
@@ -157,7 +159,7 @@ def _from_mpich(environment: Mapping[str, str]) -> Cluster:
 
 def _from_slurm(environment: Mapping[str, str]) -> Cluster:
     if has(environment, _env.JAX_COORDINATOR_ADDRESS):
-        return _launched(environment, "Slurm's variables", _env.SLURM_STEP_NUM_TASKS, _env.SLURM_PROCID, str)
+        return _launched(environment, SLURM, _env.SLURM_STEP_NUM_TASKS, _env.SLURM_PROCID, str)
     job = f"{_env.SLURM_JOB_ID.get(environment)}.{_env.SLURM_STEP_ID.get(environment)}"
     return slurm_step(environment, _job_port(job))
 
@@ -185,7 +187,7 @@ def slurm_step(environment: Mapping[str, str], port_base: int) -> Cluster:
                 "neighbouring numbers, so start with `srun --distribution=block`"
             )
         addresses = [f"{hosts[node]}:{port_base + offset}" for node, offset in places]
-        return Cluster(ClusterSpec.of({"worker": addresses}), "worker", index, "Slurm's variables")
+        return Cluster(ClusterSpec.of({"worker": addresses}), "worker", index, SLURM)
 
 
 def _tasks_per_node(text: str) -> list[int]:
@@ -337,8 +339,19 @@ SOURCES: tuple[tuple[str, Callable[[Mapping[str, str]], bool], Callable[[Mapping
 )
 
 
-def near_miss(environment: Mapping[str, str]) -> str:
-    """Return a hint where variables look like a cluster but do not describe one."""
+def is_left_alone(cluster: Cluster, environment: Mapping[str, str]) -> bool:
+    """Tell whether Slurm has several tasks, of which this process knows itself only."""
+    is_said = cluster.found_in not in (NOTHING, SLURM)
+    return cluster.num_workers == 1 and not is_said and _env.SLURM_NTASKS.get_int(environment) > 1
+
+
+def near_miss(cluster: Cluster, environment: Mapping[str, str]) -> str:
+    """Return a hint where variables look like another cluster than they describe."""
+    if is_left_alone(cluster, environment):
+        number = _env.SLURM_NTASKS.get(environment)
+        return f" (SLURM_NTASKS is {number}, and this process trains alone: start all tasks with `srun python train.py`)"
+    if cluster.found_in != NOTHING:
+        return ""
     if has(environment, _env.SLURM_JOB_ID):
         return " (in a Slurm job, but not started with srun)"
     if has(environment, _env.JOB_COMPLETION_INDEX):

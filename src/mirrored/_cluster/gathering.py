@@ -15,6 +15,7 @@ import time
 
 from .._errors import ClusterConfigError, ClusterStartError
 from .._text import describe
+from .environments import SLURM
 from .hello import GO, MAX_LINE, WAITING, Hello, encode_answer, first_difference, parse_hello
 from .spec import Cluster, is_loopback, join_address, split_address
 
@@ -28,6 +29,7 @@ LINGER_SECONDS = 1.0
 MAX_STRANGERS = 64
 #: When the kernel probes a silent connection: it gives up after 5 + 3 * 2 seconds.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
+_BY_SRUN = ", which srun starts (a shell of `srun --pty` is one task alone: in it, write `srun --overlap python train.py`)"
 _logger = logging.getLogger("mirrored")
 
 
@@ -257,7 +259,8 @@ class Gathering:
         names = ", ".join(self._name(index) for index in missing[:8]) + (
             f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         )
-        return f"waiting for {names}; {self.cluster.num_workers - len(missing)} of {self.cluster.num_workers} present"
+        by_srun = _BY_SRUN if self.cluster.found_in == SLURM else ""
+        return f"waiting for {names}{by_srun}; {self.cluster.num_workers - len(missing)} of {self.cluster.num_workers} present"
 
     def _advice(self) -> str:
         are, they = ("Is", "it") if len(self._missing()) == 1 else ("Are", "they")

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from .. import _env
 from .._text import describe
 from . import environments
-from .environments import DEFAULT_PORT, SOURCES, decimal, has
+from .environments import DEFAULT_PORT, NOTHING, SOURCES, decimal, has, near_miss
 from .spec import MAX_WORKERS, Cluster, ClusterSpec, refuse, said_by
 
 
@@ -214,10 +214,11 @@ def discover(explicit: object = None, environment: Mapping[str, str] | None = No
         )
     there = [(name, read) for name, is_there, read in SOURCES if is_there(environment)]
     if not there:
-        return Cluster(found_in="nothing"), "one worker: no variable describes a cluster" + environments.near_miss(environment)
+        cluster = Cluster(found_in=NOTHING)
+        return cluster, "one worker: no variable describes a cluster" + near_miss(cluster, environment)
     cluster = _late(environment, there[0][1](environment))
     ignored = f"; not used: {', '.join(name for name, _ in there[1:])}" if there[1:] else ""
-    return cluster, f"{cluster}, from {cluster.found_in}{ignored}"
+    return cluster, f"{cluster}, from {cluster.found_in}{ignored}{near_miss(cluster, environment)}"
 
 
 def _environment(given: Mapping[str, str] | None) -> Mapping[str, str]:

@@ -289,12 +289,8 @@ def start_backend(num_cpu_devices: int) -> None:
                 "on the CPU instead. Free or repair them; to train on the CPU, set JAX_PLATFORMS=cpu in the environment."
             ) from error
     is_chosen = num_cpu_devices or (jax.config.jax_platforms or "").startswith("cpu")  # pyrefly: ignore[missing-attribute]
-    if not is_chosen and _env.named_gpus() and jax.default_backend() == "cpu" and _has_cuda():
-        raise DeviceError(
-            f"CUDA_VISIBLE_DEVICES is {_env.CUDA_VISIBLE_DEVICES.get()!r}, and JAX, whose CUDA is installed, has found no such "
-            "GPU. Nothing is trained on the CPU instead. Name GPUs that nvidia-smi lists; to train on the CPU, set "
-            "JAX_PLATFORMS=cpu in the environment."
-        )
+    if not is_chosen:
+        _require_wanted_gpus()
 
 
 def raising_cpu_threads() -> contextlib.AbstractContextManager[None]:
@@ -370,6 +366,22 @@ def _local_devices(platform: str) -> Sequence[jax.Device]:
         return jax.local_devices(backend=platform)
     except RuntimeError:  # JAX has no such backend: `start_backend` has started all that exist
         return ()
+
+
+def _require_wanted_gpus() -> None:
+    """Raise when GPUs were asked for by name or number, and JAX, which would compute without them, has not found them."""
+    found, asked, named = len(_local_devices("gpu")), _env.MIRRORED_GPUS.get_int(), _env.CUDA_VISIBLE_DEVICES.get()
+    if found < asked:
+        raise DeviceError(
+            f"`mirrored launch` was asked for {counted(asked, 'GPU')} in each worker, and JAX has found {found}. Nothing is "
+            f"trained without them. {_why_no_gpu() or 'Install them and their JAX.'} To train on the CPU, write --cpu-devices 1 "
+            "in place of --gpus-per-worker."
+        )
+    if _env.named_gpus() and jax.default_backend() == "cpu" and _has_cuda():
+        raise DeviceError(
+            f"CUDA_VISIBLE_DEVICES is {named!r}, and JAX, whose CUDA is installed, has found no such GPU. Nothing is trained on "
+            "the CPU instead. Name GPUs that nvidia-smi lists; to train on the CPU, set JAX_PLATFORMS=cpu in the environment."
+        )
 
 
 def _has_cuda() -> bool:

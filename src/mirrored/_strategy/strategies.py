@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from .. import _env, _process
-from .._cluster import resolvers
+from .._cluster import environments, resolvers
 from .._cluster.resolvers import ClusterResolver
 from .._errors import ClusterConfigError
 from .._jax import user_code
@@ -159,7 +159,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             _logger.info("cluster: jax.distributed was initialised already, and is used as it is")
             return runtime.attach(options, None if cluster is None else resolvers.discover(cluster)[0])
         self._cluster, sentence = resolvers.discover(cluster)
-        _logger.info("cluster: %s", sentence)
+        is_left_alone = environments.is_left_alone(self._cluster, _env.current())
+        _logger.log(logging.WARNING if is_left_alone else logging.INFO, "cluster: %s", sentence)
         with raising_cpu_threads() if self._cluster.num_workers > 1 else contextlib.nullcontext():
             return runtime.start(self._cluster, options)
 

@@ -19,7 +19,7 @@ import jax
 
 from .. import _env
 from .._cluster.meeting import Meeting, meet
-from .._cluster.spec import Cluster
+from .._cluster.spec import Cluster, split_address
 from .._errors import BAD_CONFIGURATION, ClusterConfigError, ClusterStartError, WorkerLostError
 from .._jax import distributed
 from .._options import CommunicationImplementation, CommunicationOptions
@@ -120,6 +120,8 @@ def start(cluster: Cluster, options: CommunicationOptions) -> Runtime | None:
         jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
         jax.config.update("jax_enable_recoverability", True)  # else JAX aborts all workers when one is gone; the guard ends them
         _env.MIRRORED_WORKER.set(f"{os.getpid()} {_name_of(cluster)}")  # now: C code of JAX's threads reads the environment
+        _env.connect_directly(split_address(cluster.coordinator_address or "")[0])
+        jax.config.update("jax_check_proxy_envs", False)  # it would ask to unset what is not used now
         _connect(cluster, meeting, min(seconds, CONNECT_SECONDS))
         distributed.listen_at(meeting.host)
         return _begin(cluster, options, cluster.worker_index, cluster.num_workers)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 
-from .._errors import FAILED, INTERRUPTED, RESTART, VariableLostError, WorkerLostError
+from .._errors import FAILED, INTERRUPTED, RESTART, WorkerLostError
 from .._text import escape, escape_titled
 from .messages import parse
 
@@ -43,17 +44,15 @@ class Verdict:
         return escape_titled(self.title, self.detail, MAX_TEXT)
 
 
-#: In the texts of errors after another worker's death. Their class says nothing: it is JaxRuntimeError or ValueError.
-_SIGNS_OF_LOSS = (
-    "Gloo",
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Timed out waiting",
-    "coordination_service",
-    "Getting local topologies failed",
-    "GetKeyValue() timed out",
-    "NCCL",
+#: XLA's errors after another worker's death: a status, and who speaks of it. Their class says nothing: it is JaxRuntimeError,
+#: RuntimeError or ValueError. An error of the program that speaks of a timeout or of NCCL has no status, and is its own failure.
+_LOSS = re.compile(
+    r"\b(ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|INTERNAL|UNAVAILABLE|UNKNOWN): "
+    r".*(Gloo|NCCL|coordination_service|Getting local topologies failed|GetKeyValue\(\) timed out)",
+    re.DOTALL,
 )
+#: Begins what a host callback of the program has raised, in the text of XLA's error.
+_OF_CALLBACK = "Traceback (most recent call last)"
 #: In the texts of errors of a coordination service that is gone.
 _SIGNS_OF_SERVICE_LOSS = ("UNAVAILABLE", "Socket closed", "Connection reset by peer", "Connection refused")
 
@@ -67,9 +66,7 @@ def last_error() -> BaseException | None:
 
 def tells_of_loss(error: BaseException) -> bool:
     """Tell whether it follows from another worker's death."""
-    is_native = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError", "ValueError", "RuntimeError")
-    may_follow = is_native or isinstance(error, VariableLostError)  # which says why the step before has failed
-    return isinstance(error, WorkerLostError) or (may_follow and any(sign in _text_of(error) for sign in _SIGNS_OF_LOSS))
+    return isinstance(error, WorkerLostError) or bool(_LOSS.search(_text_of(error).partition(_OF_CALLBACK)[0]))
 
 
 def tells_of_lost_service(error: BaseException) -> bool:
