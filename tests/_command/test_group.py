@@ -497,6 +497,23 @@ def test_signals_are_passed_on_once(launcher: Launcher) -> None:
         assert f"ended by {number}: worker 0: exit code 143, preempted" in err and "starting all again" not in err
 
 
+def test_signals_that_are_the_workers_own_are_passed_on_each_time_and_end_nothing(launcher: Launcher) -> None:
+    body = """
+    got = []
+    for number in (signal.SIGUSR1, signal.SIGUSR2): signal.signal(number, lambda number, _: got.append(number))
+    for said in ("up", "once", "twice"):
+        say(said)
+        while len(got) < ("up", "once", "twice").index(said) + 1: time.sleep(0.005)
+    say(*(signal.Signals(number).name for number in got))
+    """
+    process = launcher.start(body)
+    for said, name in {"up": "SIGUSR1", "once": "SIGUSR2", "twice": "SIGUSR1"}.items():
+        read_until(process, said)
+        process.send_signal(signal.Signals[name])
+    code, out, err = finish(process)
+    assert (code, out.splitlines()[-1]) == (0, "[0] SIGUSR1 SIGUSR2 SIGUSR1"), err
+
+
 def test_who_does_not_leave_within_the_grace_or_before_a_second_signal_is_killed(launcher: Launcher) -> None:
     for grace, second, expected in ((0.5, None, 137), (600, signal.SIGINT, 130)):
         process = launcher.start(STUBBORN, "--grace", grace, patch="signals.NOTICE_SECONDS = 0.0")

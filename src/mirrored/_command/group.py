@@ -187,6 +187,10 @@ class Group:
                 self._end(worker)
 
     def _obey_signals(self, now: float) -> None:
+        while self.signals.of_workers:
+            number = self.signals.of_workers.pop(0)
+            for worker in self._workers:
+                worker.process.send_signal(number)  # what it means, and whether it ends a worker, the program says
         for number in self.signals.received[self._num_signals :]:
             self._is_ending = True
             if not self._num_signals:

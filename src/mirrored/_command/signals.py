@@ -16,10 +16,11 @@ from .output import Outlet
 
 
 class Signals:
-    """The signals that end the launcher. They wake its loop, and so does the end of a worker."""
+    """The signals that end the launcher, and those that are the workers' own. They wake its loop, and so does a worker's end."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
+        self.of_workers: list[int] = []
         self._before: dict[int, Any] = {}
         self._notice_ends = 0.0
 
@@ -28,7 +29,7 @@ class Signals:
         os.set_blocking(self._wakeup, False)
         os.set_blocking(self._write, False)
         self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background job, ignores it
                 self._before[number] = signal.signal(number, self._receive)
         self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -42,6 +43,9 @@ class Signals:
         os.close(self._write)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        if number in (signal.SIGUSR1, signal.SIGUSR2):
+            self.of_workers.append(number)
+            return
         if number == signal.SIGTERM:
             if time.monotonic() < self._notice_ends:
                 return
