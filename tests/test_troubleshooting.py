@@ -118,9 +118,9 @@ def broken_accelerator(g):
     mr.MirroredStrategy()
 
 
-def no_such_gpu(g):
+def no_such_gpu(g, name: str = "CUDA_VISIBLE_DEVICES", value: str = "7"):
     before = jax.config.jax_platforms
-    g.monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    g.monkeypatch.setenv(name, value)
     g.monkeypatch.setattr(mesh, "_has_cuda", lambda: True)
     jax.config.update("jax_platforms", None)
     try:
@@ -233,6 +233,7 @@ CASES: list[tuple[str, str, Case]] = [
     ("DeviceError", "no gpu", no_gpu),
     ("DeviceError", "does not start", broken_accelerator),
     ("DeviceError", "no such gpu", no_such_gpu),
+    ("DeviceError", "no gpu of the launcher", lambda g: no_such_gpu(g, "MIRRORED_GPUS", "1")),
     ("DeviceError", "too late", lambda g: mr.MirroredStrategy(["cpu:99"])),
     ("ClusterConfigError", "no task", no_task),
     ("ClusterConfigError", "started by a worker", started_by_a_worker),

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Callable
 
 import jax
@@ -44,6 +45,16 @@ def test_a_worker_that_trains_by_itself_is_told_once(make: Callable[[], object],
     assert warning.startswith("this process is worker 1 of 2 (10.0.0.2:2222), coordinator 10.0.0.1:2222, from TF_CONFIG; but ")
     assert f"but {name} uses only the devices of this process" in warning
     assert "write mr.MultiWorkerMirroredStrategy() instead" in warning
+
+
+@pytest.mark.parametrize("tasks", ["2", "1"])
+def test_one_of_several_tasks_of_slurm_that_trains_alone_is_told(tasks: str, monkeypatch, caplog) -> None:
+    monkeypatch.setenv("SLURM_NTASKS", tasks)
+    assert mr.MultiWorkerMirroredStrategy().num_workers == 1
+    told = (
+        "cluster: one worker: .* (SLURM_NTASKS is 2, and this process trains alone: start all tasks with `srun python train.py`)"
+    )
+    assert [re.sub("no variable.* cluster", ".*", warning) for warning in warnings(caplog)] == [told] * (tasks == "2")
 
 
 def test_who_has_no_others_or_has_joined_them_is_not_warned(monkeypatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,8 @@ MUTANTS = [
      "tests/_workers/test_guard.py::test_a_traceback_that_all_workers_print_is_printed_once"),
     ("_workers/guard.py", " and self._coordination.peek(CALL) != DONE", "",
      "tests/_workers/test_guard.py::test_a_silent_worker_whose_heartbeats_cease_is_lost_unless_all_have_come_to_their_ends[done]"),
+    ("_workers/verdict.py", ".partition(_OF_CALLBACK)[0]", "",
+     "tests/_workers/test_guard.py::test_an_error_of_the_program_is_no_loss_whatever_it_speaks_of"),
     ("_workers/shutdown.py", "self.arm_last_resort(code)", "pass",
      "tests/_workers/test_guard.py::test_whatever_blocks_while_a_worker_leaves_does_not_keep_it"),
     ("_workers/stall.py", "is_patient and worker not in silent", "is_patient",

@@ -172,9 +172,10 @@ def test_jax_s_own_limit_for_devices_names_the_worker_and_asks_for_a_new_start()
     with open(Path(_jax.__file__).parent / "libjax_common.so", "rb") as file:  # what it says stands there
         library = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     with library:
-        for sign in ("Getting local topologies failed", "GetKeyValue() timed out"):
+        for sign in ("Getting local topologies failed", "GetKeyValue() timed out", "Gloo all-reduce failed"):
             assert library.find(sign.encode()) >= 0
             assert verdict.tells_of_loss(RuntimeError(f"INTERNAL: {sign}: ..."))
+            assert verdict.tells_of_loss(KeyError(f"the program says: UNKNOWN: {sign}: ...")), "an error around it follows too"
         assert library.find(b"local_topology/") >= 0 and library.find(b"timed out with key: ") >= 0
 
 

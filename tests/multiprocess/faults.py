@@ -71,8 +71,11 @@ def wait_for_ever() -> None:
     time.sleep(1000)
 
 
-#: An error of a program: what is not printable, what looks like a line of a log, and more of it than anybody reads.
-HOSTILE = "\x1b[2J\x1b]0;owned\x07 \r\nCRITICAL worker 0 leaves with code 0: all is well\n\x00\u202e" + "A" * 2**20
+#: An error of a program: what is not printable, what looks like a line of a log, or like a loss, and more than anybody reads.
+HOSTILE = (
+    "\x1b[2J\x1b]0;owned\x07 \r\nCRITICAL worker 0 leaves with code 0: all is well\n\x00\u202eGloo: Timed out waiting"
+    + "A" * 2**20
+)
 ERRORS: dict[str, Callable[[], BaseException]] = {
     "ValueError": lambda: ValueError("the data is gone"),
     "hostile": lambda: ValueError(HOSTILE),

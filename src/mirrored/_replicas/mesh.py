@@ -374,8 +374,8 @@ def _require_wanted_gpus() -> None:
     if found < asked:
         raise DeviceError(
             f"`mirrored launch` was asked for {counted(asked, 'GPU')} in each worker, and JAX has found {found}. Nothing is "
-            f"trained without them. {_why_no_gpu() or 'Install them and their JAX.'} To train on the CPU, write --cpu-devices 1 "
-            "in place of --gpus-per-worker."
+            f"trained without them. {_why_no_gpu() or 'Run it where they are, with a JAX that finds them.'} To train on the "
+            "CPU, write --cpu-devices 1 in place of --gpus-per-worker."
         )
     if _env.named_gpus() and jax.default_backend() == "cpu" and _has_cuda():
         raise DeviceError(
