@@ -186,9 +186,9 @@ def with_dataset(old: Callable[..., Any], model: keras.Model, x: object = None, 
                 f"{old.__name__} got a distributed dataset and {' and '.join(unused) or 'positional arguments'}; expected the "
                 f"dataset alone, which yields (x, y) or (x, y, sample_weight). {advice}"
             )
-        x = _adapted(x, mesh, model)
+        x = _adapted(x, mesh, model, old.__name__)
     if isinstance(kwargs.get("validation_data"), DistributedDataset):
-        kwargs["validation_data"] = _adapted(kwargs["validation_data"], mesh, model)
+        kwargs["validation_data"] = _adapted(kwargs["validation_data"], mesh, model, "")
     if mesh is not None and not mesh.is_alone and old.__name__ == "fit":  # Keras shuffles with numpy's random numbers
         np.random.seed(int(placement.mirror(mesh, [np.random.randint(2**31, dtype=np.int32)])[0]))
     return old(model, x, *args, **kwargs)
@@ -199,13 +199,13 @@ def _is_unset(value: object) -> bool:
     return value is None or (not hasattr(value, "shape") and not value)
 
 
-def _adapted(dataset: DistributedDataset, mesh: ReplicaMesh | None, model: keras.Model) -> Any:
+def _adapted(dataset: DistributedDataset, mesh: ReplicaMesh | None, model: keras.Model, verb: str) -> Any:
     if mesh != mesh_of(dataset):
         raise StrategyMismatchError(
             f"the dataset was distributed over {mesh_of(dataset)}, but the Keras model {model.name!r} "
             + ("belongs to no strategy. Make it in `with strategy.scope():`." if mesh is None else f"lives on {mesh}.")
         )
-    return keras_parts.subclass_of(keras_parts.adapter_base(), BatchAdapter)(dataset)
+    return keras_parts.subclass_of(keras_parts.adapter_base(), BatchAdapter)(dataset, verb)
 
 
 class BatchAdapter:
@@ -214,8 +214,8 @@ class BatchAdapter:
     batch_size = partial_batch_size = None
     has_partial_batch = False
 
-    def __init__(self, dataset: DistributedDataset) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: DistributedDataset, verb: str) -> None:
+        self._dataset, self._verb = dataset, verb  # "" for validation, which may be left out
 
     @property
     def num_batches(self) -> int | None:
@@ -227,8 +227,12 @@ class BatchAdapter:
 
     def get_jax_iterator(self) -> Iterator[Any]:
         """Yield the batches of one epoch."""
+        is_empty = bool(self._verb)
         for batch in self._dataset:
+            is_empty = False
             yield jax.tree.map(_joined, batch, is_leaf=is_per_replica)
+        if is_empty:
+            raise ValueError(f"model.{self._verb} got a dataset that makes no step. A warning before this error says why.")
 
 
 def _joined(value: PerReplica) -> jax.Array:

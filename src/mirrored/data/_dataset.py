@@ -23,9 +23,9 @@ from ._passes import Elements
 from ._sharing.agree import InputWorker
 from ._sharing.plan import SharingPlan
 from ._sharing.steps import LocalReplicas
-from ._sources import grain
 from ._sources.not_batches import why_share, why_single_rows
 from ._sources.numpy_dataset import NumpyDataset
+from ._sources.sizes import num_batches, num_groups
 from ._sources.verbs import Limit, check_int, checked_function, num_steps
 
 _logger = logging.getLogger("mirrored")
@@ -35,9 +35,9 @@ _logger = logging.getLogger("mirrored")
 class DistributedDataset:
     """A dataset whose batches are divided among the replicas, made by `strategy.distribute_dataset`.
 
-    Iterating yields trees of PerReplica values. It can be iterated again if the dataset can, and has a length if the
-    dataset has one. With `drop_remainder` the length counts batches that are dropped whole, unless the dataset
-    comes from `make_numpy_dataset`.
+    Iterating yields trees of PerReplica values. It can be iterated again if the dataset can. A pass that makes no step warns,
+    and says why. The length is the number of steps, if the dataset has a length. With `drop_remainder` it must tell the rows of
+    its batches, too: arrays, lists, grain's `batch` and torch's DataLoader do. A function of `map` counts as one that keeps rows.
 
     >>> dataset = strategy.distribute_dataset([{"x": np.arange(3)}])
     >>> for batch in dataset:
@@ -123,16 +123,11 @@ class DistributedDataset:
         return num_steps(self._num_steps_of_pass(), self._elements.limits)
 
     def _num_steps_of_pass(self) -> int:
-        dataset, kind = self._plan.dataset, self._plan.kind
-        if isinstance(dataset, NumpyDataset) and self._options.drop_remainder and kind == "DATA":
-            return dataset._num_batches(at_least=self._mesh.num_replicas)  # smaller ones are dropped whole
-        if not isinstance(dataset, collections.abc.Sized) or (grain.is_pipeline(dataset) and not grain.has_length(dataset)):
-            raise TypeError(f"the length of {type(dataset).__name__} is not known before it ends.")
+        dataset, kind, drops = self._plan.dataset, self._plan.kind, self._options.drop_remainder
         if kind == "DATA":
-            return len(dataset)
+            return num_batches(dataset, at_least=self._mesh.num_replicas if drops else 1)
         if kind == "FUNCTION" and self._worker.count == 1:
-            complete, rest = divmod(len(dataset), self._mesh.num_replicas)
-            return complete + (rest > 0 and not self._options.drop_remainder)
+            return num_groups(dataset, self._mesh.num_replicas, drops)
         raise TypeError("the number of steps is not known before the end: the workers read datasets of their own.")
 
     def __repr__(self) -> str:

@@ -5,31 +5,24 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import logging
-import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
+from .._text import counted
 from .._typing import PyTree
 from ._sharing.plan import SharingPlan
 from ._sharing.rows import to_numpy
 from ._sharing.steps import LocalReplicas, Steps
 from ._sources import grain
 from ._sources.numpy_dataset import NumpyDataset
-from ._sources.open import Position, Source, is_sequence, open_source, rows_of
-from ._sources.verbs import Limit, PerReplicaSpec, limited, num_passes_left, num_steps, spec_of_batch
+from ._sources.open import Position, Source, is_sequence, open_source
+from ._sources.sizes import LastBatch, last_batch, why_no_batch
+from ._sources.verbs import Limit, PerReplicaSpec, limited, num_passes_left, spec_of_batch
 
-_logger = logging.getLogger("mirrored")
-
-
-class LastBatch(NamedTuple):
-    """The last batch of a pass, if its number of rows differs from the others'."""
-
-    num_rows: int
-    rows_before: int  # the rows of each earlier batch
-    step: int  # its number, from 1
+#: So many batches in a row that are dropped whole are an error: an endless dataset would be read for ever.
+_MAX_DROPPED = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +37,7 @@ class Elements:
     def last_batch(self, layout: LocalReplicas) -> LastBatch | None:
         """Return the last batch of a pass, if the steps reach it and its replicas have different numbers of rows."""
         is_known = self.plan.kind == "DATA" and not (layout.drop_remainder or self.maps)  # a map may change the number of rows
-        found = _last_batch(self.plan.dataset) if is_known else None
+        found = last_batch(self.plan.dataset) if is_known else None
         if found is None or not found.num_rows % layout.num_replicas:
             return None
         is_cut = any(kind == "take" and count is not None and count < found.step for kind, count in self.limits)
@@ -90,6 +83,8 @@ class Passes:
         self._source = open_source(elements.plan.dataset, state, elements.maps)
         self.start: Position = self._source.position() if state is None else json.dumps(state)  # the call begins a pass
         self._places = list(extra.get("places", [0] * len(elements.limits)))
+        self._dropped: list[int] = []  # the rows of the batches that were dropped whole since the last step
+        self.why_no_step = ""  # why a pass that began at its beginning made no step, if one did not
         self._later = elements.plan.dataset  # the dataset for the passes after the first
         if elements.limits and isinstance(self._later, NumpyDataset):
             # The thread that reads ahead begins these passes at any moment. The order of shuffled rows depends on their
@@ -103,49 +98,43 @@ class Passes:
             if not is_first:
                 self._source.close()
                 self._source = open_source(self._later, None, self._elements.maps)
-            steps = self._elements.plan.steps(self._source, layout, self._extra if is_first else {})
-            return steps if is_first and self._is_resumed else self._not_empty(steps)
+            steps = self._elements.plan.steps(self._source, noting, self._extra if is_first else {})
+            return self._watched(steps, layout, is_whole=not (is_first and self._is_resumed))
 
-        places = self._places
+        def note_dropped(num_dropped: int, num_rows: int) -> None:
+            layout.on_drop(num_dropped, num_rows)
+            if num_dropped == num_rows:
+                self._dropped.append(num_rows)
+            if len(self._dropped) > _MAX_DROPPED:
+                raise ValueError(
+                    f"{len(self._dropped)} batches in a row made no step, and the dataset may have no end. {self._why(layout)}"
+                )
+
+        noting, places = dataclasses.replace(layout, on_drop=note_dropped), self._places
         for step in limited(start, self._elements.limits, places):
             yield dataclasses.replace(step, extra={**step.extra, "places": list(places)}) if places else step
 
-    def _not_empty(self, steps: Steps) -> Steps:
-        """Yield a pass's steps; warn if it has none and an earlier pass had: such a dataset can be iterated only once."""
-        is_empty = True
+    def _watched(self, steps: Steps, layout: LocalReplicas, is_whole: bool) -> Steps:
+        """Yield a pass's steps; if there are none in a whole pass, note why."""
+        is_empty = is_whole
         with contextlib.closing(steps):
             for step in steps:
                 is_empty = False
+                self._dropped.clear()
                 yield step
-        if is_empty and self._elements._specs:  # an iterator has yielded a batch
-            _logger.warning(
-                "%s gave no batch in this pass, and gave some in an earlier one: it can be gone through only once. Let its "
-                "__iter__ begin anew each time: open the files, or call the generator function, in there.",
-                type(self._elements.plan.dataset).__name__,
+        if is_empty:
+            self.why_no_step = self._why(layout)
+
+    def _why(self, layout: LocalReplicas) -> str:
+        """Say why a pass made no step; "" if that was asked for."""
+        if self._dropped:
+            return (
+                f"mr.InputOptions(drop_remainder=True) drops a batch in which some of the {layout.num_replicas} replicas would get "
+                f"no row; here it dropped {counted(sum(self._dropped), 'row')}, and used none. Make larger batches, or leave "
+                "drop_remainder out: then every row is used."
             )
+        return why_no_batch(self._elements.plan.dataset, gave_some=bool(self._elements._specs))
 
     def close(self) -> None:
         """Close the open source."""
         self._source.close()
-
-
-def _last_batch(dataset: object) -> LastBatch | None:
-    """Return the last batch of a dataset, without reading any; None if it is like the others, or unknown."""
-    if isinstance(dataset, list | tuple) and is_sequence(dataset) and len(dataset) > 1:
-        before, last = rows_of(dataset[0]), rows_of(dataset[-1])
-        return LastBatch(last, before, len(dataset)) if before and last and last != before else None
-    if isinstance(dataset, NumpyDataset):
-        is_of_rows = all(is_by_row for _, is_by_row in dataset.maps)  # a function of batches may change their number of rows
-        num_rows, size = dataset.num_rows, (dataset.batch_size or 0) * is_of_rows
-        num_batches = num_steps(dataset._num_batches_of_epoch(), (("take", dataset.batches_per_pass),))
-    elif isinstance(dataset, getattr(torch := sys.modules.get("torch.utils.data"), "DataLoader", ())):
-        if getattr(dataset, "collate_fn", None) is not getattr(torch, "default_collate", None):
-            return None  # a user's function may change the number of rows
-        try:
-            num_rows, size, num_batches = len(dataset.sampler), dataset.batch_size or 0, len(dataset)
-        except (TypeError, RuntimeError):  # a stream, or a loader that does not know its length
-            return None
-    else:
-        return None
-    complete, rest = divmod(num_rows, size) if size else (0, 0)
-    return LastBatch(rest, size, complete + 1) if complete and rest and num_batches > complete else None

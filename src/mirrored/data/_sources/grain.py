@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from ..._typing import PyTree
+from .verbs import rows_of
 
 if TYPE_CHECKING:
     import grain
@@ -27,6 +28,14 @@ _FILE_BY_FILE = {
     "RebatchIterDataset", "RepeatIterDataset", "ThreadPrefetchIterDataset", "WindowShuffleIterDataset", "WithOptionsIterDataset",
     "_MpContextIterDataset", "_WithSeedIterDataset",
 }  # fmt: skip
+
+#: Transformations whose elements have the rows of their source's. All but a slice give each of these equally often.
+_KEEP_ROWS = {
+    "MapMapDataset", "MapWithIndexMapDataset", "RandomMapMapDataset", "RepeatMapDataset", "ShuffleMapDataset",
+    "SliceMapDataset", "WindowShuffleMapDataset", "WithOptionsMapDataset", "_WithSeedMapDataset",
+}  # fmt: skip
+#: The length of a pipeline that repeats without end is a number beyond all others, or a part of it.
+_ENDLESS = 2**48
 
 #: Transformations whose results would change if each worker applied them to its own files.
 _ACROSS_FILES = {
@@ -49,9 +58,27 @@ def open_pipeline(dataset: Pipeline) -> Iterator[PyTree]:
     return iter(dataset)
 
 
-def has_length(dataset: Pipeline) -> bool:
+def has_length(dataset: grain.MapDataset[PyTree]) -> bool:
     """Tell whether `len` is the number of elements: a filter drops some, and does not say how many."""
-    return not any(type(node).__name__ == "FilterMapDataset" for node in nodes(dataset))
+    return len(dataset) < _ENDLESS and not any(type(node).__name__ == "FilterMapDataset" for node in nodes(dataset))
+
+
+def num_smaller(dataset: grain.MapDataset[PyTree], num_rows: int) -> int | None:
+    """Return how many elements are batches of fewer rows, read off the last `batch`; None if the pipeline does not tell."""
+    node, is_cut = dataset, False
+    while type(node).__name__ in _KEEP_ROWS:
+        is_cut |= type(node).__name__ == "SliceMapDataset"
+        [node] = node.parents
+    if type(node).__name__ != "BatchMapDataset" or not len(node):
+        return None
+    size = batch_sizes(node, of_all=False)[0]
+    rest = len(node.parents[0]) % size * ("drop_remainder=False" in str(node))
+    if size < num_rows:  # a `batch_fn` may join records that are batches themselves
+        return len(dataset) if rows_of(node[0]) < num_rows else None
+    if not 0 < rest < num_rows:
+        return 0
+    is_smaller = rows_of(node[len(node) - 1]) < num_rows  # reads these few records
+    return None if is_cut else len(dataset) // len(node) * is_smaller
 
 
 def nodes(dataset: Pipeline) -> Iterator[Pipeline]:

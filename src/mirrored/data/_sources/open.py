@@ -16,7 +16,7 @@ import numpy as np
 from ..._typing import PyTree
 from . import grain
 from .numpy_dataset import NumpyDataset
-from .verbs import applied
+from .verbs import applied, rows_of
 
 #: A position as JSON text, or an exception that says why there is none.
 Position: TypeAlias = str | Exception
@@ -109,12 +109,6 @@ class _SequenceIterator:
                 "whose position counts rows"
             )
         self._next = position
-
-
-def rows_of(batch: PyTree) -> int:
-    """Return the number of rows in a batch that a dataset yields; 0 if it holds no array."""
-    arrays = [leaf for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
-    return int(np.shape(arrays[0])[0]) if arrays else 0
 
 
 def open_source(dataset: Any, state: Any = None, maps: Sequence[Callable[..., PyTree]] = ()) -> Source:

@@ -54,6 +54,12 @@ def checked_function(fn: object) -> Callable[..., PyTree]:
     return fn
 
 
+def rows_of(batch: PyTree) -> int:
+    """Return the number of rows in a batch that a dataset yields; 0 if it holds no array."""
+    arrays = [leaf for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
+    return int(np.shape(arrays[0])[0]) if arrays else 0
+
+
 def applied(fn: Callable[..., PyTree], element: PyTree) -> PyTree:
     """Call a function with an element; a tuple becomes several arguments."""
     try:
