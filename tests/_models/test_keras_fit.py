@@ -221,3 +221,21 @@ def test_batches_of_one_device_go_to_the_program_as_they_are(monkeypatch: pytest
             monkeypatch.undo()
         placed = [value for value in calls if isinstance(value, list) and len(value) == 2]
         assert len(placed) == num_batches and np.isfinite(history["loss"]).all()
+
+
+def test_a_dataset_without_a_step_is_an_error_of_fit_and_a_warning_for_validation(strategy2: mr.MirroredStrategy) -> None:
+    """In the place of a bare StopIteration, or of a variable inside of Keras that has no value."""
+    x, y = digits()
+    none, some = strategy2.distribute_dataset([]), strategy2.distribute_dataset([(x[:4], y[:4])])
+    with strategy2.scope():
+        model = compiled(small())
+    for verb in (model.evaluate, model.fit, model.predict):
+        message = rf"^model\.{verb.__name__} got a dataset that makes no step\. A warning before"
+        with pytest.warns(UserWarning, match="no step was made in") as said, pytest.raises(ValueError, match=message):
+            verb(none, verbose=0)
+        assert [warning.filename for warning in said] == [__file__]
+        if verb == model.evaluate:
+            model.build((None, *x.shape[1:]))  # after this Keras alone would fail elsewhere
+    with pytest.warns(UserWarning, match="no step was made|ran out of data"):  # the second is Keras' own
+        history = model.fit(some, validation_data=none, verbose=0, epochs=2, steps_per_epoch=3).history
+    assert np.isfinite(history["loss"]).all() and len(history["loss"]) == 2

@@ -49,6 +49,7 @@ def test_each_pass_has_another_order_and_each_run_the_same() -> None:
 
 
 @few_examples
+@pytest.mark.filterwarnings("ignore:no step was made")
 @hypothesis.given(
     count=st.sampled_from([1, 3]),
     num_rows=st.lists(st.integers(0, 9), max_size=4),
@@ -63,6 +64,7 @@ def test_the_rows_of_the_replicas_in_order_are_the_batch(count, num_rows, prefet
         mr.InputOptions(prefetch=prefetch, drop_remainder=drop_remainder),
     )
     kept = [batch[: len(batch) // count * count] if drop_remainder else batch for batch in batches]
+    assert len(distributed) == sum(len(batch) > 0 for batch in kept)
     for _ in range(2):
         for batch, (x, by_key) in zip([batch for batch in kept if len(batch)], distributed, strict=True):
             sizes = [len(part) for part in np.array_split(batch, count)]
@@ -75,6 +77,7 @@ def test_the_rows_of_the_replicas_in_order_are_the_batch(count, num_rows, prefet
             assert not any(row[size:].any() for row, size in zip(padded, sizes, strict=True)), "padding is zeros"
 
 
+@pytest.mark.filterwarnings("ignore:no step was made")
 def test_drop_remainder_leaves_out_the_last_rows_of_a_batch(strategy3: mr.MirroredStrategy, caplog) -> None:
     caplog.set_level("INFO", logger="mirrored")
     for num_rows, batch_size, kept in [(13, 6, [6, 6]), (14, 7, [6, 6]), (16, 6, [6, 6, 3]), (5, 2, []), (6, 6, [6])]:
@@ -116,7 +119,7 @@ def test_anything_that_can_be_iterated_again(strategy2: mr.MirroredStrategy) -> 
     for source, length in [
         ([X, X], 2), (([X], [X]), 2), (({"x": X}, {"x": X}), 2), ([{"x": X, "y": (X, [X])}], 1), ([Fields(X, X)], 1),
         ([jnp.arange(4)], 1), ([{"x": X, "nothing": None}], 1), ([Tensor(X)], 1), (Reiterable(lambda: iter([X, X])), None),
-        ({"a": X}.values(), 1), ([], 0),
+        ({"a": X}.values(), 1),
     ]:  # fmt: skip
         distributed = strategy2.distribute_dataset(source)
         is_tensor = lambda leaf: isinstance(leaf, Tensor)  # noqa: E731
@@ -139,20 +142,13 @@ def test_batches_by_number_end_at_their_length_and_have_a_position(strategy2: mr
     assert [rows_of(both) for both in zip(distributed, distributed, strict=True)] == [(rows, rows) for rows in one_pass]
 
 
-def test_what_can_be_gone_through_only_once_is_said(strategy2: mr.MirroredStrategy, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_can_be_gone_through_only_once_is_said(strategy2: mr.MirroredStrategy) -> None:
     """An iterator that hides in an object, such as an open file, is found at the second pass."""
-    for passes, num_warned in ((lambda ds: [len(list(ds)) for _ in range(2)], 1), (lambda ds: [len(list(ds.repeat(3))), 0], 1)):
-        caplog.clear()
+    for passes in (lambda ds: [len(list(ds)) for _ in range(2)], lambda ds: [len(list(ds.repeat(3))), 0]):
         hidden = iter([X, X])
-        assert passes(strategy2.distribute_dataset(Reiterable(lambda hidden=hidden: hidden))) == [2, 0]
-        assert caplog.text.count("Reiterable gave no batch in this pass, and gave some in an earlier one") == num_warned
-    caplog.clear()
-    distributed = strategy2.distribute_dataset([X, X])
-    with iter(distributed) as iterator:
-        states = [iterator.get_state() for _ in iterator]
-        iterator.set_state(states[-1])  # the end, of which nothing is to be said
-        assert list(iterator) == [] == list(distributed.take(0)) == list(strategy2.distribute_dataset([]).repeat(2))
-    assert not caplog.text
+        with pytest.warns(UserWarning, match="Reiterable gave no batch in this pass, and gave some in an earlier one") as said:
+            assert passes(strategy2.distribute_dataset(Reiterable(lambda hidden=hidden: hidden))) == [2, 0]
+        assert [warning.filename for warning in said] == [__file__]
 
 
 def test_no_batch_is_taken_inside_a_function_that_is_traced(strategy2: mr.MirroredStrategy) -> None:

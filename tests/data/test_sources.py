@@ -212,6 +212,7 @@ def test_a_loader_of_one_ranks_rows_is_refused(strategy2: mr.MirroredStrategy, i
         assert len(list(strategy2.distribute_dataset(FakeLoader(sampler, is_of_batches)))) == 1
 
 
+@pytest.mark.filterwarnings("ignore:no step was made")
 def test_each_replica_takes_the_next_element_and_none_is_dropped(strategy3: mr.MirroredStrategy) -> None:
     for num_elements, prefetch in itertools.product([0, 1, 3, 7], [0, 2]):
         contexts = []

@@ -99,6 +99,7 @@ class Passes:
                 self._source.close()
                 self._source = open_source(self._later, None, self._elements.maps)
             steps = self._elements.plan.steps(self._source, noting, self._extra if is_first else {})
+            self._dropped.clear()
             return self._watched(steps, layout, is_whole=not (is_first and self._is_resumed))
 
         def note_dropped(num_dropped: int, num_rows: int) -> None:
@@ -129,8 +130,8 @@ class Passes:
         """Say why a pass made no step; "" if that was asked for."""
         if self._dropped:
             return (
-                f"mr.InputOptions(drop_remainder=True) drops a batch in which some of the {layout.num_replicas} replicas would get "
-                f"no row; here it dropped {counted(sum(self._dropped), 'row')}, and used none. Make larger batches, or leave "
+                f"mr.InputOptions(drop_remainder=True) drops a batch in which some of the {layout.num_replicas} replicas would "
+                f"get no row; here it dropped {counted(sum(self._dropped), 'row')}, and used none. Make larger batches, or leave "
                 "drop_remainder out: then every row is used."
             )
         return why_no_batch(self._elements.plan.dataset, gave_some=bool(self._elements._specs))

@@ -69,13 +69,13 @@ def num_smaller(dataset: grain.MapDataset[PyTree], num_rows: int) -> int | None:
     while type(node).__name__ in _KEEP_ROWS:
         is_cut |= type(node).__name__ == "SliceMapDataset"
         [node] = node.parents
-    if type(node).__name__ != "BatchMapDataset" or not len(node):
-        return None
+    if not len(dataset) or type(node).__name__ != "BatchMapDataset":
+        return None if len(dataset) else 0
     size = batch_sizes(node, of_all=False)[0]
     rest = len(node.parents[0]) % size * ("drop_remainder=False" in str(node))
     if size < num_rows:  # a `batch_fn` may join records that are batches themselves
         return len(dataset) if rows_of(node[0]) < num_rows else None
-    if not 0 < rest < num_rows:
+    if not 0 < rest < num_rows or len(node) >= _ENDLESS:
         return 0
     is_smaller = rows_of(node[len(node) - 1]) < num_rows  # reads these few records
     return None if is_cut else len(dataset) // len(node) * is_smaller

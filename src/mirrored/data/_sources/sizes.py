@@ -67,8 +67,8 @@ def num_batches(dataset: object, at_least: int) -> int:
         smaller = int(count * size > num_rows and num_rows % size < at_least) if size >= at_least else None
     if smaller is None:
         raise TypeError(
-            f"how many steps {type(dataset).__name__} has is not known before they are read: mr.InputOptions(drop_remainder=True) "
-            f"drops its batches of fewer than {at_least} rows, one for each replica. Count as you go, or leave drop_remainder out."
+            f"the number of steps of {type(dataset).__name__} is known when they are read: mr.InputOptions(drop_remainder=True) "
+            f"drops batches of fewer than {at_least} rows, one for each replica. Count as you go, or leave drop_remainder out."
         )
     return count - smaller
 
