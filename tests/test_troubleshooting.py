@@ -259,6 +259,8 @@ CASES: list[tuple[str, str, Case]] = [
     ("UnevenReplicasWarning", "outside", lambda g: g.strategy.reduce("mean", g.run(jnp.mean, g.odd))),
     ("RecompilationWarning", "new shapes", lambda g: [
         g.run(step, np.ones(rows, np.float32)) for step in [lambda x: x.shape[0]] for rows in range(1, 30)]),
+    ("RecompilationWarning", "new lengths", lambda g: [
+        g.run(step, np.ones((2, length), np.float32)) for step in [lambda x: x.shape[1]] for length in range(1, 30)]),
     ("RecompilationWarning", "new transformations", lambda g: [
         g.run(step, State(optax.sgd(0.1))) for step in [lambda state: None] for _ in range(10)]),
 ]  # fmt: skip

@@ -292,6 +292,7 @@ REASONS = [
     (lambda i: (named, (np.ones(2), {"rate": str(i)})),
      r"the argument `rate\['rate'\]` changed from '7' to '8'\. Strings, bools, functions .* as a number or an array"),
     (lambda i: (named, ([np.ones(i + 1)], 0)), r"`x\[0\]` changed from shape \(8,\) float32 to \(9,\) float32\. Give batches"),
+    (lambda i: (named, (np.ones((4, i + 1)), 0)), r"from shape \(4, 8\) .* Pad them to a few lengths, .* up to 8 programs"),
     (lambda i: (named, (np.ones(2) if i % 2 else "1", str(i))), r"the argument `x` changed from an array of shape \(2,\) to '1'"),
     (lambda i: (named, ([1] * i, 0)), r"the structure of its arguments changed"),
     (lambda i: (named, ({"a": 0, str(i): 1}, 0)), r"the structure of its arguments changed"),

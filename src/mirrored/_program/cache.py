@@ -299,6 +299,12 @@ def _reason(before: Structure, after: Structure, names: Sequence[str]) -> str:
         if isinstance(old, ArrayLeaf) and isinstance(new, ArrayLeaf):
             is_kind = (old.shape, old.dtype, old.shapes) == (new.shape, new.dtype, new.shapes)
             remedy = "Pass values of one kind." if is_kind else "Give batches one shape, for example with drop_remainder=True."
+            if old.shape[1:] != new.shape[1:]:  # drop_remainder would not help
+                remedy = (
+                    "Rows of each shape need a program of their own. Pad them to a few lengths, such as powers of two: up to "
+                    f"{MAX_SILENT_RECOMPILATIONS} programs are normal. If you want more, say so before the loop: "
+                    "warnings.simplefilter('ignore', mr.RecompilationWarning)."
+                )
             return f"the argument {leaf_name} changed from shape {_type_of(old)} to {_type_of(new)}. {remedy}"
         return (
             f"the argument {leaf_name} changed from {_shown(old)} to {_shown(new)}. Strings, bools, functions and other "

@@ -82,20 +82,40 @@ def require_same_rows(parts: Sequence[PyTree], title: str) -> None:
 def count_rows(
     arrays: PyTree,
     given: str = "the dataset yielded",
-    advice: str = "If this is a single example, batch the dataset first: .batch(global_batch_size).",
+    advice: str = "If this is a single example, batch the dataset first: dataset.batch(global_batch_size), or of a list of "
+    "examples strategy.make_numpy_dataset(np.array(examples)).batch(global_batch_size).",
 ) -> int:
     """Return the number of rows in a nest of numpy arrays, the same in each; `given` and `advice` are for errors."""
     paths, _ = jax.tree_util.tree_flatten_with_path(arrays)
     if not paths:
         raise TypeError(f"{given} {shown(arrays)}, which holds no array; expected a nest of arrays.")
-    for path, leaf in paths:
-        if leaf.ndim == 0:
-            raise ValueError(f"{given} a scalar{_at(path)}; expected arrays whose first axis counts rows. {advice}")
+    if any(leaf.ndim == 0 for _, leaf in paths):
+        raise ValueError(_why_scalar(arrays, given, advice))
     counts = {leaf.shape[0] for _, leaf in paths}
     if len(counts) > 1:
         listed = ", ".join(f"{jax.tree_util.keystr(path)}: {leaf.shape[0]}" for path, leaf in paths)
         raise ValueError(f"{given} arrays with different numbers of rows ({listed}). {advice}")
     return counts.pop()
+
+
+def _why_scalar(arrays: PyTree, given: str, advice: str) -> str:
+    """Say which leaf of a batch is a scalar, and what to write."""
+
+    def is_of_numbers(node: object) -> bool:
+        return isinstance(node, list) and all(isinstance(leaf, np.ndarray) and leaf.ndim == 0 for leaf in node)
+
+    leaves = jax.tree_util.tree_flatten_with_path(arrays, is_leaf=is_of_numbers)[0]
+    path, leaf = next((path, leaf) for path, leaf in leaves if isinstance(leaf, list) or leaf.ndim == 0)
+    if isinstance(leaf, list):
+        what, advice = "a list of numbers", "To Python it is one scalar beside the other: make an array of it, np.array(numbers)."
+    else:
+        what = "a scalar"
+        if any(not isinstance(other, list) and other.ndim for _, other in leaves):
+            advice += (
+                " If it is one value for all rows, write np.full(num_rows, value), or give it to the step beside the batch: "
+                "strategy.run(step, args=(batch, value))."
+            )
+    return f"{given} {what}{_at(path)}; expected arrays whose first axis counts rows. {advice}"
 
 
 def to_numpy(batch: PyTree) -> PyTree:
