@@ -209,9 +209,9 @@ Strategy.distribute_dataset
     next(iter(two.distribute_dataset([{"k": KEYS}]))) => TypeError: the dataset yielded at \['k'\] random keys, and KEY_LINES
     next(iter(two.distribute_dataset([KEYS]))) => TypeError: the dataset yielded random keys, and KEY_LINES
     next(iter(two.distribute_dataset([x]))) => TypeError: the dataset yielded a PerReplica
-    next(iter(two.distribute_dataset([1, 2]))) => ValueError: the dataset yielded a scalar; .* of a list of examples strategy\.make
+    next(iter(two.distribute_dataset([1, 2]))) => ValueError: the dataset yielded a scalar; .* of a list of examples strategy\.mak
     next(iter(two.distribute_dataset([[ONES, [0, 1]]]))) => ValueError: a list of numbers at \[1\]; .* of it, np\.array\(numbers\)
-    next(iter(two.distribute_dataset([(ONES, 3)]))) => ValueError: a scalar at \[1\]; .* one value for all rows, write np\.full\(nu
+    next(iter(two.distribute_dataset([(ONES, 3)]))) => ValueError: a scalar at \[1\]; .* one value for all rows, write np\.full\(n
     next(iter(two.distribute_dataset([(1.0, 3)]))) => ValueError: a scalar at \[0\]; .* is a single example, batch the dataset f
     step(lambda: two.distribute_dataset([ONES])) => ContextError: NOT_IN_A_STEP
 Strategy.distribute_datasets_from_function
