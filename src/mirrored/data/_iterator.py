@@ -103,11 +103,11 @@ class DistributedIterator:
                     raise TypeError(f"mr.Checkpoint cannot save the position of this iterator: {step.position}")
             except BaseException as error:
                 if not isinstance(error, KeyboardInterrupt) or not self._goes_on():
-                    is_end = isinstance(error, StopIteration)
-                    was_closed, self._is_closed = self._is_closed, True
+                    self._is_closed = True
+                    is_end, passes = isinstance(error, StopIteration), self._passes
                     self._failure = self._failure or ("" if is_end else repr(error))
-                    if is_end and not was_closed and self._passes is not None and self._passes.why_no_step:
-                        user_code.warn(f"no step was made in a pass over the dataset. {self._passes.why_no_step}")
+                    if is_end and passes is not None and passes.why_no_step:
+                        user_code.warn(f"no step was made in a pass over the dataset. {passes.why_no_step}")
                 raise
             finally:
                 if self._is_closed:  # by this thread, or meanwhile by another

@@ -102,7 +102,7 @@ def _why_scalar(arrays: PyTree, given: str, advice: str) -> str:
     """Say which leaf of a batch is a scalar, and what to write."""
 
     def is_of_numbers(node: object) -> bool:
-        return isinstance(node, list) and all(isinstance(leaf, np.ndarray) and leaf.ndim == 0 for leaf in node)
+        return isinstance(node, list) and node != [] and all(isinstance(leaf, np.ndarray) and leaf.ndim == 0 for leaf in node)
 
     leaves = jax.tree_util.tree_flatten_with_path(arrays, is_leaf=is_of_numbers)[0]
     path, leaf = next((path, leaf) for path, leaf in leaves if isinstance(leaf, list) or leaf.ndim == 0)

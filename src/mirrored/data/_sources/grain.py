@@ -35,7 +35,7 @@ _KEEP_ROWS = {
     "SliceMapDataset", "WindowShuffleMapDataset", "WithOptionsMapDataset", "_WithSeedMapDataset",
 }  # fmt: skip
 #: The length of a pipeline that repeats without end is a number beyond all others, or a part of it.
-_ENDLESS = 2**48
+ENDLESS = 2**48
 
 #: Transformations whose results would change if each worker applied them to its own files.
 _ACROSS_FILES = {
@@ -58,9 +58,9 @@ def open_pipeline(dataset: Pipeline) -> Iterator[PyTree]:
     return iter(dataset)
 
 
-def has_length(dataset: grain.MapDataset[PyTree]) -> bool:
+def has_length(dataset: Pipeline) -> bool:
     """Tell whether `len` is the number of elements: a filter drops some, and does not say how many."""
-    return len(dataset) < _ENDLESS and not any(type(node).__name__ == "FilterMapDataset" for node in nodes(dataset))
+    return not any(type(node).__name__ == "FilterMapDataset" for node in nodes(dataset))
 
 
 def num_smaller(dataset: grain.MapDataset[PyTree], num_rows: int) -> int | None:
@@ -75,7 +75,7 @@ def num_smaller(dataset: grain.MapDataset[PyTree], num_rows: int) -> int | None:
     rest = len(node.parents[0]) % size * ("drop_remainder=False" in str(node))
     if size < num_rows:  # a `batch_fn` may join records that are batches themselves
         return len(dataset) if rows_of(node[0]) < num_rows else None
-    if not 0 < rest < num_rows or len(node) >= _ENDLESS:
+    if not 0 < rest < num_rows or len(node) >= ENDLESS:
         return 0
     is_smaller = rows_of(node[len(node) - 1]) < num_rows  # reads these few records
     return None if is_cut else len(dataset) // len(node) * is_smaller

@@ -61,7 +61,7 @@ def num_batches(dataset: object, at_least: int) -> int:
     count = _length_of(dataset)
     if at_least == 1:
         return count
-    smaller = grain.num_smaller(dataset, at_least) if grain.is_pipeline(dataset) else None
+    smaller = grain.num_smaller(dataset, at_least) if grain.is_pipeline(dataset) else None  # pyrefly: ignore[bad-argument-type]
     if loader := _rows_of_loader(dataset):
         num_rows, size, _ = loader
         smaller = int(count * size > num_rows and num_rows % size < at_least) if size >= at_least else None
@@ -83,7 +83,8 @@ def num_groups(dataset: object, size: int, drop_remainder: bool) -> int:
 
 def _length_of(dataset: object) -> int:
     """Return the length of a dataset; raise TypeError if it has none, or no end."""
-    if not isinstance(dataset, collections.abc.Sized) or (grain.is_pipeline(dataset) and not grain.has_length(dataset)):
+    is_known = isinstance(dataset, collections.abc.Sized) and not (grain.is_pipeline(dataset) and not grain.has_length(dataset))
+    if not is_known or len(dataset) >= grain.ENDLESS:
         raise TypeError(f"the length of {type(dataset).__name__} is not known before it ends.")
     return len(dataset)
 
