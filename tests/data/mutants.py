@@ -11,6 +11,8 @@ MUTANTS = [
      "tests/data/test_dataset.py::test_the_rows_of_the_replicas_in_order_are_the_batch"),
     ("data/_iterator.py", "if not isinstance(error, KeyboardInterrupt) or not self._goes_on():", "if True:",
      "tests/data/test_prefetch.py::test_ctrl_c_in_a_pipeline_that_nobody_reads_ahead_loses_none_or_says_so"),
+    ("data/_passes.py", "is_empty = is_whole", "is_empty = True",
+     "tests/data/test_sizes.py::test_a_pass_that_made_steps_before_or_was_ended_by_the_program_says_nothing"),
     ("data/_records/value_places.py", "tag >= 0x80 or ", "",
      "tests/data/test_example.py::test_what_no_writer_writes_has_no_places"),
     ("data/_sharing/agree.py", "reshape(-1).view(np.uint8), checksum)", "reshape(-1).view(np.uint8)[:100_000], checksum)",

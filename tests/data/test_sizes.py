@@ -115,6 +115,8 @@ PIPELINES: list[Callable[[grain.MapDataset], grain.MapDataset]] = [
     lambda m: m.batch(4).repeat(3), lambda m: m.seed(1).shuffle().batch(4).map(lambda x: x).shuffle(seed=2).repeat(2),
     lambda m: m.batch(4, drop_remainder=True).repeat(2)[:3], lambda m: m.batch(2), lambda m: m.repeat().batch(6)[:5],
     lambda m: m.batch(4, batch_fn=lambda records: np.concatenate([records, records, records])), lambda m: m[:0].batch(4),
+    lambda m: grain.MapDataset.concatenate([m.batch(4), m[:4].batch(3)]).seed(0).shuffle().repeat(2),
+    lambda m: grain.MapDataset.mix([m[:4].batch(4), m[:3].batch(3)])[:1],
 ]  # fmt: skip
 
 
@@ -145,7 +147,7 @@ def test_a_length_that_only_reading_would_tell_is_none(strategy3: mr.MirroredStr
     dataset = Sized(lambda: iter([X, X]))
     assert len(strategy3.distribute_dataset(dataset)) == 2
     mine = source(5).map(lambda x: np.ones((4, 3))).batch(1, batch_fn=lambda records: records[0])  # records that are batches
-    for unknown in (dataset, source(5).batch(4)[:2], grain.MapDataset.concatenate([source(5).batch(4)] * 2), mine):
+    for unknown in (dataset, source(5).batch(4)[:2], grain.MapDataset.mix([source(5).batch(4)] * 2), mine):
         with pytest.raises(
             TypeError, match=r"is known when they are read: .* drops batches of fewer than 3 rows, one for each replica"
         ):

@@ -29,11 +29,12 @@ _FILE_BY_FILE = {
     "_MpContextIterDataset", "_WithSeedIterDataset",
 }  # fmt: skip
 
-#: Transformations whose elements have the rows of their source's. All but a slice give each of these equally often.
+#: Transformations whose elements have the rows of their sources': they give each equally often, or leave some out.
 _KEEP_ROWS = {
-    "MapMapDataset", "MapWithIndexMapDataset", "RandomMapMapDataset", "RepeatMapDataset", "ShuffleMapDataset",
-    "SliceMapDataset", "WindowShuffleMapDataset", "WithOptionsMapDataset", "_WithSeedMapDataset",
+    "ConcatenateMapDataset", "MapMapDataset", "MapWithIndexMapDataset", "RandomMapMapDataset", "RepeatMapDataset",
+    "ShuffleMapDataset", "WindowShuffleMapDataset", "WithOptionsMapDataset", "_WithSeedMapDataset",
 }  # fmt: skip
+_LEAVE_OUT = {"MixedMapDataset", "SliceMapDataset"}
 #: The length of a pipeline that repeats without end is a number beyond all others, or a part of it.
 ENDLESS = 2**48
 
@@ -64,21 +65,21 @@ def has_length(dataset: Pipeline) -> bool:
 
 
 def num_smaller(dataset: grain.MapDataset[PyTree], num_rows: int) -> int | None:
-    """Return how many elements are batches of fewer rows, read off the last `batch`; None if the pipeline does not tell."""
-    node, is_cut = dataset, False
-    while type(node).__name__ in _KEEP_ROWS:
-        is_cut |= type(node).__name__ == "SliceMapDataset"
-        [node] = node.parents
-    if not len(dataset) or type(node).__name__ != "BatchMapDataset":
-        return None if len(dataset) else 0
-    size = batch_sizes(node, of_all=False)[0]
-    rest = len(node.parents[0]) % size * ("drop_remainder=False" in str(node))
+    """Return how many elements are batches of fewer rows, read off each last `batch`; None if the pipeline does not tell."""
+    name, parents, count = type(dataset).__name__, dataset.parents, len(dataset)
+    if name in _KEEP_ROWS | _LEAVE_OUT:
+        found = [number for parent in parents if (number := num_smaller(parent, num_rows)) is not None]
+        if len(found) < len(parents) or (any(found) and name in _LEAVE_OUT):
+            return None
+        return sum(found) * count // max(1, sum(map(len, parents)))
+    if name != "BatchMapDataset" or not count:
+        return None if count else 0
+    [size], rest = batch_sizes(dataset, of_all=False)[:1], 0
+    if count < ENDLESS and "drop_remainder=False" in str(dataset):
+        rest = len(parents[0]) % size
     if size < num_rows:  # a `batch_fn` may join records that are batches themselves
-        return len(dataset) if rows_of(node[0]) < num_rows else None
-    if not 0 < rest < num_rows or len(node) >= ENDLESS:
-        return 0
-    is_smaller = rows_of(node[len(node) - 1]) < num_rows  # reads these few records
-    return None if is_cut else len(dataset) // len(node) * is_smaller
+        return count if rows_of(dataset[0]) < num_rows else None
+    return int(0 < rest < num_rows and rows_of(dataset[count - 1]) < num_rows)  # reads these few records
 
 
 def nodes(dataset: Pipeline) -> Iterator[Pipeline]:
