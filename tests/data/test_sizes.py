@@ -1,5 +1,7 @@
 """What is known of a dataset before its batches are read: the number of steps, and why there are none."""
 
+import contextlib
+import re
 import sys
 import threading
 import types
@@ -14,6 +16,11 @@ import pytest
 from pipelines import WITHOUT_THREAD, Reiterable
 
 import mirrored as mr
+from mirrored._testing.inputs import _make_workers, _run_together
+from mirrored.data._passes import Elements, Passes
+from mirrored.data._sharing.agree import InputWorker
+from mirrored.data._sharing.plan import make_plan
+from mirrored.data._sharing.steps import LocalReplicas
 
 DROP = mr.InputOptions(drop_remainder=True)
 X = np.ones((2, 3), "float32")
@@ -99,6 +106,23 @@ def test_a_pass_that_made_steps_before_or_was_ended_by_the_program_says_nothing(
     thread.start()
     thread.join()
     assert len(thread_said) == 1, "of a thread of the program, too"
+
+
+@pytest.mark.parametrize(
+    ("policy", "why"), [("data", "is empty, or its batches"), ("off", "drops .* 4 replicas .* dropped 2 rows")]
+)
+def test_all_workers_say_the_same(policy: str, why: str) -> None:
+    """Also where the data of one has ended before a step."""
+
+    def read(worker: InputWorker) -> str:
+        dataset = [X[:0]] if policy == "data" else [X] * worker.index
+        plan = make_plan(dataset, policy, worker, 4)
+        with contextlib.closing(Passes(Elements(plan), None, {})) as passes:
+            assert list(passes.steps(LocalReplicas(4, worker, drop_remainder=True))) == []
+        return passes.why_no_step
+
+    first, second = _run_together(read, _make_workers(2))
+    assert first == second and re.search(why, first), first
 
 
 @pytest.mark.parametrize("make", [lambda s: s.make_numpy_dataset(X).batch(2).repeat(), lambda s: source(2).repeat().batch(2)])
