@@ -534,7 +534,7 @@ def test_the_way_of_a_step_is_short(num_variables: int, strategy2: mr.Strategy, 
     first, _ = way(lambda: strategy2.run(step))
     models = {name for name in first if name.startswith("_models/")}  # of libraries that some test has imported
     known = {f"_models/{name}" for name in ("keras", "keras_layers", "keras_parts", "replaced")}
-    assert len(first - models) <= 25 and models <= known, sorted(first)
+    assert len(first - models) <= 26 and models <= known, sorted(first)
     warm, calls = min((way(lambda: strategy2.run(step)) for _ in range(2)), key=lambda found: found[1])  # one may wait for others
     assert warm <= WARM, sorted(warm - WARM)
     assert calls <= 12, calls  # none for each variable
@@ -560,10 +560,10 @@ def first_run(rows: int, num_replicas: int, transformation: optax.GradientTransf
 
 def test_the_first_run_of_a_training_step_passes_few_files_more() -> None:
     files, _ = first_run(4, 2, optax.sgd(0.1))
-    assert len({name for name in files if not name.startswith("_models/")}) <= 33, sorted(files)
+    assert len({name for name in files if not name.startswith("_models/")}) <= 34, sorted(files)
 
 
-@pytest.mark.parametrize(("rows", "most_calls"), [(6, 1500), (5, 5600)])
+@pytest.mark.parametrize(("rows", "most_calls"), [(6, 1700), (5, 6300)])
 def test_the_first_run_of_a_training_step_makes_few_calls(rows: int, most_calls: int) -> None:
     """With Adam on three replicas, in a process of its own: where others have run, JAX has traces that it does not make again."""
     ended = subprocess.run([sys.executable, __file__, str(rows)], check=True, capture_output=True, text=True, timeout=100)
