@@ -395,7 +395,8 @@ def test_sizes() -> None:
 
 
 #: Lines of each wing, and beside it what is to be reached. A budget goes down with code that goes, and up only for a promise that
-#: was not there. The ground is together, and so are small wings that stand for one thing. `python tests/test_house.py` prints today's.
+#: was not there. The ground is together, and so are small wings that stand for one thing. `python tests/test_house.py` prints
+#: today's.
 BUDGETS = {
     "_program": 4860,  # 4,000
     "_jax": 1637,  # 1,300
