@@ -100,12 +100,12 @@ def transforms_of(equation: Equation) -> tuple[str, ...]:
 
 
 def is_backward(equation: Equation, around: tuple[str, ...]) -> bool:
-    """Tell whether an equation is part of a backward pass over the batch, not of one for each example (`vmap`).
+    """Tell whether an equation is part of a backward pass: the transpose of a derivative, which has `jvp` behind `transpose`.
 
-    `around` names the transformations of the equations around it.
+    `jax.linear_transpose` alone makes no derivative. `around` names the transformations of the equations around it.
     """
     transforms = around + transforms_of(equation)
-    return "transpose" in transforms and "vmap" not in transforms[: transforms.index("transpose")]
+    return "transpose" in transforms and "jvp" in transforms[transforms.index("transpose") :]
 
 
 # -- loops and conditions

@@ -39,12 +39,13 @@ class Said(enum.IntEnum):
 
 
 class Gradient(enum.IntEnum):
-    """Whether a value is a gradient: the result of a backward pass, or a linear function of such results alone."""
+    """Whether a value is a gradient: the result of a backward pass, or what differs by replica through such results alone."""
 
     NONE = 0
-    OWN = 1
-    MIXED = 2  # one of the replica's own and a mirrored value were added, such as a weight decay: no gradient alone
-    TOTAL = 3  # the step has combined it over the replicas
+    OWN = 1  # linear in the replica's own gradients, so that the sum over the replicas is the same function of their sum
+    BENT = 2  # another function of them, such as a clipped gradient
+    MIXED = 3  # one to which a mirrored value was added, such as a weight decay, or which was added to a mirrored value
+    TOTAL = 4  # combined over the replicas by the step
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,7 +58,6 @@ class Advice:
     curved: str = ""  # the line of a share by which the derivative of the loss, from which it comes, differs by replica
     has_share: bool = False  # whether a share, or its gradient by a variable, is in it that was not combined
     gradient: Gradient = Gradient.NONE
-    drifts: bool = False  # whether in it a gradient that was not combined was added to a mirrored value
     noise: Noise | None = None  # random numbers in it, the same on all replicas
     old: tuple[int, bool] | None = None  # the variable whose old value is in it, and whether all else was added to that
 
@@ -82,17 +82,16 @@ _with = dataclasses.replace
 
 def join(given: Sequence[Advice]) -> Advice:
     """Return the advice for a value that is computed from such values."""
-    said, came_back, curved, has_share, drifts, noise, old = Said.CONSTANT, "", "", False, False, None, None
+    said, came_back, curved, has_share, noise, old = Said.CONSTANT, "", "", False, None, None
     for advice in given:
         said = max(said, advice.said)
         came_back = came_back or advice.came_back
         curved = curved or advice.curved
         has_share = has_share or advice.has_share
-        drifts = drifts or advice.drifts
         noise = noise or advice.noise
         old = old or advice.old
     mixed = None if old is None else (old[0], False)
-    return Advice(said, False, came_back, curved, has_share, Gradient.NONE, drifts, noise, mixed)
+    return Advice(said, False, came_back, curved, has_share, Gradient.NONE, noise, mixed)
 
 
 def either(states: Sequence[Advised], joined: Advice) -> Advice:
@@ -123,9 +122,11 @@ def operation(
     name, new = equation.primitive.name, state.advice
     if (places := jaxprs.linear_operands(equation)) is not None:
         new = _linear(name, [inputs[k] for k in places], new)
-    # Whether a loss is finite is no loss, nor is its place.
+    elif any(one.advice.gradient for one in inputs) and _differs_by_gradients(inputs):
+        new = _with(new, gradient=Gradient.BENT)
+    # Whether a loss or a gradient is finite is none, nor is its place.
     if not all(jax.numpy.issubdtype(getattr(atom.aval, "dtype", np.float32), np.inexact) for atom in equation.outvars):
-        new = _with(new, said=min(new.said, Said.NOTHING), has_share=False)
+        new = _with(new, said=min(new.said, Said.NOTHING), has_share=False, gradient=Gradient.NONE)
     if name in primitives.DRAWS or new.noise is not None:
         new = _with(new, noise=_noise(equation, inputs, state, line, met))
     return new if new.old is None else _with(new, old=_old(name, [one.advice for one in inputs], new.old))
@@ -161,7 +162,8 @@ def marked(
         case Purpose.SHARE | Purpose.TANGENT:
             is_share = note.purpose is Purpose.SHARE
             is_divided_again = is_share and note.name == "divided" and old.has_share
-            return _with(old, said=Said.SHARE, has_share=old.has_share or is_share), is_divided_again
+            gradient = Gradient.NONE if is_share else old.gradient
+            return _with(old, said=Said.SHARE, has_share=old.has_share or is_share, gradient=gradient), is_divided_again
         case Purpose.COTANGENT if old.said is not Said.WHOLE:  # it varies where a loss is not linear in it
             return _with(old, said=Said.SHARE) if state.is_mirrored else _with(old, said=Said.NOTHING, curved=line()), False
         case Purpose.OWN_GRADIENT:  # by a replica's own rows it is no share
@@ -211,8 +213,7 @@ def _linear(name: str, given: Sequence[Advised], joined: Advice) -> Advice:
         return _with(joined, said=Said.ZERO)
     if is_quotient and given[1:] and given[1].advice.said is Said.WHOLE:  # a sum over the replicas: this does not multiply by R
         joined = _with(joined, said=given[0].advice.said)
-    gradients = [one.advice.gradient for one in factors if one.advice.gradient]
-    return _with(joined, gradient=gradients[0]) if len(gradients) == 1 else joined
+    return _with(joined, gradient=_gradient_of_product(given, is_quotient))
 
 
 def _sum(given: Sequence[Advised], joined: Advice, of_derivatives: bool) -> Advice:
@@ -221,19 +222,43 @@ def _sum(given: Sequence[Advised], joined: Advice, of_derivatives: bool) -> Advi
     lowest = (
         Said.WHOLE if of_derivatives and Said.WHOLE in said else _lowest(said, Said.ZERO if of_derivatives else Said.CONSTANT)
     )
-    gradient = _gradient_of_sum(given)
-    return _with(joined, said=lowest, gradient=gradient, drifts=joined.drifts or gradient is Gradient.MIXED)
+    return _with(joined, said=lowest, gradient=_gradient_of_sum(given))
+
+
+def _differs_by_gradients(states: Sequence[Advised]) -> bool:
+    """Tell whether values differ by replica, and those that do are gradients."""
+    own = [state for state in states if not state.is_mirrored]
+    return bool(own) and all(state.advice.gradient for state in own)
 
 
 def _gradient_of_sum(states: Sequence[Advised]) -> Gradient:
-    """Return what a sum of such values is, in which constants do not count."""
-    gradients = [one for one in states if one.advice.gradient]
-    others = [one for one in states if not one.advice.gradient and one.advice.said > Said.CONSTANT]
-    kind = max((one.advice.gradient for one in gradients), default=Gradient.NONE)
-    if not others:
-        return kind
-    is_own = kind is not Gradient.TOTAL and not all(one.is_mirrored for one in gradients)
-    return Gradient.MIXED if is_own and all(one.is_mirrored for one in others) else Gradient.NONE
+    """Return what a sum of such values is."""
+    kinds = [state.advice.gradient for state in states]
+    if not any(kinds):
+        return Gradient.NONE
+    others = [state.advice.said for state in states if state.is_mirrored and not state.advice.gradient]
+    others = max(others, default=Said.ZERO)
+    if all(state.is_mirrored for state in states):
+        return Gradient.NONE if others > Said.CONSTANT else max(kinds)
+    if not _differs_by_gradients(states):
+        return Gradient.NONE
+    if others > Said.CONSTANT or Gradient.TOTAL in kinds:
+        return Gradient.MIXED
+    return max(kinds) if others is Said.ZERO else max(Gradient.BENT, *kinds)
+
+
+def _gradient_of_product(states: Sequence[Advised], is_quotient: bool) -> Gradient:
+    """Return what a product of such values is, or the quotient of the first."""
+    if not any(state.advice.gradient for state in states):
+        return Gradient.NONE
+    own = [place for place, state in enumerate(states) if not state.is_mirrored]
+    if not own:
+        gradients = [state.advice.gradient for state in (states[:1] if is_quotient else states) if state.advice.gradient]
+        return gradients[0] if len(gradients) == 1 else Gradient.NONE
+    if not _differs_by_gradients(states):
+        return Gradient.NONE
+    is_linear = len(own) == 1 and not (is_quotient and own[0])
+    return states[own[0]].advice.gradient if is_linear else Gradient.BENT
 
 
 def _combined(kind: Gradient) -> Gradient:

@@ -146,8 +146,8 @@ def _complaint(note: Mark, states: list[State], num_replicas: int) -> str:
     said = {state.advice.said for state in states}
     if Said.WHOLE in said:
         return _COMBINED_LOSS
-    if any(state.advice.gradient is Gradient.MIXED for state in states):
-        return _MIXED_SUM
+    if any(state.advice.gradient in (Gradient.BENT, Gradient.MIXED) for state in states):
+        return _BENT_SUM
     is_unspoken = not said.isdisjoint((Said.CONSTANT, Said.NOTHING))
     if num_replicas > 1 and is_unspoken and all(state.is_same for state in states):
         return _SAME_DATA
@@ -166,9 +166,8 @@ def check_results(call: Call, lifted: Lifted, findings: Findings) -> None:
     positions = jax.tree.unflatten(call.treedef, range(call.treedef.num_leaves))
     if not any(map(_is_of_optax, jax.tree.leaves(positions, is_leaf=_is_of_optax))):
         return
-    drifting = [
-        i for i, state in enumerate(findings.outputs[: lifted.num_results]) if state.advice.drifts and not state.is_mirrored
-    ]
+    results = findings.outputs[: lifted.num_results]
+    drifting = [i for i, state in enumerate(results) if state.advice.gradient is Gradient.MIXED and not state.is_mirrored]
     if drifting:
         user_code.warn(
             f"{call.name} was given the state of an optimizer, and {len(drifting)} of its results, such as "
@@ -255,11 +254,13 @@ _COMBINED_LOSS = (
     "(R = {num_replicas} here). Differentiate this replica's own loss (mr.losses.compute_average_loss) and reduce the loss "
     "after the gradient, or for reporting outside with strategy.reduce('sum', loss)."
 )
-_MIXED_SUM = (
-    "{where} sums gradients over the replicas to which each replica had added a value that is the same on all, such as a weight "
-    "decay, a momentum or noise: that value counts R times (R = {num_replicas} here). Add it after the sum: gradients = "
-    "ctx.all_reduce('sum', gradients), and then decay * weights. A mr.Optimizer takes optax.add_decayed_weights(decay) in its "
-    "transformation, and a loss takes mr.losses.scale_regularization_loss(penalty)."
+_BENT_SUM = (
+    "{where} sums what each replica has computed of its own gradients, and that is not the same function of their sum: clipped "
+    "or normalized gradients and an optimizer's updates are up to R times too large (R = {num_replicas} here), and a weight "
+    "decay, a momentum, noise or a constant that was added counts R times. Sum first:\n"
+    "    gradients = ctx.all_reduce('sum', gradients)  # then clip, normalize and add\n"
+    "    mr.Optimizer(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), variables)  # does both after the sum\n"
+    "    value = mr.losses.as_share(value)  # before the sum, if it is meant, or value is no gradient"
 )
 _UNSPOKEN_LOSS = (
     "nobody has said how the loss is divided that mr.losses.global_loss sums over the replicas at {where}. If it is a mean over "
@@ -287,5 +288,6 @@ _UNSPOKEN_SUM = (
     "own rows, as of jnp.mean, the sum is R times the gradient of one device. Write one of these lines:\n"
     "    return mr.losses.compute_average_loss(losses)  # in the function that is differentiated, of one loss for each example\n"
     "    return mr.losses.mean_over_own_rows(loss)      # or mr.losses.already_divided(loss), when all rows have divided it\n"
-    "    gradients = ctx.all_reduce('mean', gradients)  # in place of the sum, of losses that are means over own rows"
+    "    gradients = ctx.all_reduce('mean', gradients)  # in place of the sum, of losses that are means over own rows\n"
+    "    value = mr.losses.as_share(value)              # before the sum, if it is meant, or value is no gradient"
 )
