@@ -1,7 +1,8 @@
-# The only things that must be on the machine are Python 3.11, 3.12 or 3.13 with pip and venv, and make. The newest is taken;
+# The only things that must be on the machine are Python 3.12 or 3.13 with pip and venv, and make. The newest is taken;
 # `make PYTHON=... VENV=... setup` makes another environment.
 PYTHON ?= $(shell tools/newest-python)
 VENV ?= .venv
+LOCK ?= requirements.lock
 BIN := $(VENV)/bin
 # Else each process compiles every module anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -25,7 +26,7 @@ test: setup
 
 ## test-oldest: the default test suite with the oldest Python and JAX that are supported
 test-oldest:
-	$(MAKE) test VENV=.venv-oldest PYTHON=$$(tools/newest-python 3.11)
+	$(MAKE) test VENV=.venv-oldest LOCK=requirements-oldest.lock PYTHON=$$(tools/newest-python 3.12)
 
 ## test-all: the default suite and the slow tests
 test-all: setup
@@ -63,13 +64,13 @@ plans: setup .plan/libtpu
 bench: setup
 	$(BIN)/python benchmarks/run_all.py
 
-## setup: make .venv with exactly the versions of requirements.lock
+## setup: make $(VENV) with exactly the versions of $(LOCK)
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: requirements.lock pyproject.toml
+$(VENV)/.ready: $(LOCK) pyproject.toml
 	@test -n "$(PYTHON)"
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $(LOCK)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@$(BIN)/python -c "import platform, jax; print('Python', platform.python_version(), 'with jax', jax.__version__)"
 	@touch $@
@@ -80,10 +81,12 @@ dist: setup
 	$(BIN)/python -m build --outdir dist
 	tools/try-wheel $(PYTHON)
 
-## lock: choose new versions (needs uv)
+## lock: choose new versions, and the oldest that pyproject.toml allows (needs uv)
+COMPILE := uv pip compile pyproject.toml --extra data --extra examples --extra keras --extra flax --extra equinox --group dev --python-version 3.12 \
+  --no-emit-index-url --custom-compile-command "make lock" --upgrade --quiet
 lock:
-	uv pip compile pyproject.toml --extra data --extra examples --extra keras --extra flax --extra equinox --group dev --universal --python-version 3.11 \
-	  --no-emit-index-url --custom-compile-command "make lock" --upgrade --quiet --output-file requirements.lock
+	$(COMPILE) --universal --output-file requirements.lock
+	$(COMPILE) --resolution lowest-direct --output-file requirements-oldest.lock
 
 clean:
 	rm -rf .venv .venv-oldest .pytest_cache out dist

@@ -299,15 +299,10 @@ GRADIENTS = {
     "jit, remat": lambda loss: lambda w: jax.jit(jax.grad(jax.checkpoint(loss)))(w),
     "two halves": lambda loss: lambda w: jax.lax.scan(lambda g, _: (g + jax.grad(loss)(w) / 2, None), jnp.zeros(4), None, 2)[0],
     "while": lambda loss: lambda w: jax.lax.fori_loop(0, 2, lambda i, g: g + jax.grad(loss)(w) / 2, jnp.zeros(4)),
-    "clipped": lambda loss: lambda w: clipped(jax.grad(loss)(w)),
     "cond": lambda loss: lambda w: jax.lax.cond(w[0] < 9, jax.grad(loss), jnp.zeros_like, w),
     "custom_jvp": lambda loss: lambda w: jax.grad(lambda w: loss(jax.nn.relu(w + 9) - 9))(w),
     "loss scaling": lambda loss: lambda w: jax.grad(lambda w: 1024 * loss(w))(w) / 1024,
 }  # fmt: skip
-
-
-def clipped(g):
-    return g * jnp.minimum(1.0, 100.0 / (jnp.linalg.norm(g) + 1e-6))
 
 
 def test_what_a_loss_says_is_told_to_whatever_is_computed_of_its_gradient():

@@ -184,6 +184,33 @@ def already_divided(loss: _ArrayLike) -> jax.Array:
     return _share(_scalar(loss, "already_divided"), "")
 
 
+def as_share(value: Any) -> Any:
+    """Declare that a sum over the replicas is meant: `value` is this replica's share of it, and no gradient to be judged.
+
+    A sum over the replicas of gradients warns if nobody has said how their loss was divided, or if they were clipped or changed
+    before. The library takes for a gradient whatever differs by replica through results of backward passes alone. This is the
+    word where that sum is right: a total force, the vote of signs, per-example gradients that were clipped one by one, `A.T @ y`
+    by `jax.vjp`, gradients that are divided after the sum.
+
+    Args:
+        value: a tree of arrays, of any shapes; returned as it is.
+
+    Raises:
+        ContextError: outside a step.
+
+    >>> def step(x):
+    ...     force = -jax.grad(lambda x: jnp.sum(x**2))(x)
+    ...     return mr.get_replica_context().all_reduce("sum", mr.losses.as_share(jnp.sum(force)))
+    >>> [x] = strategy.distribute_dataset([np.array([1.0, 2.0, 6.0, 3.0])])
+    >>> float(strategy.run(step, args=(x,)))
+    -24.0
+
+    Source: https://www.tensorflow.org/tutorials/distribute/custom_training
+    """
+    _replicas("as_share")
+    return jax.tree.map(lambda array: _share(jnp.asarray(array), ""), value)
+
+
 def global_loss(loss: Callable[..., Any]) -> Callable[..., jax.Array]:
     """Return a function for the loss of the whole batch, whose value and gradients are the same on every replica.
 

@@ -1,6 +1,5 @@
 """Keras' own fit, evaluate and predict on all devices of a strategy: the numbers of one device, also with Dropout."""
 
-import contextlib
 import re
 import warnings
 from pathlib import Path
@@ -62,8 +61,6 @@ def require_equal(own: Any, expected: Any) -> None:
 
 def jax_warns() -> Any:
     """Return what takes the warning of labels of int64, where no strategy is."""
-    if jax.__version_info__ < (0, 11):
-        return contextlib.nullcontext()
     return pytest.warns(UserWarning, match="Explicitly requested dtype int64")
 
 

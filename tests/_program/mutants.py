@@ -11,8 +11,10 @@ MEANS = "tests/_program/uneven/test_means.py::test_"
 
 MUTANTS = [
     # -- copies that would differ, and hangs
-    ("_program/proof.py", "Gradient.MIXED if is_own and all(one.is_mirrored for one in others)", "Gradient.MIXED if is_own",
-     "tests/_program/test_refusals.py::test_a_value_of_all_replicas_beside_a_gradient_counts_r_times"),
+    ("_program/advice.py", "max(kinds) if others is Said.ZERO else max(Gradient.BENT, *kinds)", "max(kinds)",
+     "tests/_program/test_refusals.py::test_what_is_no_linear_function_of_own_gradients_is_not_to_be_summed[2]"),
+    ("_program/advice.py", "is_linear = len(own) == 1 and not (is_quotient and own[0])", "is_linear = True",
+     "tests/_program/test_refusals.py::test_what_is_no_linear_function_of_own_gradients_is_not_to_be_summed[2]"),
     ("_program/proof.py", "Purpose.ASSIGN if self.within is not None and", "Purpose.ASSIGN if False and",
      "tests/_transforms/test_loops.py::test_copies_that_would_differ_are_refused_inside_them_too"),
     ("_program/proof.py", " or jaxprs.is_over_groups(equation)", "", PROOF + "what_may_differ_is_varying_and_says_why"),
@@ -21,15 +23,15 @@ MUTANTS = [
     ("_program/refusals.py", "if note.purpose is Purpose.ASSIGN and not state.is_mirrored", "if False",
      PROOF + "refusals_find_the_variable_and_the_line"),
     # -- a factor of R
-    ("_program/proof.py", "said=min(given.said, Said.COMBINED)", "said=given.said",
+    ("_program/advice.py", "Advice(min(old.said, Said.COMBINED))", "Advice(old.said)",
      REFUSALS + "gradients_that_were_combined_before_are_refused"),
-    ("_program/refusals.py", "if note.purpose is Purpose.MEAN and state.said is Said.SHARE]", "if False]",
+    ("_program/refusals.py", "if note.purpose is Purpose.MEAN and state.advice.said is Said.SHARE]", "if False]",
      REFUSALS + "a_mean_of_shares_is_said_with_the_sum_to_write[mean-4-2-average]"),
     ("_program/uneven/traces.py", "        self._kinds.check_lengths(sizes)\n", "",
      "tests/test_losses.py::test_losses_of_another_length_than_rows_are_refused_where_the_replicas_do_not_divide_the_batch"),
     ("_program/uneven/traces.py", "is_gathered = set(lengths) == {sum(rows)}", "is_gathered = False",
      "tests/test_losses.py::test_lengths_in_the_ratio_of_rows_and_the_lines_for_others_are_those_of_one_device"),
-    ("_program/proof.py", "        curved = curved or state.curved\n", "",
+    ("_program/advice.py", "curved = curved or advice.curved", "curved = curved",
      REFUSALS + "what_is_not_linear_in_a_share_is_said_with_the_shares_line_and_the_lines_to_write_are_right"),
     # -- stale values
     ("_program/guards.py", "if expected is not None and id(value) != expected and content_key(value) != content:", "if False:",

@@ -14,7 +14,8 @@ from strategies import all_reduce, strategy_of, variable
 
 import mirrored as mr
 from mirrored._jax import primitives, tracing
-from mirrored._program import proof
+from mirrored._jax.marks import Purpose
+from mirrored._program import advice, proof
 from mirrored._program.program import collectives_in
 from mirrored._program.proof import SAME, Sameness, varying
 from mirrored._replicas.collectives import ReplicaAxis
@@ -25,6 +26,18 @@ R = 3
 MATRIX = np.eye(SIZE, dtype="float32") * 3 + 0.5
 VECTOR = np.linspace(0.1, 1, SIZE, dtype="float32")
 HERE = re.escape(__file__)
+
+
+@pytest.fixture(autouse=True, scope="module", params=[True, False], ids=["advised", "unadvised"])
+def is_advised(request):
+    """Run each test with the advice, and without any: nothing that the proof shows or refuses may rest on it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in () if request.param else ("join", "either", "chosen", "backward", "operation", "combined"):
+            patch.setattr(advice, name, lambda *_: advice.NOTHING)
+        if not request.param:
+            judged = (Purpose.ASSIGN, Purpose.STATE)  # by the proof
+            patch.setattr(advice, "marked", lambda note, *_: (advice.NOTHING, note.purpose in judged))
+        yield request.param
 
 
 def psum(x):

@@ -518,16 +518,28 @@ def decayed(gradient, w):
     return optax.add_decayed_weights(0.1).update(gradient, optax.EmptyState(), w)[0]
 
 
-#: What a step sums over the replicas, given parameters and rows.
-MIXED = {
+#: What a step sums over the replicas, given parameters and rows, and what is no linear function of own gradients.
+BENT = {
     "decay": lambda w, x: jax.grad(share)(w, x) + 0.1 * w,
     "decay by optax": lambda w, x: decayed(jax.grad(share)(w, x), w),
     "decay of a mean that nobody has spoken for": lambda w, x: jax.grad(lambda w, x: jnp.mean(x * w))(w, x) + 1e-4 * w,
     "momentum, scaled and clipped": lambda w, x: (lambda g: g / jnp.maximum(1.0, abs(g)))(0.9 * w + jax.grad(share)(w, x)),
     "accumulated": lambda w, x: jax.lax.fori_loop(0, 2, lambda _, total: total + jax.grad(share)(w, x), 0.1 * w),
+    "a constant": lambda w, x: jax.grad(share)(w, x) * 2 + 1.0,
+    "noise of a constant key": lambda w, x: jax.grad(share)(w, x) + jax.random.normal(jax.random.key(0)),
+    "clipped": lambda w, x: jnp.clip(jax.grad(share)(w, x), -1, 1),
+    "over its norm": lambda w, x: jax.grad(share)(w, x) / jnp.linalg.norm(jax.grad(share)(w, x)[None]),
+    "its sign": lambda w, x: jnp.sign(jax.grad(share)(w, x)),
+    "its inverse": lambda w, x: 1 / jax.grad(share)(w, x),
+    "Adam's update": lambda w, x: optax.adam(0.1).update(jax.grad(share)(w, x), optax.adam(0.1).init(w))[0],
+    "each row's, clipped": lambda w, x: jnp.clip(jax.vmap(jax.grad(lambda w, x: (x * w - 1) ** 2), (None, 0))(w, x), -1, 1).sum(),
 }
 ALONE = {
-    "constants": lambda w, x: jax.grad(share)(w, x) * 2 + 1.0,
+    "scaled by what all know": lambda w, x: jax.grad(share)(w, x) / (1 + w) * 2,
+    "zero where it is not finite": lambda w, x: (lambda g: jnp.where(jnp.isfinite(g), g, 0.0))(jax.grad(share)(w, x)),
+    "its finiteness": lambda w, x: jnp.isfinite(jax.grad(share)(w, x)).astype(np.float32),
+    "weighed by own rows": lambda w, x: jax.grad(lambda w: jnp.mean((x * w - 1) ** 2))(w) * jnp.sum(x),
+    "meant": lambda w, x: mr.losses.as_share({"vote": jnp.sign(jax.grad(share)(w, x))}),
     "what is each replica's own": lambda w, x: jax.grad(share)(w, x) + jnp.sum(x),
     "a loss of another update": lambda w, x: share(w - 0.1 * jax.grad(share)(w, x), x),
     "a penalty that counts once": lambda w, x: jax.grad(
@@ -536,15 +548,17 @@ ALONE = {
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])
-def test_a_value_of_all_replicas_beside_a_gradient_counts_r_times(num_replicas):
+def test_what_is_no_linear_function_of_own_gradients_is_not_to_be_summed(num_replicas):
     strategy, w = strategy_of(num_replicas), np.float32(2)
     x = np.arange(1, 8, dtype=np.float32)
     own = next(iter(strategy.distribute_dataset([x])))
     expected = np.asarray(jax.grad(lambda w: jnp.mean((x * w - 1) ** 2))(2.0)) + 0.2
-    for name, value in MIXED.items():
+    for name, value in BENT.items():
         [warning] = warnings_of(strategy.run, lambda w, x, v=value: ctx().all_reduce("sum", v(w, x)), (w, own))
-        assert f"or noise: that value counts R times (R = {num_replicas} here). Add it" in str(warning.message), name
-        assert warnings_of(strategy.run, lambda w, x, v=value: ctx().all_reduce("mean", v(w, x)), (w, own)) == [], name
+        for part in (f"too large (R = {num_replicas} here)", "Sum first:", "mr.losses.as_share(value)"):
+            assert part in str(warning.message), name
+        means = warnings_of(strategy.run, lambda w, x, v=value: ctx().all_reduce("mean", v(w, x)), (w, own))
+        assert not any("Sum first:" in str(warning.message) for warning in means), name
     for name, value in ALONE.items():
         assert warnings_of(strategy.run, lambda w, x, v=value: ctx().all_reduce("sum", v(w, x)), (w, own)) == [], name
     after = strategy.run(lambda w, x: decayed(ctx().all_reduce("sum", jax.grad(share)(w, x)), w), args=(w, own))
@@ -564,7 +578,7 @@ def test_a_decay_that_is_given_to_an_optimizer_counts_r_times_too_and_its_line_i
     [x] = strategy3.distribute_dataset([np.arange(1, 8, dtype=np.float32)])
     for aggregate in (None, "sum"):
         [warning] = warnings_of(strategy3.run, step, (x, aggregate))
-        assert "apply_gradients at" in str(warning.message) and "optax.add_decayed_weights(decay)" in str(warning.message)
+        assert "apply_gradients at" in str(warning.message) and "a weight decay" in str(warning.message)
     strategy3.run(lambda x: other.apply_gradients(mr.grad(lambda: (x * of_all.value - 1) ** 2, [of_all])()), args=(x,))
     rows = np.arange(1, 8, dtype=np.float32)
     assert np.isclose(float(of_all), 2 - 0.1 * (np.mean(2 * rows * (2 * rows - 1)) + 0.2))
@@ -649,7 +663,7 @@ def test_one_state_of_both_and_one_beside_a_logged_loss_are_found(strategy2):
         return new, ctx().all_reduce("mean", x.mean())
 
     state = TrainState(PARAMS, tx.init(PARAMS))
-    with pytest.warns(mr.ReplicasDivergeWarning, match=r"4 of its results, such as result\[0\]\.params\['b'\]"):
+    with pytest.warns(mr.ReplicasDivergeWarning, match=r"6 of its results, such as result\[0\]\.params\['b'\]"):
         strategy2.run(step, args=(state, batch(strategy2)))
 
 

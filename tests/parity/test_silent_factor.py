@@ -22,7 +22,7 @@ import mirrored as mr
 X = np.random.default_rng(0).normal(size=(7, 3)).astype(np.float32)
 W = np.array([[0.3], [-0.2], [0.1]], np.float32)
 TX = optax.sgd(0.1, momentum=0.5)
-average = mr.losses.compute_average_loss
+average, as_share = mr.losses.compute_average_loss, mr.losses.as_share
 UNSPOKEN, TWICE, SMALL = "nobody has said how the loss is divided", "already been combined", "R times too small"
 OWN = "each has added its own gradients"
 
@@ -284,7 +284,7 @@ def test_right_losses_are_silent_and_their_wrong_sums_are_not(derivative, num_re
 
 
 def test_sums_of_other_things_are_silent(strategy2):
-    """Of metrics, statistics and counters, of what is no linear function of a gradient, of gradients of each example."""
+    """Of metrics, statistics and counters, of gradients beside own rows, and of what is said to be meant."""
     counted = variable(0.0, strategy2, synchronization="on_read", aggregation="sum")
     [batch] = strategy2.distribute_dataset([X])
 
@@ -293,11 +293,13 @@ def test_sums_of_other_things_are_silent(strategy2):
         of_rows = jax.grad(lambda x: jnp.mean(jnp.tanh(V * x)))(x)
         each = jax.vmap(jax.grad(lambda w, row: jnp.tanh(w * row).sum()), (None, 0))(V, x)
         clipped = each * jnp.minimum(1.0, 1.0 / jnp.abs(each))
-        counted.assign_add(jnp.sum(jnp.abs(own)))
+        counted.assign_add(as_share(jnp.sum(jnp.abs(own))))
         noisy = x + 0.1 * jnp.sign(of_rows)
-        values = [x.sum(), len(x), (x > 0).sum(), own**2, jnp.abs(of_rows).sum(), (x + of_rows).sum(), jnp.mean(noisy)]
-        sums = total([*values, jnp.mean(x) * x.shape[0], clipped.sum()])
-        return sums, jax.lax.psum(x.sum(), "replica") / jax.lax.psum(x.shape[0], "replica"), total(each.sum()), total(own, "mean")
+        values = [x.sum(), len(x), (x > 0).sum(), (x + of_rows).sum(), jnp.mean(noisy), jnp.mean(x) * x.shape[0]]
+        sums = total([*values, *as_share([own**2, jnp.abs(of_rows).sum(), clipped.sum(), each.sum()])])
+        adjoint = jax.linear_transpose(lambda v: x @ v, jnp.zeros(3))(x[:, 0])
+        counts = jax.lax.psum(x.sum(), "replica") / jax.lax.psum(x.shape[0], "replica")
+        return sums, counts, total(adjoint), total(own, "mean")
 
     _, said = said_by(lambda: strategy2.run(step, args=(batch,)))
     assert said == []

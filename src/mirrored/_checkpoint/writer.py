@@ -58,7 +58,7 @@ class Writer:
         """Begin to write a snapshot and its record, to which `about` is added; the previous write must have ended."""
         assert not self.is_writing()
         # A queue, which waits in C: Ctrl-C in an Event may leave its lock held for ever, and an interrupted `join` makes
-        # Python 3.11 believe that the thread has ended.
+        # Python 3.12 believe that the thread has ended.
         self._step, self._end = step, queue.SimpleQueue()
 
         def work() -> None:

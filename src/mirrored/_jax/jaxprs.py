@@ -1,7 +1,7 @@
 """Reads traced programs: their equations, the jaxprs inside them, and which equations are collectives.
 
 It uses only what the oldest and the newest tried version of JAX both offer. It counts the parts of a loop by shapes,
-because the names of parameters change: jax 0.11 removed `num_consts` and `num_carry` from `scan`.
+because the names of parameters change: those of `scan` did in jax 0.11.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .marks import mark_p
 from .primitives import AGAIN, CALLS, CONTROL_FLOW, DEVICE_MAPS, LOCAL, POWERS, PRINTS, PURE, SIMPLE, SUMS
 
 Jaxpr = jex_core.Jaxpr
-#: Since jax 0.11 the same class as Jaxpr; before, a pair of a Jaxpr and its constants.
+#: The same class as Jaxpr, under another name: a jaxpr has its constants.
 ClosedJaxpr = jex_core.ClosedJaxpr
 Equation = jex_core.JaxprEqn
 Literal = jex_core.Literal
@@ -100,12 +100,12 @@ def transforms_of(equation: Equation) -> tuple[str, ...]:
 
 
 def is_backward(equation: Equation, around: tuple[str, ...]) -> bool:
-    """Tell whether an equation is part of a backward pass over the batch, not of one for each example (`vmap`).
+    """Tell whether an equation is part of a backward pass: the transpose of a derivative, which has `jvp` behind `transpose`.
 
-    `around` names the transformations of the equations around it.
+    `jax.linear_transpose` alone makes no derivative. `around` names the transformations of the equations around it.
     """
     transforms = around + transforms_of(equation)
-    return "transpose" in transforms and "vmap" not in transforms[: transforms.index("transpose")]
+    return "transpose" in transforms and "jvp" in transforms[transforms.index("transpose") :]
 
 
 # -- loops and conditions

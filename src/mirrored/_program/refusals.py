@@ -10,9 +10,10 @@ from .. import _errors
 from .._jax import user_code
 from .._jax.marks import Mark, Purpose
 from .._variables.variable import spec_of
+from .advice import GIVEN_TO_OPTIMIZERS, Gradient, Said
 from .call import Call
 from .lift import Lifted
-from .proof import GIVEN_TO_OPTIMIZERS, Findings, Gradient, Said, Sameness, State
+from .proof import Findings, Sameness, State
 
 _SUMS = frozenset({Purpose.SUM, Purpose.SUM_OF_ALL})
 
@@ -38,13 +39,14 @@ def check_means(findings: Findings) -> None:
     for note, state in findings.marks:
         if note.purpose is Purpose.KEPT_MEAN and not state.is_mirrored:
             raise _errors.UnevenReplicasError(_KEPT_MEAN.format(name=note.name, where=note.where))
-        if note.purpose is Purpose.BY_ROWS and state.came_back:
+        if note.purpose is Purpose.BY_ROWS and state.advice.came_back:
             raise _errors.UnevenReplicasError(
                 f"the batch does not divide evenly among the replicas, and the mean over the replicas at {note.where} is of "
-                f"gradients that have come back through a collective, at {state.came_back}, as through a layer that normalizes "
-                "over the replicas. There the gradients of all replicas' losses were added up, and a weight for the rows of each "
-                "comes too late. Write the loss as mr.losses.compute_average_loss(per_example_loss), which has the weights, and "
-                "add the gradients up: ctx.all_reduce('sum', grads), or optimizer.apply_gradients(grads, aggregate='sum'). "
+                f"gradients that have come back through a collective, at {state.advice.came_back}, as through a layer that "
+                "normalizes over the replicas. There the gradients of all replicas' losses were added up, and a weight for the "
+                "rows of each comes too late. Write the loss as mr.losses.compute_average_loss(per_example_loss), which has "
+                "the weights, and add the gradients up: ctx.all_reduce('sum', grads), or "
+                "optimizer.apply_gradients(grads, aggregate='sum'). "
                 "Or leave the odd rows out: strategy.distribute_dataset(dataset, mr.InputOptions(drop_remainder=True))."
             )
 
@@ -57,23 +59,23 @@ def check_gradients(marks: Sequence[tuple[Mark, State]], num_replicas: int) -> N
     for note, state in marks:
         if note.purpose is Purpose.REGULARIZATION and not state.is_mirrored:
             raise _errors.FactorOfReplicasError(_OWN_REGULARIZATION.format(where=note.where, origin=state.origin))
-        if note.purpose is Purpose.ADDED and not state.is_mirrored and state.old != (note.number, True):
+        if note.purpose is Purpose.ADDED and not state.is_mirrored and state.advice.old != (note.number, True):
             raise _errors.FactorOfReplicasError(_NO_SUM.format(name=note.name, where=note.where))
     given = [(note, state) for note, state in marks if note.purpose in GIVEN_TO_OPTIMIZERS]
-    summed = [(note, state) for note, state in marks if note.purpose in _SUMS and state.gradient]
+    summed = [(note, state) for note, state in marks if note.purpose in _SUMS and state.advice.gradient]
     for note, state in given:
         _refuse_contradiction(note, state, num_replicas)
     for note, state in summed:
         if note.purpose is Purpose.SUM:
             _refuse_second_sum(note, state, num_replicas)
-    losses = [note.where for note, state in marks if note.purpose is Purpose.LOSS and state.said < Said.WHOLE]
+    losses = [note.where for note, state in marks if note.purpose is Purpose.LOSS and state.advice.said < Said.WHOLE]
     for where in dict.fromkeys(losses):
         user_code.warn(_UNSPOKEN_LOSS.format(where=where), _errors.FactorOfReplicasWarning)
-    means = [note.where for note, state in marks if note.purpose is Purpose.MEAN and state.said is Said.SHARE]
+    means = [note.where for note, state in marks if note.purpose is Purpose.MEAN and state.advice.said is Said.SHARE]
     for where in dict.fromkeys(means):
         user_code.warn(_MEAN_OF_SHARES.format(where=where, num_replicas=num_replicas), _errors.FactorOfReplicasWarning)
     gradients = given + summed
-    if num_replicas > 1 and gradients and all(state.is_same and state.said is Said.SHARE for _, state in gradients):
+    if num_replicas > 1 and gradients and all(state.is_same and state.advice.said is Said.SHARE for _, state in gradients):
         user_code.warn(_SAME_WORK.format(where=_place(gradients[0][0]), num_replicas=num_replicas))
     sums: dict[tuple[str, int], list[tuple[Mark, State]]] = {}  # by line and optimizer
     for note, state in gradients:
@@ -81,7 +83,7 @@ def check_gradients(marks: Sequence[tuple[Mark, State]], num_replicas: int) -> N
             sums.setdefault((_place(note), 0 if note.purpose in _SUMS else note.number), []).append((note, state))
     for (place, _), members in sums.items():
         if message := _complaint(members[0][0], [state for _, state in members], num_replicas):
-            share = next((state.curved for _, state in members if state.curved), "")
+            share = next((state.advice.curved for _, state in members if state.advice.curved), "")
             user_code.warn(message.format(where=place, num_replicas=num_replicas, share=share), _errors.FactorOfReplicasWarning)
 
 
@@ -106,12 +108,12 @@ def check_outside(given: Iterable[tuple[Mark, State | None]], num_replicas: int)
     """As `check_gradients`, of values that steps have returned: for each what it is combined for, and its state in the step."""
     marks = [(note, state) for note, state in given if state is not None]
     check_gradients(marks, num_replicas)
-    if any(note.purpose is Purpose.MEAN and state.of_uneven and state.said is not Said.SHARE for note, state in marks):
+    if any(note.purpose is Purpose.MEAN and state.of_uneven and state.advice.said is not Said.SHARE for note, state in marks):
         user_code.warn(_PLAIN_MEAN, _errors.UnevenReplicasWarning)
 
 
 def _refuse_contradiction(note: Mark, state: State, num_replicas: int) -> None:
-    is_share = state.said is Said.SHARE or (state.said is Said.COMBINED and not state.is_mirrored)
+    is_share = state.advice.said is Said.SHARE or (state.advice.said is Said.COMBINED and not state.is_mirrored)
     if note.purpose is Purpose.MEAN_GRADIENT:
         if is_share:
             raise _errors.FactorOfReplicasError(
@@ -120,7 +122,7 @@ def _refuse_contradiction(note: Mark, state: State, num_replicas: int) -> None:
                 f"rows. Their mean would be R times too small (R = {num_replicas} here). Leave aggregate='mean' out, "
                 "or return the mean over this replica's own rows alone, jnp.mean(per_example_loss)."
             )
-    elif state.is_mirrored and (state.gradient is Gradient.TOTAL or (state.sameness is Sameness.REDUCED and not is_share)):
+    elif state.is_mirrored and (state.advice.gradient is Gradient.TOTAL or (state.sameness is Sameness.REDUCED and not is_share)):
         raise _errors.FactorOfReplicasError(
             f"the gradient of variable {note.name!r} given to apply_gradients at {note.where} has already been "
             "combined over the replicas. apply_gradients sums gradients over the replicas itself, so this update "
@@ -130,7 +132,7 @@ def _refuse_contradiction(note: Mark, state: State, num_replicas: int) -> None:
 
 
 def _refuse_second_sum(note: Mark, state: State, num_replicas: int) -> None:
-    is_combined = state.gradient is Gradient.TOTAL or state.said is Said.COMBINED
+    is_combined = state.advice.gradient is Gradient.TOTAL or state.advice.said is Said.COMBINED
     if is_combined and state.is_mirrored:
         raise _errors.FactorOfReplicasError(
             f"{_place(note)} sums a gradient over the replicas that has already been combined over them, so it would be R times "
@@ -141,17 +143,17 @@ def _refuse_second_sum(note: Mark, state: State, num_replicas: int) -> None:
 
 def _complaint(note: Mark, states: list[State], num_replicas: int) -> str:
     """Return the warning for gradients that are summed together, or "" for none."""
-    said = {state.said for state in states}
+    said = {state.advice.said for state in states}
     if Said.WHOLE in said:
         return _COMBINED_LOSS
-    if any(state.gradient is Gradient.MIXED for state in states):
-        return _MIXED_SUM
+    if any(state.advice.gradient in (Gradient.BENT, Gradient.MIXED) for state in states):
+        return _BENT_SUM
     is_unspoken = not said.isdisjoint((Said.CONSTANT, Said.NOTHING))
     if num_replicas > 1 and is_unspoken and all(state.is_same for state in states):
         return _SAME_DATA
     if not is_unspoken or note.purpose is Purpose.SUMMED_GRADIENT:
         return ""
-    if any(state.curved for state in states):
+    if any(state.advice.curved for state in states):
         return _CURVED
     return _UNSPOKEN if note.purpose is Purpose.GRADIENT else _UNSPOKEN_SUM
 
@@ -164,7 +166,8 @@ def check_results(call: Call, lifted: Lifted, findings: Findings) -> None:
     positions = jax.tree.unflatten(call.treedef, range(call.treedef.num_leaves))
     if not any(map(_is_of_optax, jax.tree.leaves(positions, is_leaf=_is_of_optax))):
         return
-    drifting = [i for i, state in enumerate(findings.outputs[: lifted.num_results]) if state.drifts and not state.is_mirrored]
+    results = findings.outputs[: lifted.num_results]
+    drifting = [i for i, state in enumerate(results) if state.advice.gradient is Gradient.MIXED and not state.is_mirrored]
     if drifting:
         user_code.warn(
             f"{call.name} was given the state of an optimizer, and {len(drifting)} of its results, such as "
@@ -251,11 +254,13 @@ _COMBINED_LOSS = (
     "(R = {num_replicas} here). Differentiate this replica's own loss (mr.losses.compute_average_loss) and reduce the loss "
     "after the gradient, or for reporting outside with strategy.reduce('sum', loss)."
 )
-_MIXED_SUM = (
-    "{where} sums gradients over the replicas to which each replica had added a value that is the same on all, such as a weight "
-    "decay, a momentum or noise: that value counts R times (R = {num_replicas} here). Add it after the sum: gradients = "
-    "ctx.all_reduce('sum', gradients), and then decay * weights. A mr.Optimizer takes optax.add_decayed_weights(decay) in its "
-    "transformation, and a loss takes mr.losses.scale_regularization_loss(penalty)."
+_BENT_SUM = (
+    "{where} sums what each replica has computed of its own gradients, and that is not the same function of their sum: clipped "
+    "or normalized gradients and an optimizer's updates are up to R times too large (R = {num_replicas} here), and a weight "
+    "decay, a momentum, noise or a constant that was added counts R times. Sum first:\n"
+    "    gradients = ctx.all_reduce('sum', gradients)  # then clip, normalize and add\n"
+    "    mr.Optimizer(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), variables)  # does both after the sum\n"
+    "    value = mr.losses.as_share(value)  # before the sum, if it is meant, or value is no gradient"
 )
 _UNSPOKEN_LOSS = (
     "nobody has said how the loss is divided that mr.losses.global_loss sums over the replicas at {where}. If it is a mean over "
@@ -283,5 +288,6 @@ _UNSPOKEN_SUM = (
     "own rows, as of jnp.mean, the sum is R times the gradient of one device. Write one of these lines:\n"
     "    return mr.losses.compute_average_loss(losses)  # in the function that is differentiated, of one loss for each example\n"
     "    return mr.losses.mean_over_own_rows(loss)      # or mr.losses.already_divided(loss), when all rows have divided it\n"
-    "    gradients = ctx.all_reduce('mean', gradients)  # in place of the sum, of losses that are means over own rows"
+    "    gradients = ctx.all_reduce('mean', gradients)  # in place of the sum, of losses that are means over own rows\n"
+    "    value = mr.losses.as_share(value)              # before the sum, if it is meant, or value is no gradient"
 )

@@ -220,7 +220,7 @@ def _map(mesh: ReplicaMesh, proven: Proven) -> tuple[Joined, Callable[..., Any]]
     num_results, num_outputs = lifted.num_results, lifted.num_results + len(lifted.writes.slots)
     is_own = [spec_of(variable).is_on_read for variable in lifted.variables] + proven.is_split
     ends = [not same for same in proven.is_mirrored] + [spec_of(variable).is_on_read for variable in lifted.written]
-    run = _run_replica if has_own_device else functools.partial(virtual.run_replicas, mesh, lifted)
+    run = _run_replica if has_own_device else functools.partial(virtual.run_replicas, mesh, lifted, proven.findings.varying)
 
     def body(written: list[Any], read_only: list[Any], arrays: list[Any], constants: list[Any]) -> Any:
         outputs = run(sums, constants, [*written, *read_only, *arrays], is_own, ends)

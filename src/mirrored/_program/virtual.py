@@ -15,16 +15,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from .._errors import ContextError
-from .._jax import jaxprs, primitives, tracing, user_code
-from .._jax.interpreter import Analysis, Evaluation, run_parts
-from .._jax.jaxprs import ClosedJaxpr, Equation, Jaxpr
+from .._jax import jaxprs, primitives, tracing
+from .._jax.interpreter import Evaluation, run_parts
+from .._jax.jaxprs import ClosedJaxpr, Equation, Jaxpr, Var
 from .._replicas.mesh import ReplicaMesh
 from .._typing import REPLICA_AXIS
 from . import sink_reductions
@@ -34,12 +34,12 @@ from .uneven.nodes import Node, Reading, Value, stages_of
 
 
 def run_replicas(
-    mesh: ReplicaMesh, lifted: Lifted, _: Any, constants: list[Any], inputs: list[Any], is_own: list[bool], ends: list[bool]
+    mesh: ReplicaMesh, lifted: Lifted, varying: Set[Var], _: Any, constants: list[Any], inputs: list[Any], *ends: list[bool]
 ) -> list[Any]:
-    """Run a step for all replicas of a device; `is_own` and `ends` tell which inputs and outputs are per-replica values."""
+    """Run a step for all replicas of a device; `ends` tells which inputs, and which outputs, are per-replica values."""
     # Made before any loop, because a value made inside one may not be used behind it.
     numbers = jax.lax.axis_index(mesh.axis) * mesh.per_device + jnp.arange(mesh.per_device, dtype=jnp.int32)
-    return _Course(mesh, numbers, _jaxpr_of(lifted), constants, inputs, is_own).run(ends)
+    return _Course(_Device(mesh, numbers, varying), _jaxpr_of(lifted), constants, inputs, ends[0]).run(ends[1])
 
 
 def _jaxpr_of(lifted: Lifted) -> Jaxpr:
@@ -49,17 +49,23 @@ def _jaxpr_of(lifted: Lifted) -> Jaxpr:
     return closed.replace(eqns=[s if must_see(s) else own for own, s in zip(closed.eqns, shown.eqns, strict=True)])
 
 
+class _Device(NamedTuple):
+    """A device's replicas."""
+
+    mesh: ReplicaMesh
+    numbers: jax.Array
+    varying: Set[Var]  # the step's variables, and those of the jaxprs inside, whose values may differ by replica: see `Findings`
+
+
 class _Course:
     """A program run for all replicas of a device; the first axis of an array of per-replica values is that of its replicas."""
 
-    def __init__(
-        self, mesh: ReplicaMesh, numbers: jax.Array, jaxpr: Jaxpr, constants: Sequence[Any], arrays: Any, is_own: Sequence[bool]
-    ) -> None:
-        """Prepare to run with the `numbers` of the device's replicas; `is_own` tells which arrays are per-replica values."""
-        self.mesh, self.numbers = mesh, numbers
+    def __init__(self, device: _Device, jaxpr: Jaxpr, constants: Sequence[Any], arrays: Any, is_own: Sequence[bool]) -> None:
+        """Prepare to run; `is_own` tells which arrays are per-replica values."""
+        self.device, (self.mesh, self.numbers, varying) = device, device
         values = [Value(variable.aval, is_own=own) for variable, own in zip(jaxpr.invars, is_own, strict=True)]
-        self.is_whole = mesh.one_by_one or _has_references(jaxpr)
-        self.plan = Agenda(jaxpr, constants, values, self.splits)
+        self.is_whole = self.mesh.one_by_one or _has_references(jaxpr)
+        self.plan = Agenda(jaxpr, constants, values, varying, self.splits)
         self.known: dict[Value, Any] = dict(zip(values, arrays, strict=True))
         self.totals: dict[Value, Any] = {}  # sums over the device's replicas
 
@@ -214,7 +220,7 @@ class _Course:
 
             def body(*pairs: tuple[Any, Any]) -> list[Any]:
                 arrays = [array for array, _ in pairs]
-                course = _Course(self.mesh, self.numbers, part.closed.jaxpr, part.closed.consts, arrays, flags)
+                course = _Course(self.device, part.closed.jaxpr, part.closed.consts, arrays, flags)
                 course.keep_totals(course.known, pairs)
                 if part.decides:
                     return course.run([False])
@@ -291,10 +297,15 @@ class Agenda(Reading):
     """
 
     def __init__(
-        self, jaxpr: Jaxpr, constants: Sequence[Any], inputs: Sequence[Value], splits: Callable[[Equation], bool]
+        self,
+        jaxpr: Jaxpr,
+        constants: Sequence[Any],
+        inputs: Sequence[Value],
+        varying: Set[Var],
+        splits: Callable[[Equation], bool],
     ) -> None:
         super().__init__()
-        self.splits = splits
+        self.varying, self.splits = varying, splits
         self.outputs = self.run(jaxpr, constants, inputs)
 
     def needed(self, nodes: Sequence[Node]) -> tuple[list[Value], list[Value]]:
@@ -318,23 +329,16 @@ class Agenda(Reading):
         return self.run_closed(inner, list(behind.values()))
 
     def plain(self, equation: Equation, values: list[Value]) -> list[Value]:
-        outputs, node, flags = super().plain(equation, values), self.nodes[-1], [value.is_own for value in values]
+        outputs, node = super().plain(equation, values), self.nodes[-1]
+        is_barrier = equation.primitive.name in primitives.ONE_TO_ONE  # some are made here, and the proof has not seen them
+        varies = [v.is_own for v in values] if is_barrier else [variable in self.varying for variable in equation.outvars]
         node.stage = max((value.stage for value in values), default=0) + node.is_collective
-        node.is_own = not node.is_collective and _is_own(equation, flags)
-        results = [node.is_own] * len(outputs)
-        if node.is_collective:
-            results = _Ownership().equation(equation, flags)
-        elif node.is_own and self.splits(equation):
-            results = flags if equation.primitive.name in primitives.ONE_TO_ONE else _Ownership().loop(equation, flags)
-        for value, is_own in zip(outputs, results, strict=True):
+        node.is_own = not node.is_collective and (any(varies) or not node.is_pure or any(value.is_own for value in values))
+        is_apart = node.is_collective or (node.is_own and self.splits(equation))  # else all results are made together
+        for value, is_own in zip(outputs, varies if is_apart else [node.is_own] * len(outputs), strict=True):
             value.is_own, value.stage = is_own, node.stage + (node.is_own and not is_own)
         node.by_rows = node.is_own and _follows_convolution(node)
         return outputs
-
-
-def _is_own(equation: Equation, flags: Sequence[bool]) -> bool:
-    """Tell whether each replica computes an equation without a meeting for itself."""
-    return any(flags) or not jaxprs.is_function_of_operands(equation) or jaxprs.has_replica_number(equation)
 
 
 def _follows_convolution(node: Node) -> bool:
@@ -347,28 +351,3 @@ def _follows_convolution(node: Node) -> bool:
     makers, shape = [value.maker for value in node.inputs if value.maker is not None], node.outputs[0].aval.shape
     follows = any(maker.by_rows or maker.equation.primitive.name in primitives.CONVOLUTIONS for maker in makers)
     return follows and all(value.aval.shape == shape or not (value.is_own or value.aval.shape) for value in node.inputs)
-
-
-class _Ownership(Analysis[bool]):
-    """Whether each replica has its own value; loops and conditions are entered where replicas meet in them."""
-
-    def join(self, values: Sequence[bool]) -> bool:
-        return any(values)
-
-    def chosen(self, decision: bool, value: bool) -> bool:
-        return value  # the proof has shown that all replicas take the same way to a meeting
-
-    def equation(self, equation: Equation, values: list[bool]) -> Sequence[bool]:
-        if jaxprs.has_collective(equation):
-            return super().equation(equation, values)
-        return [_is_own(equation, values)] * len(equation.outvars)
-
-    def over_replicas(self, equation: Equation, values: list[bool]) -> Sequence[bool]:
-        is_own = equation.primitive.name not in primitives.MAKE_SAME or jaxprs.is_over_groups(equation)
-        return [is_own] * len(equation.outvars)
-
-    def plain(self, equation: Equation, values: list[bool]) -> Sequence[bool]:
-        raise ContextError(
-            f"a collective runs inside `{equation.primitive.name}`, at {user_code.equation_line(equation)}, which "
-            "several replicas of one device cannot do. Move it out, or give each replica a device: leave num_replicas out."
-        )

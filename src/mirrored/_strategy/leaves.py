@@ -13,7 +13,7 @@ from .._errors import PerReplicaError, StrategyMismatchError
 from .._jax import user_code
 from .._jax.marks import Mark, Purpose, mark
 from .._options import ReduceOp, ReductionToOneDevice, VariableSynchronization
-from .._program.proof import Said
+from .._program.advice import Said
 from .._program.refusals import check_outside
 from .._replicas import arrays, collectives, cross_replica, frames, host_memory, placement
 from .._replicas.cross_replica import Task
@@ -49,7 +49,7 @@ class Leaves:
         values = (tree,) if type(tree) is PerReplica else jax.tree.leaves(tree, is_leaf=arrays.is_wrapped)
         is_mean, is_plain = op is ReduceOp.MEAN, axis is None
         for state in filter(None, map(proven_of, values)):
-            if state.said is Said.SHARE or (is_plain and state.of_uneven) if is_mean else state.gradient:
+            if state.advice.said is Said.SHARE or (is_plain and state.of_uneven) if is_mean else state.advice.gradient:
                 note = Mark(Purpose[op.name], "strategy.reduce", user_code.user_line())
                 check_outside([(note, proven_of(value)) for value in values], self.mesh.num_replicas)
                 break

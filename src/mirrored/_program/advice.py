@@ -1,0 +1,270 @@
+"""What values are in a training: losses, gradients, noise, states of metrics. Warnings and refusals of mistakes come from here.
+
+The proof carries an `Advice` with each value's state and asks here how an equation changes it. No proof rests on it: a mistake in
+this file warns wrongly, and cannot let copies differ. docs/design/mirror-proof.md has the rules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import jax
+import numpy as np
+
+from .._jax import jaxprs, primitives
+from .._jax.jaxprs import Equation
+from .._jax.marks import Mark, Purpose
+from . import noise as noises
+from .noise import Noise
+
+#: The purposes of gradients that an optimizer combines over the replicas.
+GIVEN_TO_OPTIMIZERS = frozenset({Purpose.GRADIENT, Purpose.SUMMED_GRADIENT, Purpose.MEAN_GRADIENT})
+
+
+class Said(enum.IntEnum):
+    """The mark of a loss, and of the values and derivatives computed from it.
+
+    A product has the highest mark of its factors, a sum the lowest of its operands, without constants.
+    """
+
+    ZERO = 0  # the number 0, and what it is multiplied with: it has no mark
+    CONSTANT = 1  # computed from numbers in the program alone
+    NOTHING = 2
+    WHOLE = 3  # a value equal on all replicas was summed over them, as in the backward pass of a loss that was combined
+    COMBINED = 4  # a share that was combined over the replicas
+    SHARE = 5  # the loss is this replica's share: the shares of all add up to the whole, and so do their gradients
+
+
+class Gradient(enum.IntEnum):
+    """Whether a value is a gradient: the result of a backward pass, or what differs by replica through such results alone."""
+
+    NONE = 0
+    OWN = 1  # linear in the replica's own gradients, so that the sum over the replicas is the same function of their sum
+    BENT = 2  # another function of them, such as a clipped gradient
+    MIXED = 3  # one to which a mirrored value was added, such as a weight decay, or which was added to a mirrored value
+    TOTAL = 4  # combined over the replicas by the step
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Advice:
+    """What a value is in a training."""
+
+    said: Said = Said.NOTHING
+    is_operand: bool = False  # whether the step itself passes it, unchanged, to a collective
+    came_back: str = ""  # the line of the collective through which it came as a gradient
+    curved: str = ""  # the line of a share by which the derivative of the loss, from which it comes, differs by replica
+    has_share: bool = False  # whether a share, or its gradient by a variable, is in it that was not combined
+    gradient: Gradient = Gradient.NONE
+    noise: Noise | None = None  # random numbers in it, the same on all replicas
+    old: tuple[int, bool] | None = None  # the variable whose old value is in it, and whether all else was added to that
+
+
+class Advised(Protocol):
+    """A value's state in the proof."""
+
+    @property
+    def advice(self) -> Advice:
+        """What the value is in a training."""
+
+    @property
+    def is_mirrored(self) -> bool:
+        """Whether the value is the same on all replicas."""
+
+
+NOTHING = Advice()
+#: Noise that has met a replica's rows: the lines of the draw and of the rows. None while a loop's fixed point is searched.
+Met = list[tuple[str, str]] | None
+_with = dataclasses.replace
+
+
+def join(given: Sequence[Advice]) -> Advice:
+    """Return the advice for a value that is computed from such values."""
+    said, came_back, curved, has_share, noise, old = Said.CONSTANT, "", "", False, None, None
+    for advice in given:
+        said = max(said, advice.said)
+        came_back = came_back or advice.came_back
+        curved = curved or advice.curved
+        has_share = has_share or advice.has_share
+        noise = noise or advice.noise
+        old = old or advice.old
+    mixed = None if old is None else (old[0], False)
+    return Advice(said, False, came_back, curved, has_share, Gradient.NONE, noise, mixed)
+
+
+def either(states: Sequence[Advised], joined: Advice) -> Advice:
+    """Return the advice for a value that is one of several."""
+    olds = {state.advice.old for state in states}
+    said = _lowest([state.advice.said for state in states], above=Said.CONSTANT)
+    return _with(joined, said=said, gradient=_gradient_of_sum(states), old=olds.pop() if len(olds) == 1 else joined.old)
+
+
+def chosen(value: Advice, joined: Advice) -> Advice:
+    """Return the advice for a value that a condition chose, given that of both together."""
+    return _with(joined, said=value.said, gradient=value.gradient, noise=value.noise, old=value.old or joined.old)
+
+
+def backward(result: Advice) -> Advice:
+    """Return the advice for a result of a backward pass."""
+    return result if result.said is Said.ZERO else _with(result, gradient=Gradient.OWN)
+
+
+def operation(
+    equation: Equation,
+    inputs: Sequence[Advised],
+    state: Advised,
+    line: Callable[[Equation], str],
+    met: Met,
+) -> Advice:
+    """Return the advice for a primitive's results, given the joined state of its operands; add noise that meets rows to `met`."""
+    name, new = equation.primitive.name, state.advice
+    if (places := jaxprs.linear_operands(equation)) is not None:
+        new = _linear(name, [inputs[k] for k in places], new)
+    elif any(one.advice.gradient for one in inputs) and _differs_by_gradients(inputs):
+        new = _with(new, gradient=Gradient.BENT)
+    # Whether a loss or a gradient is finite is none, nor is its place.
+    if not all(jax.numpy.issubdtype(getattr(atom.aval, "dtype", np.float32), np.inexact) for atom in equation.outvars):
+        new = _with(new, said=min(new.said, Said.NOTHING), has_share=False, gradient=Gradient.NONE)
+    if name in primitives.DRAWS or new.noise is not None:
+        new = _with(new, noise=_noise(equation, inputs, state, line, met))
+    return new if new.old is None else _with(new, old=_old(name, [one.advice for one in inputs], new.old))
+
+
+def _noise(
+    equation: Equation,
+    inputs: Sequence[Advised],
+    state: Advised,
+    line: Callable[[Equation], str],
+    met: Met,
+) -> Noise | None:
+    """Return the noise in the result of an operation, or note that it meets a replica's own rows there."""
+    if state.is_mirrored:
+        if equation.primitive.name in primitives.DRAWS:
+            return noises.drawn(equation, line(equation))
+        return noises.result_of(equation, [one.advice.noise for one in inputs])
+    operands = [(one, one.advice.noise, atom) for one, atom in zip(inputs, equation.invars, strict=True)]
+    own = [one for one, _, atom in operands if not one.is_mirrored and noises.has_rows(atom)]
+    has_rows = not all(one.advice.gradient for one in own)  # a gradient has none
+    if met is not None and equation.primitive.name in primitives.ELEMENTWISE and has_rows:
+        lines = [its.where for _, its, atom in operands if its is not None and its.is_for_rows(atom)]
+        met.extend((where, line(equation)) for where in lines)
+    return None
+
+
+def marked(
+    note: Mark, state: Advised, gradients: dict[int, Gradient], is_backward: Callable[[], bool], line: Callable[[], str]
+) -> tuple[Advice, bool]:
+    """Return the advice for a marked value, and whether `refusals` judge the mark; `gradients` are of the sum that comes next."""
+    old = state.advice
+    match note.purpose:
+        case Purpose.SHARE | Purpose.TANGENT:
+            is_share = note.purpose is Purpose.SHARE
+            is_divided_again = is_share and note.name == "divided" and old.has_share
+            gradient = Gradient.NONE if is_share else old.gradient
+            return _with(old, said=Said.SHARE, has_share=old.has_share or is_share, gradient=gradient), is_divided_again
+        case Purpose.COTANGENT if old.said is not Said.WHOLE:  # it varies where a loss is not linear in it
+            return _with(old, said=Said.SHARE) if state.is_mirrored else _with(old, said=Said.NOTHING, curved=line()), False
+        case Purpose.OWN_GRADIENT:  # by a replica's own rows it is no share
+            return _with(old, has_share=old.has_share or old.said is Said.SHARE, gradient=Gradient.OWN), False
+        case Purpose.OLD:
+            return _with(old, old=(note.number, True)), False
+        case Purpose.OPERAND:
+            return _with(old, is_operand=True), False
+        case Purpose.TOTAL:
+            return _with(old, gradient=_combined(gradients.get(note.number, Gradient.NONE))), False
+        case Purpose.SUM | Purpose.MEAN:
+            gradients[note.number] = old.gradient
+            return old, not is_backward()  # there a derivative of the user's own sums, or what a checkpoint computes again
+    # A gradient that is given to an optimizer is judged there, and no more where it is summed.
+    return _with(old, gradient=Gradient.NONE) if note.purpose in GIVEN_TO_OPTIMIZERS else old, True
+
+
+def combined(is_sum: bool, given: Advised, is_of_step: bool) -> Advice:
+    """Return the advice for the result of a collective that makes a value the same on all replicas."""
+    old = given.advice
+    if not given.is_mirrored:
+        return Advice(min(old.said, Said.COMBINED)) if is_sum else Advice(old.said, gradient=_combined(old.gradient))
+    # In a backward pass also what was computed from a combined share, such as the derivative of its logarithm.
+    highest = Said.NOTHING if is_of_step else Said.COMBINED
+    is_multiplied = is_sum and Said.ZERO < old.said <= highest
+    return _with(old, is_operand=False, has_share=False, said=Said.WHOLE if is_multiplied else old.said)
+
+
+def _old(name: str, inputs: Sequence[Advice], mixed: tuple[int, bool]) -> tuple[int, bool]:
+    """Return which variable's old value is in a result, and whether all else was added to it."""
+    first, *others = inputs
+    if name in primitives.SELECTS:
+        return others[0].old or mixed if len({one.old for one in others}) == 1 and first.old is None else mixed
+    if name in primitives.COMMUTATIVE and first.old is None and len(others) == 1:
+        first, others = others[0], [first]
+    is_sum = name in primitives.SPREADS or name in primitives.ADD_TO_FIRST
+    return first.old if is_sum and first.old is not None and all(one.old is None for one in others) else mixed
+
+
+def _linear(name: str, given: Sequence[Advised], joined: Advice) -> Advice:
+    """Return the advice for the result of an operation that is linear in its numbers, given that of any other operation."""
+    if name in primitives.ADDITIONS or name in primitives.DERIVATIVE_SUMS:
+        return _sum(given, joined, name in primitives.DERIVATIVE_SUMS)
+    is_quotient = name in primitives.DIVISIONS
+    factors = given[:1] if is_quotient else given
+    if any(one.advice.said is Said.ZERO for one in factors):
+        return _with(joined, said=Said.ZERO)
+    if is_quotient and given[1:] and given[1].advice.said is Said.WHOLE:  # a sum over the replicas: this does not multiply by R
+        joined = _with(joined, said=given[0].advice.said)
+    return _with(joined, gradient=_gradient_of_product(given, is_quotient))
+
+
+def _sum(given: Sequence[Advised], joined: Advice, of_derivatives: bool) -> Advice:
+    """Return the advice for a sum, or, `of_derivatives`, of JAX's sum of derivatives, of which a constant is one too."""
+    said = [one.advice.said for one in given]
+    lowest = (
+        Said.WHOLE if of_derivatives and Said.WHOLE in said else _lowest(said, Said.ZERO if of_derivatives else Said.CONSTANT)
+    )
+    return _with(joined, said=lowest, gradient=_gradient_of_sum(given))
+
+
+def _differs_by_gradients(states: Sequence[Advised]) -> bool:
+    """Tell whether values differ by replica, and those that do are gradients."""
+    own = [state for state in states if not state.is_mirrored]
+    return bool(own) and all(state.advice.gradient for state in own)
+
+
+def _gradient_of_sum(states: Sequence[Advised]) -> Gradient:
+    """Return what a sum of such values is."""
+    kinds = [state.advice.gradient for state in states]
+    if not any(kinds):
+        return Gradient.NONE
+    others = [state.advice.said for state in states if state.is_mirrored and not state.advice.gradient]
+    others = max(others, default=Said.ZERO)
+    if all(state.is_mirrored for state in states):
+        return Gradient.NONE if others > Said.CONSTANT else max(kinds)
+    if not _differs_by_gradients(states):
+        return Gradient.NONE
+    if others > Said.CONSTANT or Gradient.TOTAL in kinds:
+        return Gradient.MIXED
+    return max(kinds) if others is Said.ZERO else max(Gradient.BENT, *kinds)
+
+
+def _gradient_of_product(states: Sequence[Advised], is_quotient: bool) -> Gradient:
+    """Return what a product of such values is, or the quotient of the first."""
+    if not any(state.advice.gradient for state in states):
+        return Gradient.NONE
+    own = [place for place, state in enumerate(states) if not state.is_mirrored]
+    if not own:
+        gradients = [state.advice.gradient for state in (states[:1] if is_quotient else states) if state.advice.gradient]
+        return gradients[0] if len(gradients) == 1 else Gradient.NONE
+    if not _differs_by_gradients(states):
+        return Gradient.NONE
+    is_linear = len(own) == 1 and not (is_quotient and own[0])
+    return states[own[0]].advice.gradient if is_linear else Gradient.BENT
+
+
+def _combined(kind: Gradient) -> Gradient:
+    """Return what a gradient is after it was combined over the replicas."""
+    return Gradient.TOTAL if kind in (Gradient.OWN, Gradient.TOTAL) else Gradient.NONE
+
+
+def _lowest(said: Sequence[Said], above: Said) -> Said:
+    return min([one for one in said if one > above], default=max(said, default=above))
