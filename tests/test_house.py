@@ -274,6 +274,8 @@ def untrue(page: str) -> tuple[list[str], int]:
     claims = [(path, "") for path in sorted(paths - NOT_OURS)]
     claims += [(path, "") for path in re.findall(rf"`({_WING_FILE}(?:\.py)?)`", text)]
     claims += re.findall(rf"`({_WING_FILE})\.(?!py`)(\w+)`", text)
+    private = re.findall(r"`([a-z]\w+)\.(_[a-zA-Z]\w*)`", text)  # of a module, by its last name
+    claims += [(f"{module}.py", name) for module, name in private if module not in ("jax", "os", "threading", "self")]
     listed = [(file, names) for names, file in re.findall(rf"{_NAMES} (?:in |of |\()\(?{_FILE}", text)]
     listed += re.findall(rf"{_FILE}: {_NAMES}", text)
     claims += [(file, name) for file, names in listed for name in re.findall(r"`(\w+|[A-Z_]\w*\.\w+)`", names)]
@@ -300,6 +302,7 @@ def test_paths_and_names_on_the_pages_are_there() -> None:
         ("`_checkpoint/shutdown.py`, tested by `tests/_checkpoint/test_shutdown.py`", 2),
         ("see `_program/nothing`, `nothing.py` and `python tests/nothing.py --all`", 3),
         ("`prove` and `nobody` in `_program/proof`", 1),
+        ("`storage._nothing`, `nothing._start`, `storage._start_and_keep`, `jax._src`", 2),
         ("`Steps.nobody` (`_program/steps`), `_program/steps`: `Steps.run`", 1),
         ("`_workers/stall.nobody`, `_workers/stall.judge`, `nobody` in `_errors`, `nobody` of `_something`", 2),
         ("`python train.py`, `_program/`, `tests/_program/`, `BUDGETS` in\n`tests/test_house.py`", 0),
