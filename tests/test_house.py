@@ -3,6 +3,7 @@
 import ast
 import gc
 import re
+import runpy
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -37,7 +38,7 @@ FLOORS = (
     {"launch", "testing", "_public", "__init__", "__main__"},
 )
 FLOOR_OF = {wing: floor for floor, wings in enumerate(FLOORS) for wing in wings}
-MAX_LINES, MAX_BODY, MAX_ARGUMENTS = 400, 60, 7
+MAX_LINES, MAX_BODY, MAX_ARGUMENTS, MOST_LINES_OF_PROOF = 400, 60, 7, 570
 #: Files that may be longer, and why.
 LONGER = {
     "_strategy.strategy": 542,  # the public verbs: half of it is their documentation
@@ -52,6 +53,9 @@ PATHS = {path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."):
 TREES = {name: ast.parse(path.read_text()) for name, path in PATHS.items()}
 
 
+#: Of a step, at most: calls of ours in a warm run; files of a first run, beside `_models/`, also of a training step with
+#: `mr.value_and_grad`, a loss and an optimizer; calls in the first run of one with Adam on three replicas, by rows of the batch.
+MOST_CALLS_WARM, MOST_FILES_FIRST, MOST_FILES_TRAINING, MOST_CALLS_FIRST = 12, 26, 34, {6: 1700, 5: 6300}
 #: What a warm `strategy.run` passes through.
 WARM = {
     "_strategy/strategy", "_program/steps", "_program/guards", "_program/program", "_variables/storage", "_replicas/in_flight",
@@ -204,20 +208,14 @@ def test_what_jax_does_not_promise_is_named_in_one_wing_and_the_ground_names_no_
     assert found == {"_workers.runtime", "_workers.joint_programs"}
 
 
-HOUSE = PACKAGE.parents[1] / "docs" / "design" / "house.md"
-
-
-def files_named(text: str) -> Iterator[Path]:
-    """Yield the files of a list such as "`_program/uneven/traces`, `merge`": a name alone is in the folder of the one before."""
-    folder = PACKAGE
-    for name in re.findall(r"`([\w/]+)`", text):
-        path = (PACKAGE if "/" in name or (PACKAGE / f"{name}.py").exists() else folder) / f"{name}.py"
-        folder = path.parent
-        yield path
+ROOT = PACKAGE.parents[1]
+HOUSE = ROOT / "docs" / "design" / "house.md"
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
+FOLDERS = ("src", "tests", "docs", "examples", "benchmarks", "tools", ".ci", ".github")
 
 
 def test_the_page_and_the_picture_of_the_house_are_true() -> None:
-    """Which wing is on which floor, which files there are, and which names are in them."""
+    """Which wing is on which floor, and how large a file, a step and its first run may be."""
     page, picture = HOUSE.read_text(), HOUSE.with_suffix(".svg").read_text()
     listed: list[set[str]] = []
     for floor, names in re.findall(r"^\| *(\d*) *\| (`.*?) \|", page.partition("## The rules")[0], re.M):
@@ -226,25 +224,104 @@ def test_the_page_and_the_picture_of_the_house_are_true() -> None:
     assert listed == [set(wings) for wings in FLOORS]
     drawn = set(" ".join(re.findall(r'font-weight="bold" font-size="13"[^>]*>([^<]*)<', picture)).split())
     assert drawn == set(FLOOR_OF) - {"__main__"}
+    text = " ".join(re.sub(r"(?m)^\|.*$|^\d+\. ", "", prose_of(page)).split())
+    even, odd = MOST_CALLS_FIRST.values()
+    figures = (
+        f"at most {MAX_LINES} lines, a function's body {MAX_BODY} lines, a signature {MAX_ARGUMENTS} positional",
+        f"The proof, and what it rests on, has at most {MOST_LINES_OF_PROOF} lines.",
+        f"through {len(WARM)} files (`WARM`) and makes at most {MOST_CALLS_WARM} calls",
+        f"at most {MOST_FILES_FIRST} files, of a training step {MOST_FILES_TRAINING}.",
+        f"at most {even:,} calls, and {odd:,} for an odd batch",
+    )
+    assert [figure for figure in figures if figure not in text] == []
+    for figure in figures:
+        text = text.replace(figure, "")
+    assert re.findall(r"\d[\d,.]*", text) == [], "no test compares these"
 
-    table = page.partition("## Where do I find what")[2].partition("## The way of a batch")[0]
-    rows = [line.strip("|").split(" | ") for line in table.splitlines() if line.startswith("| ")][1:]
-    pairs = [(list(files_named(files)), re.findall(r"`([\w.]+)`", names)) for _, files, names in rows]
-    pairs += [
-        ([PACKAGE / f"{file}.py"], [name]) for name, file in re.findall(r"`([\w.]+)` (?:in|of|\() ?\(?`(_?\w+/[\w/]+)`", page)
-    ]
-    pairs += [([PACKAGE / f"{file}.py"], []) for file in re.findall(r"`(_?\w+/[\w/]+\w)`", page)]
-    assert len(pairs) > 200
-    assert sorted({str(file) for files, _ in pairs for file in files if not file.exists()}) == []
-    texts = {file: file.read_text() for files, _ in pairs for file in files}
-    defines = r"(?m)^ *(?:async )?(?:def|class) {0}\b|^ *{0}(?:: [^=\n]+)? = |^{0}: "
-    missing = [
-        (name, [file.stem for file in files])
-        for files, names in pairs
-        for name in names
-        if not any(re.search(defines.format(name.rpartition(".")[2]), texts[file]) for file in files)
-    ]
-    assert missing == []
+
+def prose_of(page: str) -> str:
+    """Return a page without its blocks of code."""
+    return re.sub(r"(?ms)^ *(```|~~~).*?^ *\1", "", page)
+
+
+#: Of the reader, or of nobody.
+NOT_OURS = {"train.py", "utils.py", "rep.py"}
+_WING_FILE = r"(?:_\w+/|data/_)[\w/]*"
+_FOLDER_FILE = rf"(?:{'|'.join(map(re.escape, FOLDERS))})/[\w./-]*\w"
+_FILE = rf"`({_WING_FILE}(?:\.py)?|{_FOLDER_FILE}|\w+\.py|_\w+)`"
+_NAMES = r"((?:`[\w.]+`(?:, | and |, and ))*`[\w.]+`)"
+_DEFINES = r"(?m)^ *(?:async )?(?:def|class) {0}\b|^ *(?:self\.)?{0}(?:: [^=\n]+)? = |^ *{0}: "
+OURS = {path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
+
+
+def files_of(path: str) -> list[Path]:
+    """Return the files and folders that a page may mean: under the root, under the package, or any file of that name."""
+    if path.startswith(tuple(f"{folder}/" for folder in FOLDERS)):
+        return [file for file in [ROOT / path] if file.exists()]
+    if "/" in path or not path.endswith(".py"):
+        return [file for file in (PACKAGE / path, PACKAGE / f"{path.removesuffix('.py')}.py") if file.exists()]
+    return [file for file in OURS if file.name == path]
+
+
+def untrue(page: str) -> tuple[list[str], int]:
+    """Return the paths and names of a page that are not there, and how many it has; `name` in `file`, `file`: `name`."""
+    text = " ".join(prose_of(page).split())
+    paths = {
+        found
+        for span in re.findall(r"`([^`]+)`", text)
+        for found in re.findall(rf"(?<![\w./<-])({_FOLDER_FILE}|\w+\.py\b)", span)
+    }
+    claims = [(path, "") for path in sorted(paths - NOT_OURS)]
+    claims += [(path, "") for path in re.findall(rf"`({_WING_FILE}(?:\.py)?)`", text)]
+    claims += re.findall(rf"`({_WING_FILE})\.(?!py`)(\w+)`", text)
+    private = re.findall(r"`([a-z]\w+)\.(_[a-zA-Z]\w*)`", text)  # of a module, by its last name
+    claims += [(f"{module}.py", name) for module, name in private if module not in ("jax", "os", "threading", "self")]
+    listed = [(file, names) for names, file in re.findall(rf"{_NAMES} (?:in |of |\()\(?{_FILE}", text)]
+    listed += re.findall(rf"{_FILE}: {_NAMES}", text)
+    claims += [(file, name) for file, names in listed for name in re.findall(r"`(\w+|[A-Z_]\w*\.\w+)`", names)]
+    wrong = []
+    for path, name in claims:
+        files = files_of(path)
+        is_other = not files and re.fullmatch(r"_\w+", path)  # a name, such as `_spec`, and no file of the ground
+        texts = [file.read_text() for file in files if file.is_file() and name]
+        is_defined = any(all(re.search(_DEFINES.format(part), text) for part in name.split(".")) for text in texts)
+        if not is_other and (not files or (name and not is_defined)):
+            wrong.append(f"{name} in {path}" if name else path)
+    return wrong, len(claims)
+
+
+def test_paths_and_names_on_the_pages_are_there() -> None:
+    found = {page.relative_to(ROOT).as_posix(): untrue(page.read_text()) for page in PAGES}
+    assert {page: wrong for page, (wrong, _) in found.items() if wrong} == {}
+    assert sum(count for _, count in found.values()) > 300
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("`_checkpoint/shutdown.py`, tested by `tests/_checkpoint/test_shutdown.py`", 2),
+        ("see `_program/nothing`, `nothing.py` and `python tests/nothing.py --all`", 3),
+        ("`prove` and `nobody` in `_program/proof`", 1),
+        ("`storage._nothing`, `nothing._start`, `storage._start_and_keep`, `jax._src`", 2),
+        ("`Steps.nobody` (`_program/steps`), `_program/steps`: `Steps.run`", 1),
+        ("`_workers/stall.nobody`, `_workers/stall.judge`, `nobody` in `_errors`, `nobody` of `_something`", 2),
+        ("`python train.py`, `_program/`, `tests/_program/`, `BUDGETS` in\n`tests/test_house.py`", 0),
+    ],
+)
+def test_what_is_untrue_on_a_page_is_found(text: str, wrong: int) -> None:
+    found, _ = untrue(text)
+    assert len(found) == wrong, found
+
+
+def test_the_map_is_printed_from_the_modules() -> None:
+    """By `tools/rooms.py`: all modules, or those that a word finds, with the definitions that have it."""
+    rooms = runpy.run_path(str(ROOT / "tools" / "rooms.py"))["rooms"]
+    printed = [line.partition(": ")[0] for line in rooms()]
+    assert {name.replace("/", ".") for name in printed} == {name.removesuffix(".__init__") for name in PATHS}
+    found = list(rooms("tf_config"))
+    assert any(line.startswith("_cluster/environments: ") for line in found)
+    assert any(line.startswith("    from_tf_config: Read") for line in found) and len(found) < 20
+    assert list(rooms("no such word")) == []
 
 
 def test_primitives_are_named_in_one_table() -> None:
@@ -442,7 +519,7 @@ def test_who_trusts_the_proof_reads_little() -> None:
     lines = {
         name: len(PATHS[name].read_text().splitlines()) for name in ("_program.proof", "_jax.interpreter", "_jax.primitives")
     }
-    assert sum(lines.values()) <= 570, lines
+    assert sum(lines.values()) <= MOST_LINES_OF_PROOF, lines
 
 
 #: Arguments that are annotated as a bare `Any`, of each wing that has some. A commit may lower a number: of 3,100
@@ -543,10 +620,10 @@ def test_the_way_of_a_step_is_short(num_variables: int, strategy2: mr.Strategy, 
     first, _ = way(lambda: strategy2.run(step))
     models = {name for name in first if name.startswith("_models/")}  # of libraries that some test has imported
     known = {f"_models/{name}" for name in ("keras", "keras_layers", "keras_parts", "replaced")}
-    assert len(first - models) <= 26 and models <= known, sorted(first)
+    assert len(first - models) <= MOST_FILES_FIRST and models <= known, sorted(first)
     warm, calls = min((way(lambda: strategy2.run(step)) for _ in range(2)), key=lambda found: found[1])  # one may wait for others
     assert warm <= WARM, sorted(warm - WARM)
-    assert calls <= 12, calls  # none for each variable
+    assert calls <= MOST_CALLS_WARM, calls  # none for each variable
 
 
 def first_run(rows: int, num_replicas: int, transformation: optax.GradientTransformation) -> tuple[set[str], int]:
@@ -569,10 +646,10 @@ def first_run(rows: int, num_replicas: int, transformation: optax.GradientTransf
 
 def test_the_first_run_of_a_training_step_passes_few_files_more() -> None:
     files, _ = first_run(4, 2, optax.sgd(0.1))
-    assert len({name for name in files if not name.startswith("_models/")}) <= 34, sorted(files)
+    assert len({name for name in files if not name.startswith("_models/")}) <= MOST_FILES_TRAINING, sorted(files)
 
 
-@pytest.mark.parametrize(("rows", "most_calls"), [(6, 1700), (5, 6300)])
+@pytest.mark.parametrize(("rows", "most_calls"), MOST_CALLS_FIRST.items())
 def test_the_first_run_of_a_training_step_makes_few_calls(rows: int, most_calls: int) -> None:
     """With Adam on three replicas, in a process of its own: where others have run, JAX has traces that it does not make again."""
     ended = subprocess.run([sys.executable, __file__, str(rows)], check=True, capture_output=True, text=True, timeout=100)

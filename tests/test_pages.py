@@ -74,3 +74,15 @@ def test_rows_of_tables_are_short() -> None:
     ]
     rows = [(page.name, line) for page in pages for line in page.read_text().splitlines() if line.startswith("|")]
     assert [(page, row) for page, row in rows if len(row) > 260] == []
+
+
+#: A newcomer reads these before a first change. Who adds words takes as many out.
+MOST_WORDS = {"docs/design/house.md": 2500, "docs/LOG.md": 4000, "CHANGELOG.md": 1500}
+
+
+def test_what_is_read_before_a_change_stays_short() -> None:
+    """Words with a letter or digit, without code; of the changelog those of the newest release."""
+    texts = {name: re.sub(r"(?s)```.*?```", "", (ROOT / name).read_text()) for name in MOST_WORDS}
+    texts["CHANGELOG.md"] = texts["CHANGELOG.md"].split("\n## ")[1]
+    words = {name: sum(re.search(r"\w", word) is not None for word in text.split()) for name, text in texts.items()}
+    assert {name: count for name, count in words.items() if count > MOST_WORDS[name]} == {}

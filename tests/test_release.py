@@ -22,7 +22,7 @@ def test_the_version_is_written_in_one_place_and_repeated_in_the_citation() -> N
     citation = load("CITATION.cff")
     assert citation["version"] == mr.__version__ and citation["license"] == project["project"]["license"]
     changelog = (ROOT / "CHANGELOG.md").read_text()
-    assert "## Unreleased" in changelog or f"## {mr.__version__}" in changelog
+    assert re.search(rf"^## (Unreleased|{re.escape(mr.__version__)} - \d{{4}}-\d\d-\d\d)$", changelog, re.M)
 
 
 def test_the_workflows_run_what_developers_run() -> None:

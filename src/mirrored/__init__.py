@@ -5,7 +5,7 @@ import typing as _hints
 
 from . import _tf_names
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if _hints.TYPE_CHECKING:
     from ._public import *

@@ -29,7 +29,7 @@ from mirrored._cluster.resolvers import discover
 from mirrored._cluster.spec import Cluster, ClusterSpec
 from mirrored._errors import ClusterConfigError, ClusterStartError
 
-VERSIONS = {"jax": "0.10.2", "mirrored": "0.1.0"}
+VERSIONS = {"jax": "0.10.2", "mirrored": "0.2.0"}
 #: What comes at once comes long before this timeout, also on a slow machine.
 TIMEOUT = 30.0
 Outcome = tuple[Meeting | Exception, float]

@@ -1,4 +1,4 @@
-"""Worker 0 before jax starts: collect a hello from every other worker, and tell all of them the outcome.
+"""Worker 0's part of the meeting before jax starts: collects a hello from every other worker, and tells all of them the outcome.
 
 docs/design/clusters.md.
 """

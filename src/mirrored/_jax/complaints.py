@@ -1,4 +1,4 @@
-"""Recognizes what JAX complains about from the text of an error, which JAX does not promise, if the class does not say it."""
+"""Recognizes JAX's errors in traces by their class, else by their text, which JAX does not promise."""
 
 from __future__ import annotations
 

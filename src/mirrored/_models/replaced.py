@@ -1,4 +1,4 @@
-"""Replaces methods of Keras, Equinox and Linen inside scopes and traces, until the program has left the last one."""
+"""The table of what is replaced in Keras, Equinox and Linen, inside scopes and traces only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cache of programs, which warns of functions that are compiled again and again."""
+"""The cache of programs: finds, evicts, says why a function was compiled again, and warns of many compilations."""
 
 from __future__ import annotations
 

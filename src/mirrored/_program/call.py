@@ -1,4 +1,4 @@
-"""Calls taken apart, and the key by which two calls share a program."""
+"""Takes a call's arguments apart, and makes the cache key by which two calls share a program."""
 
 from __future__ import annotations
 

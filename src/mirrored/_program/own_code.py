@@ -1,4 +1,4 @@
-"""A look at what a call sees: the values that the own code of its functions names.
+"""Finds what a step's own code names: globals, closures, `self.lr`, `cfg["lr"]`. The program is valid while these are the same.
 
 The own code is a function, the functions written in it, those that it closes over, has as defaults or bound arguments, and those
 that a wrapper such as `jax.jit` wraps. State that other functions read is read at trace time, as under `jax.jit`.

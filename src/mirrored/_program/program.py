@@ -1,4 +1,4 @@
-"""Compiled programs of steps and functions: how one is made, runs, and describes itself."""
+"""Compiled programs of steps and functions: donation, dispatch, results, and the text of `strategy.explain`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frames: they say which scope, step and trace the program is in."""
+"""Tells which scope, step and trace the program is in: a stack of frames."""
 
 from __future__ import annotations
 

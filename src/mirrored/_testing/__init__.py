@@ -1,1 +1,1 @@
-"""Private: see `mirrored.testing`."""
+"""Tools for tests of a training, whose public names are in `mirrored.testing`."""

@@ -1,4 +1,4 @@
-"""Access to the arrays of variables for the wings above, while other threads run steps."""
+"""Lends the arrays of variables to the wings above, while other threads run steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The value that an assignment stores: in a step, in `merge_call`, outside."""
+"""Computes the value that an assignment stores, with the aggregation: in a step, in `merge_call`, outside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The values that stand for variables while a function is traced."""
+"""The tracers that stand for variables while a function is traced, and what is written to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arrays of variables, in lists that a program takes and gives back whole."""
+"""The arrays of variables, in lists (homes) that a program takes and gives back whole: donation, the lock, lost arrays."""
 
 from __future__ import annotations
 

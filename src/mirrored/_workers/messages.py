@@ -1,4 +1,4 @@
-"""What other workers have written, believed only after a check. No jax here."""
+"""Parses what other workers have written, and checks it before it is believed. No jax here."""
 
 from __future__ import annotations
 
