@@ -13,7 +13,7 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 # -- where the program is, for each thread and each asynchronous task
@@ -40,6 +40,8 @@ in_flight: collections.deque[Any] = collections.deque()
 joint_in_flight: collections.deque[tuple[Any, Callable[[Any], None] | None]] = collections.deque()
 #: Whether this process was forked from one in which JAX ran: then it lacks the threads that run programs.
 is_forked = False
+#: Mesh and content, or mesh and `id` of an array of JAX's, that programs close over -> its copy on each device.
+constants: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
 
 # -- replacements in other libraries
 

@@ -1,9 +1,16 @@
-"""Steps may close over arrays of strategies, compute with them whatever JAX can, and search in them."""
+"""Steps may close over arrays of strategies, compute with them whatever JAX can, and search in them; each exists once."""
 
+import gc
+import threading
+import tracemalloc
+import weakref
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from parameters import slow
 from strategies import variable
 
@@ -77,6 +84,122 @@ def test_a_closed_over_array_is_whole_and_the_same_on_every_replica(strategy3):
     strategy3.run(lambda: v.assign(jax.jit(lambda: pieces * 2)() + jax.nn.relu(one)))
     strategy3.assert_mirrored()
     assert v.numpy().tolist() == [3.0, 5.0, 7.0]
+
+
+# -- one copy on a device, for all programs
+
+ROWS, COLUMNS = 1021, 1031  # of arrays that no other test has
+KINDS = {
+    "numpy": lambda: np.ones((ROWS, COLUMNS), np.float32),
+    "jax": lambda: jnp.ones((ROWS, COLUMNS)),
+    "of a step": lambda: mr.MirroredStrategy(["cpu:0", "cpu:1"]).run(lambda: jnp.ones((ROWS, COLUMNS))),
+    "nnx": lambda: nnx.Linear(ROWS, COLUMNS, kernel_init=nnx.initializers.ones, rngs=nnx.Rngs(0)),
+    "equinox": lambda: eqx.nn.Linear(COLUMNS, ROWS, key=jax.random.key(0)),
+}
+
+
+def matrix(frozen):
+    return jnp.asarray(frozen.weight if isinstance(frozen, eqx.Module) else getattr(frozen, "kernel", frozen))
+
+
+def num_copies():
+    """Count the places in memory where the devices have such an array."""
+    gc.collect()
+    alive = [array for array in jax.live_arrays() if array.shape == (ROWS, COLUMNS)]
+    return len({shard.data.unsafe_buffer_pointer() for array in alive for shard in array.addressable_shards})
+
+
+def batch(strategy, num_rows):
+    return next(iter(strategy.distribute_dataset([np.ones(num_rows, np.float32)])))
+
+
+def sum_of(x):
+    return mr.get_replica_context().all_reduce("sum", x.sum())
+
+
+def run_all(strategy, frozen):
+    """Run steps and a function that name an array, with several shapes, and return what two compute of six rows."""
+    first = lambda x: sum_of(x) * matrix(frozen)[0, :9].sum()  # noqa: E731
+    second = lambda x: sum_of(x * matrix(frozen).T[0, 0])  # noqa: E731
+    both = mr.function(lambda x: strategy.run(first, args=(x,)) + strategy.run(second, args=(x,)) + matrix(frozen)[1, 1])
+    for num_rows in (7, 6):
+        found = [float(run(batch(strategy, num_rows))) for run in (lambda x: strategy.run(first, args=(x,)), both)]
+    again = mr.MirroredStrategy(strategy.devices, num_replicas=strategy.num_replicas_in_sync)
+    again.run(first, args=(batch(again, 6),))
+    assert num_copies() == (1 if isinstance(frozen, np.ndarray) else len(strategy.devices))
+    return found
+
+
+@pytest.mark.parametrize(("kind", "num_devices", "num_replicas"), [
+    ("numpy", 1, 3), ("jax", 3, 3), ("nnx", 2, 2), ("equinox", 2, 2), *slow(("numpy", 1, 1), ("jax", 1, 1), ("numpy", 3, 3)),
+    ("of a step", 2, 2),
+])  # fmt: skip
+def test_what_steps_name_exists_once_on_a_device_and_ends_with_its_owner(kind, num_devices, num_replicas):
+    """The owner's own array is one of them; all devices of a CPU use one copy of numpy's memory."""
+    frozen = KINDS[kind]()
+    gone = weakref.ref(frozen)
+    found = run_all(mr.MirroredStrategy([f"cpu:{i}" for i in range(num_devices)], num_replicas=num_replicas), frozen)
+    assert found == [54.0, 61.0] or kind == "equinox"  # whose weights are random
+    del frozen
+    assert num_copies() == 0 and gone() is None
+
+
+def test_another_program_copies_no_numpy_array(strategy2):
+    table, x, longer = np.ones((ROWS, COLUMNS), np.float32), batch(strategy2, 4), batch(strategy2, 7)
+    step = lambda x: sum_of(x) * jnp.asarray(table)[0, 0]  # noqa: E731
+    strategy2.run(step, args=(x,))
+    tracemalloc.start()
+    try:
+        assert float(strategy2.run(step, args=(longer,))) == 7
+        assert tracemalloc.get_traced_memory()[1] < table.nbytes, "not even for a moment"
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_same_step_sees_another_array_and_the_old_one_is_freed(strategy2):
+    holder = {"table": jnp.ones((ROWS, COLUMNS))}
+    step = lambda x: sum_of(x) * holder["table"][0, 0]  # noqa: E731
+    for value in (1.0, 2.0, 3.0):
+        holder["table"] = jnp.full((ROWS, COLUMNS), value)
+        assert float(strategy2.run(step, args=(batch(strategy2, 4),))) == 4 * value
+        assert num_copies() == 2
+
+
+def test_a_numpy_array_that_changes_in_place_is_copied_for_new_programs_only(strategy2):
+    table, x, longer = np.ones((ROWS, COLUMNS), np.float32), batch(strategy2, 4), batch(strategy2, 8)
+    step = lambda x: sum_of(x) * jnp.asarray(table)[0, 0]  # noqa: E731
+    assert float(strategy2.run(step, args=(x,))) == 4
+    table[:] = 2
+    assert [float(strategy2.run(step, args=(rows,))) for rows in (x, longer, x)] == [4, 16, 4]
+    assert num_copies() == 2
+
+
+def test_a_deleted_array_fails_only_what_names_it_and_changes_no_variable(strategy2):
+    w, frozen, other = variable(1.0, strategy2), jnp.ones((ROWS, COLUMNS)), jnp.ones((ROWS, COLUMNS))
+    steps = [lambda x, a=a: (w.assign_add(1.0), sum_of(x) * a[0, 0])[1] for a in (frozen, other)]
+    x, longer = batch(strategy2, 4), batch(strategy2, 8)
+    assert [float(strategy2.run(step, args=(x,))) for step in steps] == [4, 4]
+    frozen.delete()
+    for rows in (x, longer):
+        with pytest.raises(RuntimeError, match="deleted"):
+            strategy2.run(steps[0], args=(rows,))
+    assert [float(strategy2.run(steps[1], args=(rows,))) for rows in (x, longer)] == [4, 8] and float(w.value) == 5
+
+
+def test_threads_share_it(strategy2):
+    frozen, x, found = np.ones((ROWS, COLUMNS), np.float32), batch(strategy2, 4), []
+
+    def train(factor):
+        step = lambda x: sum_of(x) * jnp.asarray(frozen)[factor, factor] * factor  # noqa: E731
+        found.append((float(strategy2.run(step, args=(x,))), step))
+
+    threads = [threading.Thread(target=train, args=(factor,)) for factor in range(3)]
+    train(3)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(total for total, _ in found) == [0, 4, 8, 12] and num_copies() == 1
 
 
 # -- searches, whatever is around them

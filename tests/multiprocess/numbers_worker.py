@@ -3,6 +3,7 @@
 Each part returns arrays that must have the same bits on all workers.
 """
 
+import gc
 import itertools
 import sys
 import zlib
@@ -141,6 +142,27 @@ def sharded() -> list[Any]:
     return whole.numbers() + again.numbers()
 
 
+def named() -> list[Any]:
+    """Name arrays in several programs; the chief drops the first of them, so it alone has kept nothing then."""
+    table, weights = np.full((301, 303), 2, np.float32), jnp.full((301, 303), 3.0)
+
+    def make() -> Callable[[Any], Any]:
+        return lambda x: mr.get_replica_context().all_reduce("sum", x.sum() * jnp.asarray(table)[0, 0] * weights[0, 0])
+
+    steps, found = [make() for _ in range(3)], []
+    for rows, step in enumerate(steps, 1):
+        x = strategy.distribute_values_from_function(lambda context, rows=rows: np.ones(rows, np.float32))
+        found.append(strategy.run(step, args=(x,)))
+        if strategy.is_chief and rows == 1:
+            [strategy._steps.programs.drop(entry) for entry in list(strategy._steps.programs._entries)]
+            gc.collect()
+    assert list(map(float, found)) == [6.0 * count * rows for rows in (1, 2, 3)]
+    alive = [array for array in jax.live_arrays() if array.shape == table.shape]
+    places = {shard.data.unsafe_buffer_pointer() for array in alive for shard in array.addressable_shards}
+    assert len(places) == 1 + 2 * jax.local_device_count(), "the user's, and what the chief has sent"
+    return found
+
+
 def programs() -> list[Any]:
     """Run a third of the table of tests/parity, each program in one way; of those with README's step the first."""
     from parity import test_programs as table
@@ -165,7 +187,7 @@ def programs() -> list[Any]:
 
 
 PARTS: dict[str, Callable[[], list[Any]]] = {
-    "trees": trees, "combined": combined, "sharded": sharded, "programs": programs,
+    "trees": trees, "combined": combined, "sharded": sharded, "named": named, "programs": programs,
 }  # fmt: skip
 
 for part in parts:

@@ -6,7 +6,7 @@ import pytest
 from processes import run_workers
 
 SCRIPT = Path(__file__).with_name("numbers_worker.py")
-PARTS = ["trees", "combined", "sharded", "programs"]
+PARTS = ["trees", "combined", "sharded", "named", "programs"]
 
 
 @pytest.mark.slow

@@ -72,6 +72,11 @@ class Lifted:
     reads: WeakVariables  # those that it only reads
     plan: ResultPlan
 
+    def bare(self) -> Lifted:
+        """Return it with the types of its constants in place of them: a program keeps only those on its devices."""
+        bare = [jaxprs.ClosedJaxpr(c.jaxpr, [v.aval for v in c.jaxpr.constvars]) for c in (self.closed, self.shown)]
+        return dataclasses.replace(self, closed=bare[0], shown=bare[1])
+
     @property
     def written(self) -> tuple[Variable, ...]:
         return self.writes.alive()
@@ -135,9 +140,7 @@ class Traced(NamedTuple):
             eqns=[equation for equation in jaxpr.eqns if equation.primitive is not tracing.operand_p],
             outvars=[*jaxpr.outvars[:num_results], *kept],
         )
-        # Copied, because `jax.device_put` may use a numpy array's own memory, which its owner may change.
-        own = [np.array(constant) if isinstance(constant, np.ndarray) else constant for constant in self.closed.consts]
-        closed = jaxprs.ClosedJaxpr(jaxpr, own)
+        closed = jaxprs.ClosedJaxpr(jaxpr, self.closed.consts)
         lines = tuple(self.written.get(variable, "<unknown>") for variable in written)
         shown = tracing.lowered(closed, self.frame.axis)
         return Lifted(closed, shown, WeakVariables(tuple(written)), lines, WeakVariables(tuple(read_only)), self.plan)

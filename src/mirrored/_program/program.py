@@ -127,7 +127,7 @@ class Program:
         closed_over = lifted.closed.consts
         constants = closed_over and placement.mirror_constants(mesh, closed_over, f"an array that {name} closes over")
         home, watch = storage.home_of(lifted.writes.slots), equal_copies.watch(mesh, lifted.variables)
-        return cls(name, mesh, lifted, home, compiled, jax_name, constants, watch, calls_host, **more)
+        return cls(name, mesh, lifted.bare(), home, compiled, jax_name, constants, watch, calls_host, **more)
 
     def execute(self, arrays: list[Any]) -> list[Any]:
         """Run on placed arrays, keep the new values of the variables, and return the arrays of the result."""

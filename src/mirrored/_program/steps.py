@@ -196,7 +196,7 @@ def _make_program(mesh: ReplicaMesh, call: Call, frame_with: Callable[[Any], Fra
         refusals.check_noise(findings)
     refusals.check_results(call, lifted, findings)
     is_mirrored = tuple(state.is_mirrored for state in findings.outputs[: lifted.num_results])
-    proven = Proven(call, lifted, findings, is_mirrored, even.axis)
+    proven = Proven(call, lifted.bare(), findings, is_mirrored, even.axis)
     sums, mapped = _map(mesh, proven)
     return StepProgram.compile(mesh, lifted, call.name, mapped, proven.describe, findings=findings, mapped=mapped, joined=sums)
 

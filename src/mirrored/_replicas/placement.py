@@ -7,8 +7,10 @@ differs. So the chief sends its bits to all, and the checksums of all workers' v
 from __future__ import annotations
 
 import functools
+import hashlib
+import weakref
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -16,12 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from .. import _process
 from .._errors import ReplicasDivergeError, StrategyMismatchError
 from .._text import numbered
 from .._typing import Shape
 from .._workers import joint_programs
 from .._workers.progress import progress
-from . import cross_replica, in_flight
+from . import cross_replica, host_memory, in_flight
 from .mesh import ReplicaMesh
 
 _NAME = "sending values from the chief"
@@ -77,11 +80,39 @@ def check_later(mesh: ReplicaMesh, arrays: Sequence[Any], name_of: Callable[[int
 
 
 def mirror_constants(mesh: ReplicaMesh, constants: Sequence[Any], what: str) -> list[Any]:
-    """Mirror the arrays that a function closes over, the same on all workers; leave tracers of a larger program as they are."""
+    """Mirror the arrays that a function closes over, the same on all workers; leave tracers of a larger program as they are.
+
+    All programs share one copy on a device. Several workers, who may have kept different ones, mirror all, and drop some then.
+    """
     known = [constant for constant in constants if not isinstance(constant, jax.core.Tracer)]
     check_later(mesh, known, lambda _: what)
-    placed = iter(mirror(mesh, known, refuse_constant))
-    return [constant if isinstance(constant, jax.core.Tracer) else next(placed) for constant in constants]
+    pairs = [_kept_or_own(mesh, constant) for constant in known]
+    placed = mirror(mesh, [own for _, own in pairs], refuse_constant)
+    kept = iter([_process.constants.setdefault(key, array) for (key, _), array in zip(pairs, placed, strict=True)])
+    return [constant if isinstance(constant, jax.core.Tracer) else next(kept) for constant in constants]
+
+
+def _kept_or_own(mesh: ReplicaMesh, constant: jax.Array | np.ndarray) -> tuple[Hashable, jax.Array | np.ndarray]:
+    """Return the key of a constant, and the copy that is kept under it or, without one, an array to mirror."""
+    key = _key_of(mesh, constant)
+    if mesh.is_alone and (kept := _process.constants.get(key)) is not None:
+        return key, kept
+    if not isinstance(constant, jax.Array):  # copied, because its owner may change it: all devices of a CPU use the copy's memory
+        own = host_memory.empty_rows(1, constant.shape, constant.dtype)[0, ...]
+        own[...] = constant
+        return _key_of(mesh, own), own
+    weakref.finalize(constant, _process.constants.pop, key, None)  # before another array can get its `id`
+    if constant.sharding == mesh.mirrored:  # its memory is kept, and not the user's object, with which the programs end
+        copies = [shard.data for shard in constant.addressable_shards]
+        constant = jax.make_array_from_single_device_arrays(constant.shape, mesh.mirrored, copies)
+    return key, constant
+
+
+def _key_of(mesh: ReplicaMesh, constant: jax.Array | np.ndarray) -> Hashable:
+    if isinstance(constant, jax.Array):
+        return (mesh, id(constant))
+    content = hashlib.sha256(np.ascontiguousarray(constant).reshape(-1).view(np.uint8))
+    return (mesh, str(jax.typeof(constant)), content.digest())
 
 
 def _compare_bits(arrays: Mapping[int, jax.Array], name_of: Callable[[int], str]) -> None:

@@ -27,7 +27,7 @@ def is_for_plan(placement: NamedSharding) -> bool:
 class Planned(jax.ShapeDtypeStruct):
     """The shape, dtype and placement of an array on devices that are not here. Reading its values raises `PlanError`."""
 
-    __slots__ = ()
+    __slots__ = ("__weakref__",)
 
     is_fully_addressable = True
     committed = True

@@ -145,7 +145,7 @@ def _make(frame: Frame, call: Call) -> FunctionProgram:
     )
     is_split = [leaf.is_per_replica for leaf in leaves]
     describe = lambda: f"arguments by replica: {is_split}\n{lifted.describe()}"  # noqa: E731
-    return FunctionProgram.compile(mesh, lifted, name, functools.partial(_pure, lifted, mesh), describe, placements)
+    return FunctionProgram.compile(mesh, lifted, name, functools.partial(_pure, lifted.bare(), mesh), describe, placements)
 
 
 def _pure(lifted: Lifted, mesh: ReplicaMesh, written: Any, read_only: Any, arrays: Any, constants: Any) -> Any:

@@ -184,4 +184,5 @@ def content_key(content: Any, aval: Any) -> Any:
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         content = jax.random.key_data(content)
     array = np.asarray(content)
-    return ("content", str(aval), array.dtype, array.shape, hashlib.sha256(array.tobytes()).digest())
+    bits = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return ("content", str(aval), array.dtype, array.shape, hashlib.sha256(bits).digest())
