@@ -15,7 +15,7 @@ from .._errors import StrategyMismatchError
 from .._jax import tracing, user_code
 from .._models import equinox
 from .._replicas.arrays import check_range, is_numeric, refuse_mask
-from .._replicas.per_replica import PerReplica, is_per_replica, origin_of, require_whole, stack_of, uneven_shapes
+from .._replicas.per_replica import PerReplica, is_per_replica, lost_rank, origin_of, require_whole, stack_of, uneven_shapes
 from .._typing import PyTree, Shape, UserFunction
 from .._variables.variable import Variable
 from .guards import match
@@ -136,6 +136,8 @@ def _as_array(leaf: object, is_uneven: bool, name: Callable[[], str]) -> tuple[A
     """Return an argument as an array, and its type; None for an object that is compiled in."""
     if isinstance(leaf, PerReplica):
         array, shapes = stack_of(leaf), uneven_shapes(leaf)
+        if lost_rank(leaf) is not None:
+            require_whole(leaf, lambda: f"the argument {name()} is")
         is_batch = is_uneven and shapes is None and origin_of(leaf) is not None
         return array, _array_leaf((array.shape[1:], array.dtype, False, True, shapes, is_batch))
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):  # random keys have no `weak_type`

@@ -20,7 +20,7 @@ import numpy as np
 from .._jax import jaxprs, tracing, user_code
 from .._models import keras, replaced
 from .._replicas import context, frames, named
-from .._replicas.per_replica import PerReplica, stack_of, uneven_shapes
+from .._replicas.per_replica import PerReplica, require_whole, stack_of, uneven_shapes
 from .._replicas.placement import checksum
 from .._text import call_it, shown
 from .._typing import PyTree, Shape, UserFunction
@@ -198,6 +198,7 @@ def plan_result(result: PyTree) -> tuple[ResultPlan, list[jax.Array]]:
     stacked: list[bool] = []
     for leaf in leaves:
         if isinstance(leaf, PerReplica):
+            require_whole(leaf, lambda: "the function returned")
             value, leaf_shapes = stack_of(leaf), uneven_shapes(leaf)
         elif isinstance(leaf, jax.Array | np.ndarray | np.generic):
             value, leaf_shapes = leaf, None
