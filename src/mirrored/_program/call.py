@@ -148,9 +148,21 @@ def _as_array(leaf: object, is_uneven: bool, name: Callable[[], str]) -> tuple[A
             check_range(np.asarray(in_64_bits), lambda: f"the argument {name()} holds")
         return leaf, _number_leaf(type(leaf), tracing.is_wide())
     if not _gives_array(type(leaf)):
+        if isinstance(leaf, jax.Ref):
+            refuse_ref(leaf, f"the argument {name()} is")
         return None
     array = _host_array(leaf, name)
     return array, _array_leaf((array.shape, jax.dtypes.canonicalize_dtype(array.dtype), False, False, None, False))
+
+
+def refuse_ref(value: object, what: str) -> None:
+    """Refuse a `jax.Ref` on its way into a program or out of it; `what` begins the message."""
+    if isinstance(value, jax.Ref):
+        raise TypeError(
+            f"{what} a jax.Ref, which JAX changes in place and on one device only. What steps change is a variable: write v = "
+            "mr.Variable(ref[...]) in `with strategy.scope():`, and v.assign(x) in the step. Its present value is an array: "
+            "pass or return ref[...]. A step may make a Ref and use it until it ends."
+        )
 
 
 def _with_objects(function: UserFunction, args: Sequence[Any], kwargs: dict[str, Any], static: Sequence[Any]) -> UserFunction:

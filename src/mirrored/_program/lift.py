@@ -28,7 +28,7 @@ from .._variables.bindings import Bindings
 from .._variables.storage import WeakVariables
 from .._variables.variable import Variable, is_variable, spec_of
 from . import mistakes
-from .call import Call
+from .call import Call, refuse_ref
 from .own_code import Sight
 
 #: Settings that change a program's numbers and not its text.
@@ -183,7 +183,10 @@ def trace(call: Call, shapes: Sequence[Shape], frame: frames.Frame) -> Traced:
         return Traced(closed, **seen, frame=frame)
 
     try:
-        return keras.traced_until_found(traced, frame.mesh)  # type: ignore[no-any-return]
+        found: Traced = keras.traced_until_found(traced, frame.mesh)
+        for constant in found.closed.consts:
+            refuse_ref(constant, f"{call.name} closes over")
+        return found
     except Exception as error:
         mistakes.explain(error, call, in_step and context.knows_id(frame.replica))
         raise
@@ -203,6 +206,7 @@ def plan_result(result: PyTree) -> tuple[ResultPlan, list[jax.Array]]:
         elif isinstance(leaf, jax.Array | np.ndarray | np.generic):
             value, leaf_shapes = leaf, None
         else:
+            refuse_ref(leaf, "the step returned")
             _refuse_hidden_arrays(leaf)
             # A program does not keep a variable alive.
             static.append(weakref.ref(leaf) if isinstance(leaf, Variable) else lambda leaf=leaf: leaf)

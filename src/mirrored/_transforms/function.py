@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 from jax.sharding import Mesh, NamedSharding
 
 from .._errors import StrategyMismatchError
-from .._jax import interpreter, jaxprs, user_code
+from .._jax import interpreter, jaxprs, tracing, user_code
 from .._models import nnx
 from .._program import eager, lift
 from .._program.cache import Programs
@@ -78,9 +78,9 @@ def function(fn: Callable[P, ResultT]) -> Callable[P, ResultT]:
 
 
 def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> PyTree:
-    """Call a function as one program; inside a larger trace, call it as it is."""
+    """Call a function as one program; inside a larger trace, or a `jax.vmap` or `jax.grad`, call it as it is."""
     frame = frames.current()
-    if frames.is_traced() or eager.is_eager.get():
+    if frames.is_traced() or eager.is_eager.get() or tracing.current_trace() is not tracing.NO_TRACE:
         return fn(*args, **kwargs)
     if "flax.nnx" in sys.modules and nnx.holds_objects((args, kwargs)):
         return nnx.run_with_objects(call_compiled, None, fn, args, kwargs)
