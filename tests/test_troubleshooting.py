@@ -16,7 +16,6 @@ import numpy as np
 import optax
 import pytest
 from fake_service import FakeClient
-from flax import nnx
 from strategies import ctx, variable
 
 import mirrored as mr
@@ -98,6 +97,7 @@ def next_batch_in_a_step(g):
 
 
 def closes_over_a_model(g):
+    nnx = pytest.importorskip("flax.nnx")
     norm = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
     g.run(lambda: norm(jnp.ones((2, 2))))
 

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from strategies import strategy_of, variable
 
 import mirrored as mr
@@ -195,6 +194,7 @@ def test_what_jax_says_outside_of_any_call_of_ours_is_on_the_page() -> None:
 
 
 def test_an_nnx_object_that_a_step_or_loop_only_closes_over_is_named() -> None:
+    nnx = pytest.importorskip("flax.nnx")
     strategy, xs = strategy_of(2), jnp.arange(24.0).reshape(3, 4, 2)
     norm, linear = nnx.BatchNorm(2, rngs=nnx.Rngs(0)), nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     loop = lambda: mr.scan(lambda c, x: (c, norm(x)), 0.0, xs)  # noqa: E731

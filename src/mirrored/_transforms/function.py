@@ -39,8 +39,8 @@ def function(fn: Callable[P, ResultT]) -> Callable[P, ResultT]:
     The function is traced once for each structure, shape and static value of its arguments. Tracing finds the
     variables that it reads or writes, directly or in its steps; each call updates them. Arrays and Python numbers
     are passed to the program; bools, strings and objects are compiled in, and so are the values that the code names,
-    such as `self.lr`, also in the functions that it names. Inside a step or another `mr.function` it is an ordinary
-    call.
+    such as `self.lr`, also in the functions that it names. Inside a step, another `mr.function` or a transformation of
+    JAX, such as `jax.grad`, it is an ordinary call.
 
     Args:
         fn: a function that calls `strategy.run` and friends; its result is any tree of arrays, PerReplica
