@@ -62,7 +62,7 @@ OFFERS = {
         mesh.ReplicaMesh mesh.cluster_mesh mesh.default_mesh mesh.make_mesh mesh.raising_cpu_threads mesh.replicas_of
         mesh.resolve_devices mesh.with_replicas named.seen parts.all_gather_parts parts.join_parts parts.num_real
         parts.own_part parts.part_size parts.reduce_scatter parts.split_parts per_replica.Origin per_replica.PerReplica
-        per_replica.carried_sums per_replica.facts_of per_replica.is_per_replica per_replica.origin_of
+        per_replica.carried_sums per_replica.facts_of per_replica.is_per_replica per_replica.lost_rank per_replica.origin_of
         per_replica.proven_of per_replica.require_whole per_replica.stack_of per_replica.stack_shapes
         per_replica.uneven_shapes placement.check_later placement.checksum placement.mirror placement.mirror_constants
         placement.own_copy placement.refuse_argument placement.stack planned.CompiledOnly planned.Planned

@@ -37,6 +37,7 @@ def preempted(checkpoint: mr.Checkpoint, step: Any) -> None:
 #: What the rows may name, besides what is in the world.
 NAMES = {"mr": mr, "jax": jax, "jnp": jnp, "np": np, "optax": optax, "NumpyDataset": NumpyDataset, "__file__": __file__}
 NAMES |= {"MASKED": np.ma.array(ONES, mask=[0, 1]), "SPARSE": jax.experimental.sparse.BCOO.fromdense(jnp.eye(2))}
+NAMES |= {"REF": jax.new_ref(jnp.ones(2)), "SHAPE": jax.ShapeDtypeStruct((2,), jnp.float32)}
 NAMES |= {"KEYS": jax.random.split(jax.random.key(0, impl="rbg"), 2)}
 NAMES |= {"FOUR": [f"cpu:{i}" for i in range(4)], "ONES": ONES, "WORDS": WORDS, "values": values, "preempted": preempted}
 
@@ -157,6 +158,14 @@ Strategy.run
     step(lambda x: x, ([x_elsewhere],)) => StrategyMismatchError: `x\[0\]` .*ANOTHER
     step(lambda x: x.shape[0], (uneven,)) => UnevenReplicasError: return different things
     step(lambda: x) => TypeError: the step returned a PerReplica
+    step(lambda x: x, (REF,)) => TypeError: the argument `x` is a jax\.Ref, .*v = mr\.Variable\(ref\[\.\.\.\]\)
+    step(lambda: REF[...]) => TypeError: closes over a jax\.Ref
+    step(lambda: {"r": jax.new_ref(jnp.ones(2))}) => TypeError: the step returned a jax\.Ref, .*return ref\[\.\.\.\]
+    step(lambda x: w.assign(x), (SHAPE,)) => TypeError: `x` is a jax\.ShapeDtypeStruct, .*jnp\.zeros.*jax\.eval_shape\(lambda x:
+    jax.vmap(lambda x: step(lambda y: y, (x,)))(x) => PerReplicaError: the argument `y` is a PerReplica whose array has
+    step(lambda x: x, (jax.vmap(lambda k: step(jnp.multiply, (x, k)))(ONES),)) => PerReplicaError: `x` is a PerReplica whose
+    jax.vmap(lambda k: step(lambda: w.assign(ONES * k)))(ONES) => ContextError: variable 'w' was written .*TRACED
+    jax.grad(lambda k: step(lambda: w.assign(ONES * k)) or w[0])(1.0) => ContextError: variable 'w' was written .*TRACED
     step(lambda: x + 1) => PerReplicaError: PerReplica does not support `\+`
     step(lambda: step(lambda: 1)) => ContextError: NOT_IN_A_STEP
     in_three(lambda: step(lambda: 1)) => StrategyMismatchError: ^run of .*2 replicas.* in the scope of .*3 replicas
@@ -236,6 +245,7 @@ Strategy.make_numpy_dataset
     two.make_numpy_dataset(x) => PerReplicaError: PerReplica does not support
 Strategy.distribute_values_from_function
     two.distribute_values_from_function(3) => TypeError: value_fn is 3; expected a function of a mr\.ValueContext
+    jax.vmap(lambda k: two.reduce("sum", values(two, lambda i: k)))(ONES) => ContextError: an array that JAX traces, .*\(x,\)\)
     values(two, lambda i: "a") => TypeError: distribute_values_from_function got 'a' of type str; NO_NUMBERS
     values(two, lambda i: MASKED) => TypeError: NO_MASKS
     values(two, lambda i: np.ones((1,) * (1 + i)))
@@ -344,11 +354,17 @@ function
     mr.function(lambda: (step(lambda: w + 1), three.run(lambda: of_three + 1)))()
         => StrategyMismatchError: an mr\.function uses two strategies
     mr.function(lambda x: two.reduce("sum", x))(x_of_three) => StrategyMismatchError: ANOTHER
+    mr.function(lambda r: r[...])(REF) => TypeError: the argument `r` is a jax\.Ref
+    mr.function(lambda x: x)(SHAPE) => TypeError: `x` is a jax\.ShapeDtypeStruct
+    mr.function(lambda: jax.vmap(lambda k: step(jnp.multiply, (x, k)))(ONES))()
+        => PerReplicaError: the function returned a PerReplica whose
+    jax.vmap(mr.function(lambda k: w.assign(ONES * k)))(ONES) => ContextError: variable 'w' was written .*TRACED
 scan
     mr.scan(3, 0.0, ONES) => TypeError: mr\.scan got 3 as its body; expected a function
     mr.scan(lambda carry, x: carry, 0.0, ONES) => TypeError: returned an array; expected a pair \(new carry, y\)
     mr.scan(lambda c, x: (c, x, x), 0.0, ONES) => TypeError: expected a pair.*return carry, None
     mr.scan(lambda c, x: (c, "s"), 0.0, ONES) => TypeError: the y of mr\.scan's body got 's\'
+    mr.scan(lambda c, x: (c, REF[...]), 0.0, ONES) => TypeError: closes over a jax\.Ref
     mr.scan(lambda c, x: (c, x), "a", ONES) => TypeError: the carry of mr\.scan got 'a'
     mr.scan(lambda c, x: (c, x), 0.0, "ab") => TypeError: xs of mr\.scan got 'ab'
     mr.scan(lambda c, x: (c, x), 0.0, 1.0) => ValueError: xs of mr\.scan holds a scalar

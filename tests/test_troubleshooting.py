@@ -96,6 +96,12 @@ def next_batch_in_a_step(g):
     g.run(lambda: next(iterator))
 
 
+def closes_over_a_model(g):
+    nnx = pytest.importorskip("flax.nnx")
+    norm = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+    g.run(lambda: norm(jnp.ones((2, 2))))
+
+
 def a_program_fails(g):
     step = lambda x: g.w.assign_add(jnp.log(x))  # noqa: E731
     g.run(step, np.ones(2, np.float32))
@@ -217,6 +223,8 @@ CASES: list[tuple[str, str, Case]] = [
         lambda w: g.run(with_its_own_derivative, g.odd, w))(1.0)),
     ("PlanError", "an unknown topology", lambda g: mr.topology("v5e:16")),
     ("PerReplicaError", "use as one array", lambda g: g.batch + 1),
+    ("PerReplicaError", "vmap of run", lambda g: g.strategy.reduce("sum", jax.vmap(
+        lambda k: g.run(lambda x, k: x * k, g.batch, k))(jnp.ones(2)))),
     ("OneProgramError", "branch", lambda g: g.run(lambda x: x if ctx().replica_id_in_sync_group == 0 else -x, g.batch)),
     ("OneProgramError", "float", lambda g: g.run(lambda x: float(x.sum()), g.batch)),
     ("ContextError", "read under jit", lambda g: jax.jit(lambda: g.w * 2)()),
@@ -226,6 +234,7 @@ CASES: list[tuple[str, str, Case]] = [
     ("ContextError", "another mesh", in_a_mesh),
     ("ContextError", "loss outside", lambda g: mr.losses.compute_average_loss(np.ones(3))),
     ("ContextError", "a map over devices", lambda g: g.run(lambda: jax.pmap(lambda x: x)(jnp.ones((1, 2))))),
+    ("ContextError", "an NNX object", closes_over_a_model),
     ("StrategyMismatchError", "batch", lambda g: mr.MirroredStrategy(["cpu:0"]).run(lambda x: x, args=(g.batch,))),
     ("StrategyMismatchError", "variable", lambda g: mr.MirroredStrategy(["cpu:0"]).run(lambda: g.w.value)),
     ("VariableLostError", "a program fails", a_program_fails),

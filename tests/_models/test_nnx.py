@@ -310,3 +310,17 @@ def test_a_model_whose_variables_are_references_is_refused_with_the_line_to_writ
     model = nnx.with_vars(model, ref=False)
     strategy2.run(step, args=(model,))
     np.testing.assert_array_equal(model.bias[...], [1, 1])
+
+
+def test_jaxs_transformations_go_around_a_step_that_takes_a_model(strategy2: mr.Strategy) -> None:
+    model, many = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), jnp.array([1.0, 2.0])
+    [batch] = strategy2.distribute_dataset([ROWS])
+
+    def total(model: nnx.Module, k: jax.Array | float = 1.0) -> jax.Array:
+        return strategy2.reduce("sum", strategy2.run(lambda model, x: model(x).sum() * k, args=(model, batch)))
+
+    for around in (total, mr.function(total)):
+        gradient = nnx.grad(around)(model)
+        np.testing.assert_allclose(gradient["kernel"][...], np.stack([ROWS.sum(0)] * 2, 1), rtol=1e-5)
+        found = jax.vmap(lambda k, around=around: around(model, k))(many)
+        np.testing.assert_allclose(found, model(ROWS).sum() * many, rtol=1e-5)

@@ -2,6 +2,7 @@
 
 import re
 import traceback
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,12 @@ MISTAKES = {
     "numpy": (lambda w, x: x.numpy(), AttributeError, "no attribute 'numpy', at {here}", r"np\.asarray\(result\)"),
     "backward": (lambda w, x: x.backward(), AttributeError, "'backward', at {here}", r"mr\.value_and_grad\(loss_fn, .*\)\(\)"),
     "cuda": (lambda w, x: x.cuda(), AttributeError, "no attribute 'cuda', at {here}", "Leave it out"),
+    "waits": (
+        lambda w, x: x.block_until_ready(), AttributeError, "'block_until_ready', at {here}",
+        r"jax\.block_until_ready\(result\) outside of the step",
+    ),
+    "sharding": (lambda w, x: x.sharding, AttributeError, "'sharding', at {here}", r"jax\.typeof\(x\)"),
+    "device": (lambda w, x: x.device, AttributeError, "'device', at {here}", "Leave it out"),
     "shapes": (lambda w, x: jnp.matmul(x, jnp.ones((4, 2))), TypeError, "same shape", ""),
     "name": (lambda w, x: missing + x, NameError, "name 'missing' is not defined", ""),  # noqa: F821
     "torch": (lambda w, x: as_torch(x), TypeError, "torch was given an array of JAX, at {here}", r"with jax\.numpy"),
@@ -176,6 +183,35 @@ def test_a_mistake_in_a_function_is_explained_too(strategy2):
     message = r"over the axis 'replica' was used outside strategy\.run.*strategy\.reduce\('mean', value\)"
     with pytest.raises(NameError, match=message):
         mr.function(lambda x: jax.lax.psum(x, "replica"))(np.float32(1))
+
+
+def test_what_jax_says_outside_of_any_call_of_ours_is_on_the_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
+    with pytest.raises(NameError) as caught:
+        jax.lax.pmean(1.0, "replica")
+    assert str(caught.value).removeprefix("Found an ").startswith("unbound axis name: replica")
+    assert "NameError: Found an unbound axis name: replica" in page
+
+
+def test_an_nnx_object_that_a_step_or_loop_only_closes_over_is_named() -> None:
+    nnx = pytest.importorskip("flax.nnx")
+    strategy, xs = strategy_of(2), jnp.arange(24.0).reshape(3, 4, 2)
+    norm, linear = nnx.BatchNorm(2, rngs=nnx.Rngs(0)), nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    loop = lambda: mr.scan(lambda c, x: (c, norm(x)), 0.0, xs)  # noqa: E731
+    for wrong in (loop, lambda: strategy.run(loop), lambda: strategy.run(lambda: norm(xs[0])), mr.function(lambda: norm(xs[0]))):
+        before = norm.mean[...]
+        with pytest.raises(mr.ContextError, match=rf"BatchStat\), at {re.escape(__file__)}:\d+, .*closes over.* model, ys = mr"):
+            wrong()
+        assert norm.mean[...] is before
+    new, ys = mr.scan(lambda model, x: (model, model(x)), norm, xs)  # the message's line
+    expected = [norm(x) for x in xs]
+    np.testing.assert_allclose(new.mean[...], norm.mean[...], rtol=1e-6)
+    np.testing.assert_allclose(ys, jnp.stack(expected), rtol=1e-5, atol=1e-6)
+    norm.eval()
+    for layer in (norm, linear):
+        np.testing.assert_allclose(
+            mr.scan(lambda c, x, layer=layer: (c, layer(x)), 0.0, xs)[1], [layer(x) for x in xs], rtol=1e-5, atol=1e-5
+        )
 
 
 def test_a_number_that_jax_does_not_name_is_not_blamed(strategy2):

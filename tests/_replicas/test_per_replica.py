@@ -1,6 +1,7 @@
 """PerReplica: it shows what every replica holds, and refuses to be taken for one array."""
 
 import copy
+import functools
 import math
 import operator
 import pickle
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from strategies import strategy_of
 
 import mirrored as mr
 
@@ -161,3 +163,57 @@ def test_batches_that_were_stacked_outside_of_a_step_are_refused(strategy2):
             use()
     right = strategy2.run(lambda *rows: jnp.stack(rows), args=batches)
     assert strategy2.reduce("mean", right, axis=(0, 1)) == 6.5
+
+
+#: What gives a PerReplica's array another number of axes, with as many entries as there are replicas.
+MAPPED = {
+    "vmap": lambda run, many: jax.vmap(run)(many),
+    "vmap of jit": lambda run, many: jax.vmap(jax.jit(run))(many),
+    "jit of vmap": lambda run, many: jax.jit(jax.vmap(run))(many),
+    "lax.map": lambda run, many: jax.lax.map(run, many),
+    "lax.scan": lambda run, many: jax.lax.scan(lambda c, k: (c, run(k)), 0, many)[1],
+    "jacfwd": lambda run, many: jax.jacfwd(lambda ks: run(ks.sum()))(many),
+}
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("how", MAPPED)
+def test_a_per_replica_is_never_read_along_another_axis(count, how):
+    """`jax.vmap(run)` of R values gave replica r the r-th of them."""
+    strategy, many = strategy_of(count), jnp.arange(1.0, 1 + count)
+    [batch] = strategy.distribute_dataset([np.arange(1.0 + 2 * count, dtype="float32")])
+    step = lambda x, k: x.sum() * k  # noqa: E731
+    run = lambda k: strategy.run(step, args=(batch, k))  # noqa: E731
+    mapped = MAPPED[how](run, many)
+    again = jax.tree.map(lambda stack: stack + 0, mapped)
+    for use in (
+        lambda: mapped.values,
+        lambda: mapped.shape,
+        lambda: again.num_replicas,
+        lambda: strategy.reduce("sum", again),
+        lambda: strategy.gather(mapped, axis=0),
+        lambda: strategy.local_results(mapped),
+        lambda: strategy.run(lambda x: x, args=(mapped,)),
+        lambda: jax.jit(lambda: strategy.reduce("sum", MAPPED[how](run, many)))(),
+        lambda: mr.function(lambda: MAPPED[how](run, many))(),
+    ):
+        with pytest.raises(mr.PerReplicaError, match=r"a PerReplica whose .*jax\.vmap\(lambda k: step\(x, k\)\)\(many\)"):
+            use()
+    assert repr(mapped).startswith("PerReplica(Array(") and "PerReplica(" in mapped._repr_html_()
+
+
+def test_the_lines_of_the_message_give_each_replicas_value(strategy3):
+    """The mapped function may also read `values`."""
+    [batch] = strategy3.distribute_dataset([np.arange(7, dtype="float32")])
+    step, many = lambda x, k: x.sum() * k, jnp.array([1.0, 10, 100])
+    run = lambda k: strategy3.run(step, args=(batch, k))  # noqa: E731
+    sums, scales = np.array([0 + 1 + 2, 3 + 4, 5 + 6], "float32"), np.asarray(many)
+    in_step = strategy3.run(lambda x, many: jax.vmap(lambda k: step(x, k))(many), args=(batch, many))
+    in_scan = mr.scan(lambda c, k: (c, run(k)), 0, many)[1]
+    for result in (in_step, in_scan):
+        np.testing.assert_array_equal(np.stack(result.values), sums[:, None] * scales)
+    for mapped in (jax.vmap, lambda f: functools.partial(jax.lax.map, f)):
+        np.testing.assert_array_equal(mapped(lambda k: strategy3.reduce("sum", run(k)))(many), 21 * scales)
+        np.testing.assert_array_equal(mapped(lambda k: jnp.stack(run(k).values))(many), scales[:, None] * sums)
+    _, rows = mr.scan(lambda c, x: (c, strategy3.run(lambda x: x * 2, args=(x,))), 0, in_step)
+    np.testing.assert_array_equal(np.stack(rows.values), 2 * sums[:, None] * scales)

@@ -197,3 +197,30 @@ def test_a_function_in_a_loop_is_known_by_a_few_looks_and_is_another_with_what_i
     for strategy in (strategy2, strategy3):
         with strategy.scope():
             assert [float(count()) for _ in range(4)] == [strategy.num_replicas_in_sync] * 4
+
+
+#: A transformation of JAX around a function of k, and what it makes of `factor * k`; eager ones compile each operation.
+AROUND = {
+    "vmap": lambda f: (jax.vmap(f)(jnp.arange(3.0)), jnp.arange(3)),
+    "grad": lambda f: (jax.grad(f)(3.0), 1),
+    "jit of vmap": lambda f: (jax.jit(jax.vmap(f))(jnp.arange(3.0)), jnp.arange(3)),
+    "map": lambda f: (jax.lax.map(f, jnp.arange(3.0)), jnp.arange(3)),
+    "jit of vmap of grad": lambda f: (jax.jit(jax.vmap(jax.grad(f)))(jnp.arange(3.0)), jnp.ones(3)),
+    "grad of checkpoint": lambda f: (jax.jit(jax.grad(jax.checkpoint(f)))(3.0), 1),
+    "jacfwd": lambda f: (jax.jit(jax.jacfwd(lambda ks: f(ks[0]) + 2 * f(ks[1])))(jnp.arange(2.0)), jnp.array([1, 2])),
+    "jacrev": lambda f: (jax.jit(jax.jacrev(lambda ks: f(ks[0]) + 2 * f(ks[1])))(jnp.arange(2.0)), jnp.array([1, 2])),
+}
+
+
+@pytest.mark.parametrize("how", AROUND)
+def test_jaxs_transformations_go_around_each_verb(strategy2, how):
+    [batch] = strategy2.distribute_dataset([np.arange(6, dtype="float32")])
+    run = lambda k: strategy2.run(lambda x, k: x * k, args=(batch, k))  # noqa: E731
+    summed = mr.function(lambda k: strategy2.reduce("sum", run(k), axis=0))
+
+    def verbs(k):
+        all_reduced = strategy2.run(lambda x: mr.get_replica_context().all_reduce("sum", x.sum()) * k, args=(batch,))
+        return all_reduced + 10 * summed(k) + 100 * mr.function(lambda: strategy2.gather(run(k), axis=0).sum())()
+
+    found, expected = AROUND[how](verbs)
+    np.testing.assert_allclose(found, 15 * 111 * expected, rtol=1e-6)

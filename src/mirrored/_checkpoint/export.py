@@ -7,7 +7,7 @@ import jax
 from .._errors import UnevenReplicasError
 from .._jax import user_code
 from .._models import keras_variables, nnx
-from .._replicas.per_replica import PerReplica, stack_of, uneven_shapes
+from .._replicas.per_replica import PerReplica, require_whole, stack_of, uneven_shapes
 from .._typing import PyTree
 from .._variables.tree import VariableTree
 from .._variables.variable import Variable
@@ -60,6 +60,7 @@ def _export_leaf(value: PyTree) -> PyTree:
                 f"mr.export got a PerReplica with the shapes {value.shapes}, of which there is no one array. Join the rows: "
                 "strategy.gather(value, axis=0)."
             )
+        require_whole(value, lambda: "mr.export got")
         return stack_of(value)
     state = keras_variables.state_of(value)
     return value if state is value else export(state)

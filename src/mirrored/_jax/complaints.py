@@ -20,6 +20,8 @@ _TRACER_NEEDED = re.compile(r"(unhashable type:|single integer, got) '\w*Tracer"
 #: Kind of complaint -> the class of the error, and its text, in which a group is the name that it is about.
 _COMPLAINTS: dict[str, tuple[type[Exception], str]] = {
     "no static number": (jax.errors.ConcretizationTypeError, r"is expected: .*\n(.*(?:size argument|static).*)"),
+    "no attribute": (AttributeError, r"^The '(\w+)' (?:method|attribute) is not available on"),
+    "object of a closure": (Exception, r"^Cannot mutate (\w+) from a different trace level"),  # of Flax NNX
     "no axis": (NameError, r"unbound axis name:? ['\"]?(\w+)"),
     "array is called": (TypeError, r"'\w*Tracer' object is not callable"),
     "array in a format": (TypeError, r"unsupported format string passed to \w*Tracer\.__format__"),

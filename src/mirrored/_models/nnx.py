@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._errors import ContextError
-from .._jax import user_code
+from .._jax import tracing, user_code
 from .._jax.marks import Mark, Purpose, mark
 from .._options import ReduceOp
 from .._replicas import frames, placement
@@ -152,7 +152,7 @@ def run_with_objects(
 
 def _placed(mesh: ReplicaMesh | None, arrays: dict[_Path, Any]) -> dict[_Path, Any]:
     """Place arrays on the replicas before the first step, so that it need not compile twice; not needed on several workers."""
-    if mesh is None or not mesh.is_alone or frames.is_traced():
+    if mesh is None or not mesh.is_alone or frames.is_traced() or tracing.current_trace() is not tracing.NO_TRACE:
         return arrays
     known = {path: array for path, array in arrays.items() if isinstance(array, jax.Array)}
     return arrays | dict(zip(known, placement.mirror(mesh, list(known.values())), strict=True))

@@ -15,7 +15,7 @@ from .._errors import StrategyMismatchError
 from .._jax import tracing, user_code
 from .._models import equinox
 from .._replicas.arrays import check_range, is_numeric, refuse_mask
-from .._replicas.per_replica import PerReplica, is_per_replica, origin_of, require_whole, stack_of, uneven_shapes
+from .._replicas.per_replica import PerReplica, is_per_replica, lost_rank, origin_of, require_whole, stack_of, uneven_shapes
 from .._typing import PyTree, Shape, UserFunction
 from .._variables.variable import Variable
 from .guards import match
@@ -136,6 +136,8 @@ def _as_array(leaf: object, is_uneven: bool, name: Callable[[], str]) -> tuple[A
     """Return an argument as an array, and its type; None for an object that is compiled in."""
     if isinstance(leaf, PerReplica):
         array, shapes = stack_of(leaf), uneven_shapes(leaf)
+        if lost_rank(leaf) is not None:
+            require_whole(leaf, lambda: f"the argument {name()} is")
         is_batch = is_uneven and shapes is None and origin_of(leaf) is not None
         return array, _array_leaf((array.shape[1:], array.dtype, False, True, shapes, is_batch))
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):  # random keys have no `weak_type`
@@ -146,9 +148,21 @@ def _as_array(leaf: object, is_uneven: bool, name: Callable[[], str]) -> tuple[A
             check_range(np.asarray(in_64_bits), lambda: f"the argument {name()} holds")
         return leaf, _number_leaf(type(leaf), tracing.is_wide())
     if not _gives_array(type(leaf)):
+        if isinstance(leaf, jax.Ref):
+            refuse_ref(leaf, f"the argument {name()} is")
         return None
     array = _host_array(leaf, name)
     return array, _array_leaf((array.shape, jax.dtypes.canonicalize_dtype(array.dtype), False, False, None, False))
+
+
+def refuse_ref(value: object, what: str) -> None:
+    """Refuse a `jax.Ref` on its way into a program or out of it; `what` begins the message."""
+    if isinstance(value, jax.Ref):
+        raise TypeError(
+            f"{what} a jax.Ref, which JAX changes in place and on one device only. What steps change is a variable: write v = "
+            "mr.Variable(ref[...]) in `with strategy.scope():`, and v.assign(x) in the step. Its present value is an array: "
+            "pass or return ref[...]. A step may make a Ref and use it until it ends."
+        )
 
 
 def _with_objects(function: UserFunction, args: Sequence[Any], kwargs: dict[str, Any], static: Sequence[Any]) -> UserFunction:

@@ -20,7 +20,7 @@ import numpy as np
 from .._jax import jaxprs, tracing, user_code
 from .._models import keras, replaced
 from .._replicas import context, frames, named
-from .._replicas.per_replica import PerReplica, stack_of, uneven_shapes
+from .._replicas.per_replica import PerReplica, require_whole, stack_of, uneven_shapes
 from .._replicas.placement import checksum
 from .._text import call_it, shown
 from .._typing import PyTree, Shape, UserFunction
@@ -28,7 +28,7 @@ from .._variables.bindings import Bindings
 from .._variables.storage import WeakVariables
 from .._variables.variable import Variable, is_variable, spec_of
 from . import mistakes
-from .call import Call
+from .call import Call, refuse_ref
 from .own_code import Sight
 
 #: Settings that change a program's numbers and not its text.
@@ -186,7 +186,10 @@ def trace(call: Call, shapes: Sequence[Shape], frame: frames.Frame) -> Traced:
         return Traced(closed, **seen, frame=frame)
 
     try:
-        return keras.traced_until_found(traced, frame.mesh)  # type: ignore[no-any-return]
+        found: Traced = keras.traced_until_found(traced, frame.mesh)
+        for constant in found.closed.consts:
+            refuse_ref(constant, f"{call.name} closes over")
+        return found
     except Exception as error:
         mistakes.explain(error, call, in_step and context.knows_id(frame.replica))
         raise
@@ -201,10 +204,12 @@ def plan_result(result: PyTree) -> tuple[ResultPlan, list[jax.Array]]:
     stacked: list[bool] = []
     for leaf in leaves:
         if isinstance(leaf, PerReplica):
+            require_whole(leaf, lambda: "the function returned")
             value, leaf_shapes = stack_of(leaf), uneven_shapes(leaf)
         elif isinstance(leaf, jax.Array | np.ndarray | np.generic):
             value, leaf_shapes = leaf, None
         else:
+            refuse_ref(leaf, "the step returned")
             _refuse_hidden_arrays(leaf)
             # A program does not keep a variable alive.
             static.append(weakref.ref(leaf) if isinstance(leaf, Variable) else lambda leaf=leaf: leaf)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import jax
 
@@ -19,7 +20,14 @@ _NOT_OF_ARRAYS = {
     "backward": "Write loss, gradients = mr.value_and_grad(loss_fn, variables)(); optimizer.apply_gradients(gradients).",
     "grad": "Write gradients = mr.grad(loss_fn, variables)().",
     "detach": "Write jax.lax.stop_gradient(x).",
-    **dict.fromkeys(("cpu", "cuda", "to"), "Leave it out: each replica's arrays are on its device; x.astype changes the dtype."),
+    **dict.fromkeys(
+        ("block_until_ready", "copy_to_host_async"),
+        f"Leave it out, or write jax.block_until_ready(result) outside of the step. {_NO_VALUE}",
+    ),
+    "sharding": "Leave it out: in a step an array is one replica's; jax.typeof(x) is its type, jax.typeof(x).dtype a part of it.",
+    **dict.fromkeys(
+        ("cpu", "cuda", "to", "device"), "Leave it out: each replica's arrays are on its device; x.astype changes the dtype."
+    ),
 }
 #: JAX's error -> the line to write instead, and the code that it replaces.
 _INSTEAD: dict[type[Exception], tuple[str, str]] = {
@@ -154,6 +162,14 @@ def _explain_code(error: Exception, where: str, knows_id: bool) -> Exception | N
         )
     if complaint == "no axis":
         return NameError(_axis_message(name, where))
+    if complaint == "object of a closure":
+        user_code.leave_out(sys.modules["flax"])
+        return ContextError(
+            f"an object of Flax NNX was changed (its {name}), at {user_code.raising_line(error)}, in a function that only closes "
+            "over it. Give the object to the function: strategy.run(step, args=(model, x)); a loop carries it, and returns the "
+            "changed one: model, ys = mr.scan(lambda model, x: (model, model(x)), model, xs). What a call does not change, such "
+            "as an nnx.Linear, may be closed over, and so may a model after model.eval()."
+        )
     if complaint == "no attribute" and name in _NOT_OF_ARRAYS:
         return AttributeError(f"an array has no attribute {name!r}, at {where}. {_NOT_OF_ARRAYS[name]}")
     if complaint == "array in a format":

@@ -19,7 +19,7 @@ from .._jax import callbacks, jaxprs, user_code
 from .._jax.primitives import DEVICE_MAPS, HOST_CALLBACKS, LOOPS, PRINTS, SUMS
 from .._jax.tracing import is_wide
 from .._replicas import in_flight, placement
-from .._replicas.mesh import ReplicaMesh
+from .._replicas.mesh import PlannedMesh, ReplicaMesh
 from .._replicas.per_replica import PerReplica
 from .._text import bytes_in_words
 from .._typing import PyTree, Shape
@@ -254,6 +254,13 @@ def place(
     elsewhere = [position for position, array in enumerate(placed) if not is_placed(mesh, array)]
     if not elsewhere:
         return placed
+    for position in elsewhere:
+        if type(placed[position]) is jax.ShapeDtypeStruct and not isinstance(mesh, PlannedMesh):
+            raise TypeError(
+                f"the argument {names()[position]} is a jax.ShapeDtypeStruct, which has a shape and no value. Pass an array, "
+                "such as jnp.zeros(x.shape, x.dtype). For the shapes of the results alone write jax.eval_shape(lambda x: "
+                "strategy.run(step, args=(x,)), x); mr.plan compiles for a topology without values."
+            )
     leaves = leaves_of()
     for position in (each for each in elsewhere if leaves[each].is_per_replica):
         array = placed[position]

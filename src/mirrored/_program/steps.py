@@ -114,7 +114,7 @@ class Steps:
                 self.programs.add(call, program, call.sees() if later else sight)
                 for each, its in later:
                     self.programs.add(each, its, each.sees())
-        if frames.is_traced() or any(isinstance(array, jax.core.Tracer) for array in call.arrays):
+        if frames.is_traced() or any(isinstance(array, jax.core.Tracer) for array in (*call.arrays, *program.constants)):
             return _run_traced(program, call)
         if is_eager.get():
             refuse_eager(call, mesh)

@@ -55,7 +55,7 @@ class PerReplica:
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedValues
     """
 
-    __slots__ = ("__weakref__", "_array", "_carried", "_origin", "_proven", "_shapes")
+    __slots__ = ("__weakref__", "_array", "_carried", "_origin", "_proven", "_rank", "_shapes")
 
     def __init__(
         self,
@@ -64,6 +64,7 @@ class PerReplica:
         carried: tuple[jax.Array, jax.Array, Any] | None = None,
         origin: Origin | None = None,
         proven: object = None,
+        rank: int | None = None,
     ) -> None:
         """Wrap a stacked array; users do not call this, but get PerReplica values from a strategy."""
         self._array = array  # `[R, ...]`, sharded over the replicas along its first axis
@@ -71,23 +72,24 @@ class PerReplica:
         self._carried = carried  # SUM and MEAN over the replicas, and the mesh, if the program that made it computed them
         self._origin = origin  # the dataset, for a batch
         self._proven = proven  # what the mirror proof found of it, for a step's result
+        self._rank = rank  # how many axes its stack had before `jax.vmap`, `jax.tree.map` or the like gave it others; else None
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
         """The shape of each replica's value."""
-        return self._shapes or (tuple(self._array.shape[1:]),) * self._array.shape[0]
+        return self._shapes or (tuple(self._whole().shape[1:]),) * self._array.shape[0]
 
     @property
     def shape(self) -> tuple[int | None, ...]:
         """The shape of one replica's value; None along an axis where the replicas differ."""
         if self._shapes is None:
-            return tuple(self._array.shape[1:])
+            return tuple(self._whole().shape[1:])
         return tuple(sizes[0] if len(set(sizes)) == 1 else None for sizes in zip(*self._shapes, strict=True))
 
     @property
     def ndim(self) -> int:
         """The number of axes of one replica's value."""
-        return self._array.ndim - 1
+        return self._whole().ndim - 1
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -97,12 +99,18 @@ class PerReplica:
     @property
     def num_replicas(self) -> int:
         """The number of replicas."""
-        return self._array.shape[0]
+        return self._whole().shape[0]
 
     @property
     def values(self) -> tuple[jax.Array, ...]:
         """This worker's values in replica order, each on its replica's device."""
+        self._whole()
         return tuple(self._local_rows().values())
+
+    def _whole(self) -> Any:
+        if self._rank is not None:
+            require_whole(self, lambda: "this is")
+        return self._array
 
     def _local_rows(self) -> dict[int, jax.Array]:
         """Return this worker's values by replica number, in order."""
@@ -119,7 +127,7 @@ class PerReplica:
 
     def __repr__(self) -> str:
         is_array = isinstance(self._array, jax.Array | np.ndarray) and not isinstance(self._array, jax.core.Tracer)
-        if not is_array or not self._array.ndim:
+        if not is_array or not self._array.ndim or self._rank is not None:
             return f"PerReplica({self._array!r})"
         if isinstance(self._array, jax.Array) and self._array.is_deleted():
             return f"PerReplica(shape={self.shape}, dtype={self.dtype}, deleted)"
@@ -130,7 +138,8 @@ class PerReplica:
         return f"PerReplica(shape={self.shape}, dtype={self.dtype},{others}\n{rows})"
 
     def _repr_html_(self) -> str:
-        if not isinstance(self._array, jax.Array) or isinstance(self._array, jax.core.Tracer) or self._array.is_deleted():
+        is_array = isinstance(self._array, jax.Array) and not isinstance(self._array, jax.core.Tracer)
+        if not is_array or self._array.is_deleted() or self._rank is not None:
             return _html.element("pre", repr(self))
         own = self._local_rows()
         rows = [(number, str(tuple(value.shape)), _html.element("code", _abridge(value, ""))) for number, value in own.items()]
@@ -200,8 +209,9 @@ stack_of: Callable[[PerReplica], Any] = operator.attrgetter("_array")
 carried_sums: Callable[[PerReplica], tuple[Any, Any, Any] | None] = operator.attrgetter("_carried")
 origin_of: Callable[[PerReplica], Origin | None] = operator.attrgetter("_origin")
 uneven_shapes: Callable[[PerReplica], tuple[Shape, ...] | None] = operator.attrgetter("_shapes")
-#: A value's class, shapes if they differ, and its array's placement, shape and dtype; read in C, for each warm step.
-facts_of = operator.attrgetter("__class__", "_shapes", "_array.sharding", "_array.aval.shape", "_array.aval.dtype")
+lost_rank: Callable[[PerReplica], int | None] = operator.attrgetter("_rank")
+#: A value's class, shapes if they differ, and its array's placement, shape and dtype, ...; read in C, for each warm step.
+facts_of = operator.attrgetter("__class__", "_shapes", "_array.sharding", "_array.aval.shape", "_array.aval.dtype", "_rank")
 
 
 def proven_of(value: object) -> Any:
@@ -210,7 +220,7 @@ def proven_of(value: object) -> Any:
 
 
 def require_whole(value: PerReplica, what: Callable[[], str]) -> None:
-    """Refuse a PerReplica whose array got another shape by `jax.tree.map`; `what` begins the message, such as "reduce got"."""
+    """Refuse a PerReplica whose array got another shape outside of a step; `what` begins the message, such as "reduce got"."""
     array, shapes = stack_of(value), uneven_shapes(value) or ()
     if not getattr(array, "ndim", 0):
         found = "without replicas"
@@ -218,11 +228,17 @@ def require_whole(value: PerReplica, what: Callable[[], str]) -> None:
         found = f"whose array of shape {array.shape} does not hold the replicas' shapes {', '.join(map(str, shapes))}"
     elif not isinstance(array, jax.core.Tracer) and REPLICA_AXIS in getattr(getattr(array, "sharding", None), "spec", ((),))[1:]:
         found = "whose first axis is another than that of the replicas"
+    elif (rank := lost_rank(value)) is not None:
+        found = f"whose array has the shape {array.shape}, and had {rank} {'axis' if rank == 1 else 'axes'}"
     else:
         return
     raise PerReplicaError(
         f"{what()} a PerReplica {found}: jax.tree.map(jnp.sum, value) and the like work on one array of all replicas, padding "
-        "included. Compute in a step: strategy.run(jnp.sum, args=(value,)), strategy.run(lambda *x: jnp.stack(x), args=values)."
+        "included, and jax.vmap, jax.lax.map and jax.lax.scan map over its first axis, or add one before it. Compute in a step: "
+        "strategy.run(jnp.sum, args=(value,)), strategy.run(lambda *x: jnp.stack(x), args=values), "
+        "strategy.run(lambda x, many: jax.vmap(lambda k: step(x, k))(many), args=(x, many)). Outside of one, mr.scan takes and "
+        "returns PerReplica values; and what is mapped may return one array, as of "
+        "strategy.reduce('sum', strategy.run(step, args=(x, k)))."
     )
 
 
@@ -232,6 +248,14 @@ def stack_shapes(shapes: Sequence[Shape]) -> tuple[Shape, tuple[Shape, ...] | No
     return largest, None if all(shape == largest for shape in shapes) else tuple(shapes)
 
 
-jax.tree_util.register_pytree_node(
-    PerReplica, lambda value: ((stack_of(value),), uneven_shapes(value)), lambda shapes, children: PerReplica(children[0], shapes)
-)
+def _flatten(value: PerReplica) -> tuple[tuple[Any], tuple[tuple[Shape, ...] | None, int | None]]:
+    rank = lost_rank(value)
+    return (stack_of(value),), (uneven_shapes(value), getattr(stack_of(value), "ndim", None) if rank is None else rank)
+
+
+def _unflatten(known: tuple[tuple[Shape, ...] | None, int | None], children: Sequence[Any]) -> PerReplica:
+    shapes, rank = known
+    return PerReplica(children[0], shapes, rank=None if getattr(children[0], "ndim", None) == rank else rank)
+
+
+jax.tree_util.register_pytree_node(PerReplica, _flatten, _unflatten)

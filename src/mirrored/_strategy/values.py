@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._errors import ContextError
+from .._jax import user_code
 from .._replicas import placement
 from .._replicas.arrays import as_array, check_leaf
 from .._replicas.host_memory import empty_rows
@@ -64,6 +66,12 @@ def distribute(mesh: ReplicaMesh, coordination: Coordination, trees: Iterable[Py
 
 def _array(leaf: ArrayLike) -> np.ndarray | jax.Array:
     """Turn a leaf into an array; copy numpy's, because the function may reuse its memory for the next replica."""
+    if isinstance(leaf, jax.core.Tracer):
+        raise ContextError(
+            f"{_VERB} was given an array that JAX traces, at {user_code.user_line()}, as in a function under jax.jit, jax.vmap "
+            "or jax.grad: it has no value yet, and this verb brings values to the devices. Give the array to the step as it is: "
+            "strategy.run(step, args=(x,))."
+        )
     if not isinstance(leaf, np.ndarray):
         return as_array(leaf, _VERB)
     check_leaf(leaf, _VERB)

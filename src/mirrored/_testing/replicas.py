@@ -31,7 +31,8 @@ _REASONS = """The usual reasons, most frequent first:
     Return one loss for each example, or mr.losses.mean_over_own_rows(loss); for regularization
     mr.losses.scale_regularization_loss(loss); or say it to the optimizer: apply_gradients(gradients, aggregate='mean');
   * a batch that each replica gets whole: pass what strategy.distribute_dataset(batches) yields;
-  * a mean or variance over the replica's own rows inside the model (BatchNorm): write ctx.all_reduce('mean', ...) there;
+  * rows that meet in the model or the loss (BatchNorm by hand, a baseline, InfoNCE, mixup) and are the replica's own: write
+    ctx.all_reduce('mean', ...) or ctx.all_gather(rows, axis=0) there;
   * random numbers in the step: ctx.rng(key) gives others for another number of replicas, and a key that is not folded gives
     each replica the same ones. Test without dropout and noise, or draw them with the batch, some for each example;
   * a batch size, number of steps or learning rate that is computed from strategy.num_replicas_in_sync;

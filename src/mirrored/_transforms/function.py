@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 from jax.sharding import Mesh, NamedSharding
 
 from .._errors import StrategyMismatchError
-from .._jax import interpreter, jaxprs, user_code
+from .._jax import interpreter, jaxprs, tracing, user_code
 from .._models import nnx
 from .._program import eager, lift
 from .._program.cache import Programs
@@ -39,8 +39,8 @@ def function(fn: Callable[P, ResultT]) -> Callable[P, ResultT]:
     The function is traced once for each structure, shape and static value of its arguments. Tracing finds the
     variables that it reads or writes, directly or in its steps; each call updates them. Arrays and Python numbers
     are passed to the program; bools, strings and objects are compiled in, and so are the values that the code names,
-    such as `self.lr`, also in the functions that it names. Inside a step or another `mr.function` it is an ordinary
-    call.
+    such as `self.lr`, also in the functions that it names. Inside a step, another `mr.function` or a transformation of
+    JAX, such as `jax.grad`, it is an ordinary call.
 
     Args:
         fn: a function that calls `strategy.run` and friends; its result is any tree of arrays, PerReplica
@@ -78,9 +78,9 @@ def function(fn: Callable[P, ResultT]) -> Callable[P, ResultT]:
 
 
 def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> PyTree:
-    """Call a function as one program; inside a larger trace, call it as it is."""
+    """Call a function as one program; inside a larger trace, or a `jax.vmap` or `jax.grad`, call it as it is."""
     frame = frames.current()
-    if frames.is_traced() or eager.is_eager.get():
+    if frames.is_traced() or eager.is_eager.get() or tracing.current_trace() is not tracing.NO_TRACE:
         return fn(*args, **kwargs)
     if "flax.nnx" in sys.modules and nnx.holds_objects((args, kwargs)):
         return nnx.run_with_objects(call_compiled, None, fn, args, kwargs)

@@ -221,12 +221,12 @@ def _replicas_second(x: object) -> Any:
             f"xs of mr.scan holds a PerReplica of shapes {', '.join(map(str, x.shapes))}, whose first axes differ; they "
             "count the steps of the loop, and all take each. To loop over each replica's own rows, call mr.scan in the step."
         )
-    return _swap_axes(x, lambda s: s[1:])
+    return _swap_axes(x, lambda s: s[1:], rank=x.ndim)  # of a row
 
 
-def _swap_axes(x: PerReplica, change: Callable[[Shape], Shape]) -> PerReplica:
+def _swap_axes(x: PerReplica, change: Callable[[Shape], Shape], rank: int | None = None) -> PerReplica:
     shapes = uneven_shapes(x)
-    return PerReplica(jnp.swapaxes(stack_of(x), 0, 1), shapes and tuple(map(change, shapes)))
+    return PerReplica(jnp.swapaxes(stack_of(x), 0, 1), shapes and tuple(map(change, shapes)), rank=rank)
 
 
 def _check_callable(fn: object, verb: str) -> None:
