@@ -459,6 +459,9 @@ losses.already_divided
     mr.losses.already_divided(1.0) => ContextError: already_divided was called outside a step
     step(lambda: mr.losses.already_divided(ONES)) => ValueError: got shape \(2,\); expected a scalar.*needs no word
     step(lambda: mr.losses.already_divided("a")) => TypeError: the loss given to already_divided is 'a'
+losses.as_share
+    mr.losses.as_share(1.0) => ContextError: as_share was called outside a step
+    step(lambda: mr.losses.as_share({"a": "b"})) => TypeError: a value given to as_share is 'b'
 losses.scale_regularization_loss
     mr.losses.scale_regularization_loss(1.0) => ContextError: was called outside a step
     step(lambda: mr.losses.scale_regularization_loss("a")) => TypeError: regularization_loss is 'a'

@@ -22,6 +22,7 @@ from ._replicas import frames
 from ._replicas.collectives import ReplicaAxis as _ReplicaAxis
 from ._text import shown as _shown
 from ._typing import ArrayLike as _ArrayLike
+from ._typing import PyTree as _PyTree
 
 
 def compute_average_loss(
@@ -184,7 +185,7 @@ def already_divided(loss: _ArrayLike) -> jax.Array:
     return _share(_scalar(loss, "already_divided"), "")
 
 
-def as_share(value: Any) -> Any:
+def as_share(value: _PyTree) -> _PyTree:
     """Declare that a sum over the replicas is meant: `value` is this replica's share of it, and no gradient to be judged.
 
     A sum over the replicas of gradients warns if nobody has said how their loss was divided, or if they were clipped or changed
@@ -197,6 +198,7 @@ def as_share(value: Any) -> Any:
 
     Raises:
         ContextError: outside a step.
+        TypeError: for something that is not a real number.
 
     >>> def step(x):
     ...     force = -jax.grad(lambda x: jnp.sum(x**2))(x)
@@ -208,7 +210,7 @@ def as_share(value: Any) -> Any:
     Source: https://www.tensorflow.org/tutorials/distribute/custom_training
     """
     _replicas("as_share")
-    return jax.tree.map(lambda array: _share(jnp.asarray(array), ""), value)
+    return jax.tree.map(lambda number: _share(_as_numbers(number, "a value given to as_share"), ""), value)
 
 
 def global_loss(loss: Callable[..., Any]) -> Callable[..., jax.Array]:

@@ -120,9 +120,10 @@ def operation(
 ) -> Advice:
     """Return the advice for a primitive's results, given the joined state of its operands; add noise that meets rows to `met`."""
     name, new = equation.primitive.name, state.advice
+    has_gradient = any(one.advice.gradient for one in inputs)
     if (places := jaxprs.linear_operands(equation)) is not None:
-        new = _linear(name, [inputs[k] for k in places], new)
-    elif any(one.advice.gradient for one in inputs) and _differs_by_gradients(inputs):
+        new = _linear(name, [inputs[k] for k in places], new, has_gradient)
+    elif has_gradient and _differs_by_gradients(inputs):
         new = _with(new, gradient=Gradient.BENT)
     # Whether a loss or a gradient is finite is none, nor is its place.
     if not all(jax.numpy.issubdtype(getattr(atom.aval, "dtype", np.float32), np.inexact) for atom in equation.outvars):
@@ -203,26 +204,26 @@ def _old(name: str, inputs: Sequence[Advice], mixed: tuple[int, bool]) -> tuple[
     return first.old if is_sum and first.old is not None and all(one.old is None for one in others) else mixed
 
 
-def _linear(name: str, given: Sequence[Advised], joined: Advice) -> Advice:
+def _linear(name: str, given: Sequence[Advised], joined: Advice, has_gradient: bool) -> Advice:
     """Return the advice for the result of an operation that is linear in its numbers, given that of any other operation."""
     if name in primitives.ADDITIONS or name in primitives.DERIVATIVE_SUMS:
-        return _sum(given, joined, name in primitives.DERIVATIVE_SUMS)
+        said = _said_of_sum(given, name in primitives.DERIVATIVE_SUMS)
+        return _with(joined, said=said, gradient=_gradient_of_sum(given) if has_gradient else Gradient.NONE)
     is_quotient = name in primitives.DIVISIONS
     factors = given[:1] if is_quotient else given
     if any(one.advice.said is Said.ZERO for one in factors):
         return _with(joined, said=Said.ZERO)
     if is_quotient and given[1:] and given[1].advice.said is Said.WHOLE:  # a sum over the replicas: this does not multiply by R
         joined = _with(joined, said=given[0].advice.said)
-    return _with(joined, gradient=_gradient_of_product(given, is_quotient))
+    return _with(joined, gradient=_gradient_of_product(given, is_quotient)) if has_gradient else joined
 
 
-def _sum(given: Sequence[Advised], joined: Advice, of_derivatives: bool) -> Advice:
-    """Return the advice for a sum, or, `of_derivatives`, of JAX's sum of derivatives, of which a constant is one too."""
+def _said_of_sum(given: Sequence[Advised], of_derivatives: bool) -> Said:
+    """Return the mark of a sum, or, `of_derivatives`, of JAX's sum of derivatives, of which a constant is one too."""
     said = [one.advice.said for one in given]
-    lowest = (
-        Said.WHOLE if of_derivatives and Said.WHOLE in said else _lowest(said, Said.ZERO if of_derivatives else Said.CONSTANT)
-    )
-    return _with(joined, said=lowest, gradient=_gradient_of_sum(given))
+    if of_derivatives and Said.WHOLE in said:
+        return Said.WHOLE
+    return _lowest(said, Said.ZERO if of_derivatives else Said.CONSTANT)
 
 
 def _differs_by_gradients(states: Sequence[Advised]) -> bool:
@@ -236,8 +237,7 @@ def _gradient_of_sum(states: Sequence[Advised]) -> Gradient:
     kinds = [state.advice.gradient for state in states]
     if not any(kinds):
         return Gradient.NONE
-    others = [state.advice.said for state in states if state.is_mirrored and not state.advice.gradient]
-    others = max(others, default=Said.ZERO)
+    others = max([state.advice.said for state in states if state.is_mirrored and not state.advice.gradient], default=Said.ZERO)
     if all(state.is_mirrored for state in states):
         return Gradient.NONE if others > Said.CONSTANT else max(kinds)
     if not _differs_by_gradients(states):
@@ -249,8 +249,6 @@ def _gradient_of_sum(states: Sequence[Advised]) -> Gradient:
 
 def _gradient_of_product(states: Sequence[Advised], is_quotient: bool) -> Gradient:
     """Return what a product of such values is, or the quotient of the first."""
-    if not any(state.advice.gradient for state in states):
-        return Gradient.NONE
     own = [place for place, state in enumerate(states) if not state.is_mirrored]
     if not own:
         gradients = [state.advice.gradient for state in (states[:1] if is_quotient else states) if state.advice.gradient]
