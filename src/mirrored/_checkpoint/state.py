@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from .._variables.access import lent, store
 from .._variables.sharded import ShardedVariable
 from .._variables.variable import Variable, spec_of
 from ..data._iterator import DistributedIterator, expect_saves
+from .files import RECORD, DamagedStep
 from .leaves import (
     NUMBERS,
     Leaves,
@@ -132,13 +134,39 @@ def _array_entry(leaf: Variable | jax.Array, held: Mapping[Variable, jax.Array],
 
 # -- restoring
 
+#: While there are fewer problems, similar names are looked for: that takes up to a second for each name.
+_MOST_LIKENED = 5
+#: What a save writes of each leaf, by its kind.
+_WRITTEN = {"position": "by_worker", "number": "type", "array": "value", "mirrored": "value", "on_read": "copies"}
 
-def find_differences(leaves: Leaves, saved: Snapshot) -> list[str]:
-    """Return, for each leaf that does not fit its saved counterpart, the reason."""
+
+def require_readable(saved: Snapshot) -> None:
+    """Raise DamagedStep for a leaf that no save writes so: nothing is assigned before all can be read."""
+    for path, entry in saved.leaves.items():
+        try:
+            written = entry[_WRITTEN[entry["kind"]]]
+            if entry["kind"] == "position":
+                written[0]
+            elif entry["kind"] == "number":
+                NUMBERS[written](entry["value"].strip())
+            else:
+                array = saved.arrays[written]
+                value = saved.arrays[entry["value"]] if "value" in entry else array[0]
+                if entry["kind"] == "on_read" and (value.dtype, value.shape) != (array.dtype, array.shape[1:]):
+                    raise ValueError("its copies are not like its value")
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise DamagedStep(f"{RECORD} says of {path} what no save writes: {type(error).__name__}: {error}") from error
+
+
+def find_differences(leaves: Leaves, saved: Snapshot, names: Iterable[str]) -> list[str]:
+    """Return, for each leaf that does not fit its saved counterpart, the reason; `names` are all names in the checkpoint."""
     problems = []
     for path in sorted({*leaves, *saved.leaves}):
         if path not in saved.leaves:
-            problems.append(f"{path} ({kind_of(leaves[path])}) is not in the checkpoint")
+            others = [name for name in names if name not in leaves] if len(problems) < _MOST_LIKENED else []
+            alike = difflib.get_close_matches(path, others, cutoff=0.4)
+            hint = f"; similar names there: {', '.join(alike)}" if alike else ""
+            problems.append(f"{path} ({kind_of(leaves[path])}) is not in the checkpoint{hint}")
         elif path not in leaves:
             problems.append(f"{path} ({_saved_kind(saved, path)}) is in the checkpoint, and not among what is to be restored")
         else:
