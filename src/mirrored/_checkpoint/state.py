@@ -105,6 +105,10 @@ def take_snapshot(leaves: Leaves, positions: Sequence[Mapping[str, Any]], is_kep
     for path, leaf in leaves.items():
         if isinstance(leaf, ShardedVariable):
             host[entries[path]["value"]] = join_parts(host[entries[path]["value"]], leaf.shape)
+        elif entries[path].get("aggregation") == "SUM" and leaf.dtype.kind in "iu":
+            exact = host[entries[path]["copies"]].sum(axis=0)  # in 64 bits; the device's sum may have wrapped around
+            if not np.array_equal(exact, host[entries[path]["value"]]):
+                host[entries[path]["value"]] = np.asarray(exact)
     return Snapshot(entries, host)
 
 
@@ -150,9 +154,9 @@ def require_readable(saved: Snapshot) -> None:
             elif entry["kind"] == "number":
                 NUMBERS[written](entry["value"].strip())
             else:
-                array = saved.arrays[written]
-                value = saved.arrays[entry["value"]] if "value" in entry else array[0]
-                if entry["kind"] == "on_read" and (value.dtype, value.shape) != (array.dtype, array.shape[1:]):
+                value, copies = (saved.arrays[entry[name]] if name in entry else None for name in ("value", "copies"))
+                first = None if copies is None else copies[0]
+                if first is not None and value is not None and (value.shape, value.dtype.kind) != (first.shape, first.dtype.kind):
                     raise ValueError("its copies are not like its value")
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise DamagedStep(f"{RECORD} says of {path} what no save writes: {type(error).__name__}: {error}") from error
@@ -193,6 +197,11 @@ def _find_difference(leaf: Any, saved: Snapshot, path: str) -> Iterator[str]:
             + (f" on {spec_of(leaf).mesh.num_replicas} replicas" if on_read_here else "")
             + f". Restore on {count} replicas, or save it with aggregation 'sum', 'mean' or 'only_first_replica'"
         )
+    elif "copies" in entry and (total := saved.arrays[entry["value"]]).dtype != (copies := saved.arrays[entry["copies"]]).dtype:
+        yield (
+            f"was saved as {len(copies)} values whose sum {total} does not fit {copies.dtype}. Restore on {len(copies)} "
+            "replicas, or leave it out: restore_latest(partial=True)"
+        )
     elif on_read_here and leaf.aggregation is VariableAggregation.NONE:
         yield (
             f"is {here} with aggregation NONE here, and {there} in the checkpoint: one value does not say what each replica "
@@ -201,8 +210,8 @@ def _find_difference(leaf: Any, saved: Snapshot, path: str) -> Iterator[str]:
 
 
 def _saved_contents(saved: Snapshot, entry: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
-    array = saved.arrays[entry["value"] if "value" in entry else entry["copies"]]
-    shape = array.shape if "value" in entry else array.shape[1:]
+    array = saved.arrays[entry["copies"] if "copies" in entry else entry["value"]]
+    shape = array.shape[1:] if "copies" in entry else array.shape
     if "key" not in entry:
         return array.dtype.name, shape
     impl, data = entry["key"], jax.ShapeDtypeStruct(shape, array.dtype)

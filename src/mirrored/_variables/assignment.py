@@ -93,7 +93,8 @@ class Assignment:
             )
         if axis is not None:
             return cross_replica.aggregate_stack(stack, spec.aggregation)
-        return cross_replica.compiled(cross_replica.aggregate_stack, spec.mesh.mirrored, spec.aggregation)(stack)
+        what = f"{self.method} to variable {spec.name!r}: the sum"
+        return cross_replica.aggregated(stack, spec.aggregation, spec.mesh.mirrored, what)
 
     def _stack(self, operand: PerReplica) -> jax.Array:
         check_per_replica(self.spec, self.method, operand)

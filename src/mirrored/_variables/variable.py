@@ -245,7 +245,8 @@ class Variable(ScatterMethods, _Array):
         if frame is not None and frame.axis is not None:
             return collectives.aggregate(self._spec.aggregation, stored, frame.axis)
         note_use(self, "read")
-        return cross_replica.compiled(cross_replica.aggregate_stack, self._spec.mesh.mirrored, self._spec.aggregation)(stored)
+        what = f"the sum of variable {self.name!r}"
+        return cross_replica.aggregated(stored, self._spec.aggregation, self._spec.mesh.mirrored, what)
 
     def _load(self, frame: Frame | None) -> jax.Array:
         """Return the stored array, or its value in a trace."""
