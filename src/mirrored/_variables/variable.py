@@ -200,7 +200,7 @@ class Variable(ScatterMethods, _Array):
 
         Raises:
             ContextError: under a JAX transformation outside a step that would bake the value in.
-            ValueError: outside a step, for a sync-on-read variable with aggregation NONE.
+            ValueError: outside a step, for a sync-on-read variable with aggregation NONE, or a sum that its dtype does not hold.
         """
         return self._use(lambda value: value)
 
