@@ -168,8 +168,8 @@ def find_differences(leaves: Leaves, saved: Snapshot, names: Iterable[str]) -> l
     for path in sorted({*leaves, *saved.leaves}):
         if path not in saved.leaves:
             others = [name for name in names if name not in leaves] if len(problems) < _MOST_LIKENED else []
-            alike = difflib.get_close_matches(path, others, cutoff=0.4)
-            hint = f"; similar names there: {', '.join(alike)}" if alike else ""
+            alike = difflib.get_close_matches(path, others, 1, 0.4)
+            hint = f", which has {alike[0]}" if alike else ""
             problems.append(f"{path} ({kind_of(leaves[path])}) is not in the checkpoint{hint}")
         elif path not in leaves:
             problems.append(f"{path} ({_saved_kind(saved, path)}) is in the checkpoint, and not among what is to be restored")
