@@ -246,7 +246,7 @@ def test_the_sum_of_a_variable_that_its_dtype_does_not_hold_is_refused_and_chang
         lambda: total.assign(large),
     )
     for use in uses:
-        with pytest.raises(ValueError, match=r"the sum.* over the replicas does not fit int(32|8), which holds up to"):
+        with pytest.raises(ValueError, match=r"variable .*: a sum over the replicas does not fit int(32|8), which holds up to"):
             use()
     assert sum(map(int, strategy3.local_results(seen))) == 2_400_000_000, "the way out that the message names"
     assert int(total) == 7 and int(small.assign(100)) == 100 and small.dtype == np.int8

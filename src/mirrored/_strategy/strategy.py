@@ -280,10 +280,9 @@ class Strategy:
         combines along that axis in each replica, then over the replicas; MEAN divides by the true number of rows, even
         if the replicas have different numbers. A mirrored value, a number or a host array counts as the same value on
         each replica: its SUM is R times the value, its MEAN is the value. A MEAN of integers is floating point. A SUM
-        has the dtype of `jnp.sum`, so bools and small integers become 32-bit ones; a SUM of 32-bit integers waits for
-        them, to refuse one that would wrap around.
+        has the dtype of `jnp.sum`; one of 32-bit integers waits for them, and is refused where it would wrap around.
 
-        Inside a step it is `all_reduce`, and nothing is refused.
+        Inside a step it is `all_reduce`, and no SUM is refused.
 
         Args:
             reduce_op: `"sum"` or `"mean"`, in any case, or `mr.ReduceOp`.

@@ -93,8 +93,7 @@ class Assignment:
             )
         if axis is not None:
             return cross_replica.aggregate_stack(stack, spec.aggregation)
-        what = f"{self.method} to variable {spec.name!r}: the sum"
-        return cross_replica.aggregated(stack, spec.aggregation, spec.mesh.mirrored, what)
+        return cross_replica.aggregated(stack, spec.aggregation, spec.mesh.mirrored, spec.name)
 
     def _stack(self, operand: PerReplica) -> jax.Array:
         check_per_replica(self.spec, self.method, operand)

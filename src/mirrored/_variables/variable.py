@@ -245,8 +245,7 @@ class Variable(ScatterMethods, _Array):
         if frame is not None and frame.axis is not None:
             return collectives.aggregate(self._spec.aggregation, stored, frame.axis)
         note_use(self, "read")
-        what = f"the sum of variable {self.name!r}"
-        return cross_replica.aggregated(stored, self._spec.aggregation, self._spec.mesh.mirrored, what)
+        return cross_replica.aggregated(stored, self._spec.aggregation, self._spec.mesh.mirrored, self.name)
 
     def _load(self, frame: Frame | None) -> jax.Array:
         """Return the stored array, or its value in a trace."""
