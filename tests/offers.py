@@ -52,8 +52,8 @@ OFFERS = {
         collectives.aggregate collectives.all_reduce collectives.check_axis collectives.divide
         collectives.normalize_axes collectives.pad_to collectives.sum_in_one_buffer context.ReplicaContext
         context.axis_of context.check_call context.current_replica context.knows_id context.own_parts
-        cross_replica.Task cross_replica.aggregate_stack cross_replica.broadcast_stack cross_replica.compiled
-        cross_replica.gather_mirrored cross_replica.gather_stack cross_replica.reduce_mirrored
+        cross_replica.Task cross_replica.aggregate_stack cross_replica.aggregated cross_replica.broadcast_stack
+        cross_replica.compiled cross_replica.gather_mirrored cross_replica.gather_stack cross_replica.reduce_mirrored
         cross_replica.reduce_stack cross_replica.require_equal_except cross_replica.run_tasks cross_replica.split_stack
         frames.Frame frames.check_enterable frames.current frames.entered frames.foreign_trace_message
         frames.in_cross_replica_context frames.is_traced frames.require_cross_replica frames.require_no_mesh_around

@@ -13,4 +13,6 @@ MUTANTS = [
      "tests/_checkpoint/test_sole_writer.py::test_a_second_program_is_told_so_changes_nothing_and_may_read"),
     ("_checkpoint/preemption.py", "max((step + 1 for", "max((step for",
      "tests/_checkpoint/test_preemption.py::test_all_workers_leave_at_one_step_that_none_has_passed"),
+    ("_checkpoint/checkpoint.py", "state.require_readable(saved)", "pass",
+     "tests/_checkpoint/test_checkpoint.py::test_a_record_that_no_save_writes_is_damage_before_anything_is_assigned"),
 ]  # fmt: skip

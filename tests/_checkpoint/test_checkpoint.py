@@ -279,6 +279,26 @@ def test_mirrored_sync_on_read_and_plain_are_exchangeable(tmp_path: Path, per_re
                     restore(tmp_path / source, v=new)
 
 
+def test_a_count_too_large_for_one_number_comes_back_where_each_replica_has_a_part(tmp_path: Path, caplog) -> None:
+    def count() -> mr.Variable:
+        return mr.Variable(0, name="count", synchronization="on_read", aggregation="sum")
+
+    with strategy_of(3).scope() as strategy:
+        seen, other = count(), mr.Variable(0)
+        strategy.run(lambda: quiet(seen.assign(800_000_000)))
+        save(tmp_path, 1, seen=seen, other=other)
+        strategy.run(lambda: quiet(seen.assign(0)))
+        assert restore(tmp_path, seen=seen, other=other) == 1
+        assert [int(copy) for copy in strategy.local_results(seen)] == [800_000_000] * 3
+        with np.load(tmp_path / "1" / "arrays.npz") as arrays:
+            assert 2_400_000_000 in [array for array in arrays.values() if not array.shape], "for those who read the file"
+    for num_replicas in (1, 2):
+        with strategy_of(num_replicas).scope():
+            told = r"seen was saved as 3 values whose sum 2400000000 does not fit int32\. Restore on 3 replicas, or leave it out"
+            with pytest.raises(CheckpointError, match=told):
+                restore(tmp_path, seen=count(), other=mr.Variable(5))
+
+
 def test_a_save_does_not_see_what_later_steps_do(tmp_path: Path, strategy2: mr.Strategy, monkeypatch) -> None:
     gate = threading.Event()
     write = _files.StepFiles.write
@@ -517,7 +537,8 @@ def test_a_partial_restore_leaves_out_what_is_not_named_and_nothing_else(tmp_pat
     with pytest.raises(CheckpointError, match=r"(?s)\['batches'\] \(iterator\) is in the checkpoint, and not .*partial=True\)"):
         restore(tmp_path, w=w, state=state)
     for named, problem in [
-        ({"w": w, "extra": mr.Variable(0.0)}, r"extra \(mirrored float32\[\]\) is not in the checkpoint"),
+        ({"w": w, "qu": mr.Variable(0.0)}, r"qu \(mirrored float32\[\]\) is not in the checkpoint\n"),
+        ({"w": w, "othr": mr.Variable(0.0)}, r"othr .* is not in the checkpoint, which has other\n"),
         ({"w": w, "other": mr.Variable([0.0])}, r"other is mirrored float32\[1\] here, and mirrored float32\[\] in"),
     ]:
         with pytest.raises(CheckpointError, match=problem) as caught:
@@ -659,7 +680,7 @@ def test_what_could_not_be_read_is_no_damage(tmp_path: Path, monkeypatch, caplog
             (os, "open", "arrays.npz", OSError(errno.EACCES, "denied"), "2/arrays.npz"),
             (_files, "_decode", "", OSError(errno.EIO, "input/output"), "/2"),
             (zipfile.ZipFile, "testzip", "", OSError(errno.ESTALE, "stale"), "2/arrays.npz"),
-            (np, "load", "", MemoryError("no memory"), "/2"),
+            (np.lib.format, "read_array", "", MemoryError("no memory"), "/2"),
         ]
     ):
         directory = shutil.copytree(tmp_path / "saved", tmp_path / str(number))
@@ -744,19 +765,74 @@ def test_another_steps_arrays_are_found_and_another_format_is_not_taken_for_dama
         restore(tmp_path / "later", **named)
 
 
-def test_a_record_whose_shapes_its_arrays_do_not_have_is_damage(tmp_path: Path, monkeypatch, caplog) -> None:
+def rewrite(step: Path, change: Callable[[dict], object]) -> None:
+    """Change a record in place, and give it the right checksum."""
+    record = _files._decode((step / "record.json").read_bytes())
+    change(record)
+    (step / "record.json").write_bytes(_files._encode(record))
+
+
+def test_a_record_that_no_save_writes_is_damage_before_anything_is_assigned(tmp_path: Path, strategy2, caplog) -> None:
+    """As of a program that computes a right checksum over a wrong record."""
+    state = {"best": 0.5}
+    with strategy2.scope(), iter(strategy2.distribute_dataset([np.arange(2)])) as batches:
+        a, z = mr.Variable(np.zeros(3, "f4")), mr.Variable(0.0)
+        named = {"a": a, "batches": batches, "state": state, "z": z}
+        named["seen"] = mr.Variable(0, synchronization="on_read", aggregation="sum")
+        with Checkpoint(tmp_path / "sound", **named) as checkpoint:
+            checkpoint.save(1), checkpoint.save(2)
+        assert restore(tmp_path / "sound", **named) == 2
+        lists = "file record.json has no list of the leaves or of the arrays"
+        arrays = "file arrays.npz does not hold the arrays that record.json lists"
+        said = r"record.json says of {} what no save writes: {}".format
+        best = r"state\['best'\]"
+        for number, (change, told) in enumerate(
+            [
+                (lambda its: its.pop("leaves"), lists),
+                (lambda its: its.update(arrays=[]), lists),
+                (lambda its: its["leaves"].update(a=3), lists),
+                (lambda its: its["arrays"]["d0"].update(shape=[1, 3]), arrays),
+                (lambda its: its["arrays"]["d0"].update(shape=[10**13]), arrays),
+                (lambda its: its["arrays"]["d0"].update(shape=[-1, -3]), arrays),
+                (lambda its: its["arrays"]["d0"].pop("shape"), arrays),
+                (lambda its: its["arrays"]["d0"].update(dtype="O"), arrays),
+                (lambda its: its["arrays"]["d0"].pop("crc32"), "array a is damaged"),
+                (lambda its: its["leaves"]["a"].update(value="d9"), said("a", "KeyError: 'd9'")),
+                (lambda its: its["leaves"]["a"].update(kind="other"), said("a", "KeyError: 'other'")),
+                (lambda its: its["leaves"]["state['best']"].update(type="__import__"), said(best, "KeyError: '__import__'")),
+                (lambda its: its["leaves"]["state['best']"].update(value="two"), said(best, "ValueError: could not convert")),
+                (lambda its: its["leaves"]["state['best']"].update(value=2), said(best, "AttributeError")),
+                (lambda its: its["leaves"]["batches"].update(by_worker=[]), said("batches", "IndexError")),
+                (lambda its: its["leaves"]["z"].update(copies="d9"), said("z", "KeyError: 'd9'")),
+                (lambda its: its["leaves"]["seen"].update(copies="d0"), said("seen", "ValueError: its copies are not like")),
+            ]
+        ):
+            directory = shutil.copytree(tmp_path / "sound", tmp_path / str(number))
+            rewrite(directory / "2", change)
+            a.assign(np.ones(3)), z.assign(1.0), state.update(best=7.0), caplog.clear()
+            assert restore(directory, **named) == 1, number
+            [error] = errors_of(caplog)
+            assert re.search(rf"step 2 in {directory} is damaged and is not used: {told}", error), error
+            assert float(z) == 0.0 and not a.numpy().any() and state == {"best": 0.5}
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_an_array_larger_than_its_record_says_is_not_read_into_memory(tmp_path: Path, monkeypatch, caplog, compression) -> None:
     named = trained(tmp_path)
-    with monkeypatch.context() as patch:  # as a program that computes a right checksum over a wrong record
-        kept = _files._encode
-        patch.setattr(_files, "_encode", lambda record: kept(_with_a_row_more(record)))
-        save(tmp_path, 3, **named)
-    assert restore(tmp_path, **named) == 2
-    assert "file arrays.npz does not hold the arrays that record.json lists" in caplog.text
-
-
-def _with_a_row_more(record):
-    arrays = {key: about | {"shape": [2, *about["shape"]]} for key, about in record["arrays"].items()}
-    return dict(record) | {"arrays": arrays}
+    path, key = tmp_path / "2" / "arrays.npz", "d0"
+    with zipfile.ZipFile(path) as zipped:
+        members = {name: zipped.read(name) for name in zipped.namelist()}
+    members[f"{key}.npy"] += bytes(10**6)
+    with zipfile.ZipFile(path, "w", compression) as zipped:
+        for name, content in members.items():
+            zipped.writestr(name, content)
+        [crc] = [info.CRC for info in zipped.infolist() if info.filename == f"{key}.npy"]
+    rewrite(tmp_path / "2", lambda its: its["arrays"][key].update(crc32=crc))
+    read, sizes = np.lib.format.read_array, []
+    monkeypatch.setattr(np.lib.format, "read_array", lambda file: sizes.append((array := read(file)).size) or array)
+    assert restore(tmp_path, **named) == 1 and sizes == [9, 2000, 7], "of step 1"
+    told = "it is compressed, which no save does" if compression else r"d0.npy is \S* in 10\d* bytes, and was "
+    assert re.search(told, caplog.text)
 
 
 def test_files_that_cannot_be_deleted_are_named(tmp_path: Path, monkeypatch, caplog) -> None:

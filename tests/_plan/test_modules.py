@@ -33,6 +33,13 @@ ENTRY %main (a: f32[9]) -> f32[9] {
 }
 """
 
+NO_PRODUCTS = """
+ENTRY %main (a: f32[9]) -> f32[9] {
+  %all-reduce.1 = f32[9]{0} all-reduce(%a), channel_id=1
+  %convert_fusion.1 = f32[9]{0} fusion(%b), kind=kLoop, calls=%fused_convert, metadata={op_name="jit(conv)/gemm/mul"}
+  %custom.1 = f32[9]{0} custom-call(%b), custom_call_target="TopK", metadata={source_file="/convolution(s)/my gemm.py"}
+}
+"""
 
 TPU_LOOP = """
 %region_5.7 (param.11: (s32[], f32[5])) -> pred[] {
@@ -85,6 +92,14 @@ def test_a_gpu_s_collectives_and_what_runs_beside_them() -> None:
         Sent("all-gather", 32 * 64 * 4, True, 1),
         Sent("all-reduce", 1024, True, 1),
     ]
+
+
+def test_what_only_has_the_name_of_a_product_is_none() -> None:
+    assert collectives_in(NO_PRODUCTS) == [Sent("all-reduce", 36, False, 0)]
+    products = ("convolution(%b)", 'custom-call(%b), custom_call_target="__cudnn$convForward"', "dot(%b, %c)")
+    for product in products:
+        [sent] = collectives_in(NO_PRODUCTS.replace("custom-call(%b)", f"{product}, metadata={{}}"))
+        assert sent.later == 1, product
 
 
 @pytest.mark.parametrize("text", ["", "HloModule jit_f\n\nENTRY %main () -> f32[] {\n  ROOT %c = f32[] constant(0)\n}\n"])

@@ -4,6 +4,8 @@ import signal
 import sys
 import threading
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -56,3 +58,27 @@ def test_where_nobody_handles_ctrl_c_nothing_is_delayed() -> None:
     thread.start()
     thread.join()
     assert seen == [before]
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+@pytest.mark.parametrize("kind", ["nans", "infs"])
+def test_an_error_of_jaxs_search_for_nans_says_how_its_line_is_found(strategy2: mr.Strategy, kind: str, is_warm: bool) -> None:
+    """Where a program has given its variables away, JAX cannot run it again to find the NaN, and raises another error."""
+    with strategy2.scope():
+        w = mr.Variable(np.zeros(2, np.float32))
+    fine, bad = np.ones(2, np.float32), np.full(2, -1 if kind == "nans" else 0, np.float32)
+
+    def step(x) -> None:
+        w.assign_add(jnp.log(x))
+
+    if is_warm:
+        strategy2.run(step, args=(fine,))
+    search = {"nans": jax.debug_nans, "infs": jax.debug_infs}[kind]
+    with search(True), pytest.raises(FloatingPointError if kind == "nans" and not is_warm else RuntimeError) as caught:
+        strategy2.run(step, args=(bad,))
+    assert "`with mr.eager(), jax.debug_nans(True):`, which" in "".join(caught.value.__notes__)
+    w.assign([0, 0])
+    with mr.eager(), search(True), pytest.raises(FloatingPointError) as caught:
+        strategy2.run(step, args=(bad,))
+    assert "jnp.log(x)" in str(caught.traceback[-1].statement)
+    assert not getattr(caught.value, "__notes__", []) and w.numpy().tolist() == [0, 0]

@@ -91,7 +91,7 @@ def mixed_tree():
 def test_a_mixed_tree_is_reduced_leaf_by_leaf_and_keeps_its_structure_and_dtypes(strategy3):
     total, mean = strategy3.run(lambda: [all_reduce(op, mixed_tree()) for op in ("sum", "mean")])
     assert total["float"] == 6 and total["float"].dtype == np.float32
-    assert total["int"][0].tolist() == 6 and [x.dtype for x in (total["int"][0], total["int"][1][0])] == [np.int32, np.int8]
+    assert total["int"][0].tolist() == 6 and [x.dtype for x in (total["int"][0], total["int"][1][0])] == [np.int32] * 2
     assert isinstance(total["half"], Point) and [x.dtype for x in total["half"]] == [jnp.float16, jnp.bfloat16]
     assert isinstance(total["matrix"], Pair) and total["matrix"].a.tolist() == [[6] * 3] * 2 and total["matrix"].b.shape == (0, 4)
     assert total["bool"] == 2 and total["bool"].dtype == np.int32
@@ -148,7 +148,7 @@ def test_a_tree_travels_in_one_collective_for_each_dtype_that_is_added(strategy2
     large = np.ones(_collectives.PACK_BELOW_BYTES // 4, np.float32)
     count = 5 * _collectives.MAX_ARRAYS_PER_PACK + 1
     many = lambda: all_reduce("sum", [jnp.full((2, 2), i) * number() for i in range(count)])  # noqa: E731
-    dtypes_of_sums = ["float32", "int32", "int8", "float16", "bfloat16"]
+    dtypes_of_sums = ["float32", "int32", "float16", "bfloat16"]
     for step, num_buffers, num_compiled in (
         (lambda: strategy2.reduce("mean", floats_only()), 1, 1),
         (lambda: all_reduce("sum", mixed_tree()), len(dtypes_of_sums), None),

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 from typing import Any
 
 import hypothesis
@@ -52,9 +53,7 @@ def numpy_reduce(op, arrays, axes):
 
 
 def dtype_of(op, dtype):
-    if dtype.kind == "b":
-        return np.dtype({"sum": "int32", "mean": "float32"}[op])
-    return np.dtype("float32") if op == "mean" and dtype.kind in "iu" else dtype
+    return jnp.sum(jnp.zeros(1, dtype)).dtype if op == "sum" else np.dtype("float32") if dtype.kind in "biu" else dtype
 
 
 def check_reduced(result, op, arrays, axes):
@@ -184,6 +183,76 @@ def test_a_mean_of_integers_rounds_once(strategy3, per_replica):
     np.testing.assert_allclose(strategy3.reduce("mean", many, axis=0), 69_999, rtol=1e-6)
 
 
+# -- sums of integers: those of jnp.sum, or refused
+
+
+def sum_of(call, *args, **kwargs):
+    """Return a sum as an int or list; None where it is refused because it would wrap around."""
+    try:
+        return np.asarray(call(*args, **kwargs)).tolist()
+    except ValueError as error:
+        assert re.search(r"does not fit u?int\d+, which holds up to \d+, and would wrap around", str(error))
+        return None
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 8])
+@pytest.mark.parametrize("dtype", ["int32", "uint32", "int16", "uint8", "bool"])
+def test_a_sum_of_integers_is_exact_or_refused(num_replicas, dtype):
+    strategy, random = strategy_of(num_replicas), np.random.default_rng(0)
+    wide, refused = jnp.sum(jnp.zeros(1, dtype)).dtype, 0
+    low, high = (0, 1) if dtype == "bool" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    few = high // num_replicas
+    rows = [random.integers(low // k, high // k, (num_replicas, 2), endpoint=True) for k in (1, num_replicas, 2 * num_replicas)]
+    rows += [np.array([[low, few]] * num_replicas), np.array([[low // num_replicas, few + 1]] * num_replicas)]
+    rows += [np.array([[high, few]] + [[low, few]] * (num_replicas - 1))]
+    for row in rows:
+        values = strategy.distribute_values_from_function(lambda ctx, row=row: row[ctx.replica_id_in_sync_group].astype(dtype))
+        for axis, exact in ((None, row.astype(dtype).astype(np.int64).sum(0)), (0, row.astype(dtype).astype(np.int64).sum())):
+            fits = np.all((exact >= np.iinfo(wide).min) & (exact <= np.iinfo(wide).max))
+            refused += not fits
+            assert sum_of(strategy.reduce, "sum", values, axis) == (exact.tolist() if fits else None), (row, axis)
+            if fits:
+                result = strategy.reduce("sum", values, axis)
+                in_step = strategy.run(lambda x, axis=axis: strategy.reduce("sum", x, axis), args=(values,))
+                assert result.dtype == in_step.dtype == wide and np.array_equal(in_step, result)
+    assert bool(refused) == (dtype in ("int32", "uint32"))
+
+
+def test_sums_of_many_rows_of_what_is_mirrored_and_in_a_tree_are_refused_where_they_wrap_around(strategy3, per_replica):
+    rows = np.tile(np.int32([2**31 - 1, -(2**31)]), 50_000)
+    uneven = per_replica(strategy3, rows, np.int32([5]), np.zeros(0, np.int32))
+    assert strategy3.reduce("sum", uneven, axis=0) == 5 - 50_000
+    for value, exact in ((715_827_882, 2_147_483_646), (715_827_883, None), (np.int32([-(2**31)]), None), (True, 3)):
+        assert sum_of(strategy3.reduce, "sum", value) == exact
+    tree = {"a": per_replica(strategy3, 1.5, 2.5, 3.0), "n": per_replica(strategy3, *np.int32([1, 2, 3])), "m": 4}
+    assert jax.tree.map(float, strategy3.reduce("sum", tree)) == {"a": 7.0, "n": 6.0, "m": 12.0}
+    assert sum_of(strategy3.reduce, "sum", tree | {"m": 2**30}) is None
+    assert strategy3.reduce("mean", 2**30) == 2**30
+    wrapped = mr.function(lambda: strategy3.reduce("sum", per_replica(strategy3, *np.int32([2**30] * 3))))()
+    assert wrapped == 3 * 2**30 - 2**32, "nobody can look inside of a program"
+
+
+def test_the_sum_of_a_variable_that_its_dtype_does_not_hold_is_refused_and_changes_nothing(strategy3, per_replica):
+    seen, small = (variable(np.zeros((), d), strategy3, synchronization="on_read", aggregation="sum") for d in ("int32", "int8"))
+    total = variable(7, strategy3, aggregation="sum")
+    strategy3.run(lambda: (seen.assign(800_000_000), small.assign(100), None)[2])
+    large = per_replica(strategy3, *np.int32([2**30] * 3))
+    uses = (
+        lambda: int(seen),
+        lambda: seen.value,
+        seen.numpy,
+        lambda: seen.assign_add(1),
+        small.numpy,
+        lambda: total.assign(large),
+    )
+    for use in uses:
+        with pytest.raises(ValueError, match=r"variable .*: a sum over the replicas does not fit int(32|8), which holds up to"):
+            use()
+    assert sum(map(int, strategy3.local_results(seen))) == 2_400_000_000, "the way out that the message names"
+    assert int(total) == 7 and int(small.assign(100)) == 100 and small.dtype == np.int8
+    assert int(total.assign(per_replica(strategy3, *np.int32([1, 2, 3])))) == 6
+
+
 # -- split: parts whose sum is exact
 
 
@@ -258,12 +327,13 @@ def test_an_aggregation_outside_a_step_has_gradients(strategy3):
         np.testing.assert_allclose(gradients, [[6 * share, 8 * share] for share in shares.values()], rtol=1e-6)
 
 
-def test_one_program_serves_all_values_of_one_shape(strategy2, per_replica):
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+def test_one_program_serves_all_values_of_one_shape(strategy2, per_replica, dtype):
     cross_replica._compile.cache_clear()
-    for i in range(4):
-        strategy2.reduce("sum", per_replica(strategy2, np.full(3, i), np.full(3, 2 * i)))
-    program = cross_replica._compile(cross_replica.reduce_stack, strategy2._mesh.mirrored, (mr.ReduceOp.SUM, (), None, None))
-    assert cross_replica._compile.cache_info().misses == 1 and program._cache_size() == 1
+    with count_programs() as counted:
+        for i in range(4):
+            strategy2.reduce("sum", per_replica(strategy2, *np.array([[i, i], [2 * i, 0]], dtype)))
+    assert cross_replica._compile.cache_info().misses == 1 and len(counted.others) == 1
 
 
 # -- a tree: one program, few buffers, and the bits of its leaves

@@ -310,7 +310,8 @@ class Checkpoint:
         try:
             record, arrays = self._files.read(step)
             saved = Snapshot(record["leaves"], arrays)
-            report["id"] = [record["time"], files.digest(record)]
+            state.require_readable(saved)
+            report["id"] = [record.get("time"), files.digest(record)]
         except DamagedStep as damage:
             report["problems"] = list(damage.args)
         except Exception as error:  # such as a disk that does not answer on one worker
@@ -325,9 +326,9 @@ class Checkpoint:
     def _restore(self, step: int, saved: Snapshot, is_partial: bool) -> None:
         leaves = self._leaves()
         named = Snapshot({path: entry for path, entry in saved.leaves.items() if path in leaves}, saved.arrays)
-        saved = named if is_partial else saved
-        problems = state.find_differences(leaves, saved)
-        partial_fits = not (problems and state.find_differences(leaves, named))
+        names, saved = saved.leaves, named if is_partial else saved
+        problems = state.find_differences(leaves, saved, names)
+        partial_fits = not (problems and state.find_differences(leaves, named, names))
         moved: list[tuple[Any, Any]] = []
         if not problems:
             try:

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import json
 import logging
+import math
 import os
 import re
 import secrets
@@ -296,6 +297,9 @@ def _read_record(directory: Path, step: int) -> dict[str, Any]:
             f"{directory} has format {record.get('format')!r}, and this version of mirrored reads format {FORMAT}. It was "
             f"written by {record.get('versions')}; this is mirrored {version_of('mirrored')}. Read it with what has written it."
         )
+    for table in (record.get("leaves"), record.get("arrays")):
+        if not isinstance(table, dict) or not all(isinstance(entry, dict) for entry in table.values()):
+            raise DamagedStep(f"file {RECORD} has no list of the leaves or of the arrays")
     return record
 
 
@@ -324,9 +328,11 @@ def digest(record: object) -> str:
 
 def _find_damage(file: IO[bytes], record: Mapping[str, Any]) -> list[str]:
     """Compare the bytes of all arrays with the checksums in their file, and these with the record's."""
-    names = {key: name for name, leaf in record["leaves"].items() for key in (leaf.get("value"), leaf.get("copies"))}
+    names = {str(key): name for name, leaf in record["leaves"].items() for key in (leaf.get("value"), leaf.get("copies"))}
     try:
         with zipfile.ZipFile(file) as zipped:
+            if any(info.compress_type != zipfile.ZIP_STORED for info in zipped.infolist()):  # may be larger than any disk
+                raise zipfile.BadZipFile("it is compressed, which no save does")
             sums, bad = _checksums(zipped), zipped.testzip()
     except OSError as error:
         if error.errno != errno.EINVAL:  # the error for a seek to before the file's begin
@@ -334,7 +340,7 @@ def _find_damage(file: IO[bytes], record: Mapping[str, Any]) -> list[str]:
         return [f"file {_ARRAYS} is damaged: {_one_line(error)}"]
     except Exception as error:  # `zipfile` raises many types, each for bytes that no writer writes
         return [f"file {_ARRAYS} is damaged: {type(error).__name__}: {_one_line(error)}"]
-    wrong = {key for key, about in record["arrays"].items() if sums.get(key) != about["crc32"]}
+    wrong = {key for key, about in record["arrays"].items() if sums.get(key) != about.get("crc32")}
     wrong |= {bad.removesuffix(".npy")} if bad else set()
     return [f"array {names.get(key, key)} is damaged: its CRC-32 is not the one that was written" for key in sorted(wrong)]
 
@@ -346,11 +352,24 @@ def _checksums(zipped: zipfile.ZipFile) -> dict[str, int]:
 
 def _load(file: IO[bytes], described: Mapping[str, Any]) -> dict[str, np.ndarray]:
     file.seek(0)
-    with np.load(file) as stored:
+    with zipfile.ZipFile(file) as zipped:
         try:
-            return {key: stored[key].view(np.dtype(about["dtype"])).reshape(about["shape"]) for key, about in described.items()}
+            return {key: _read_array(zipped, f"{key}.npy", about) for key, about in described.items()}
         except (KeyError, TypeError, ValueError) as error:
             raise DamagedStep(f"file {_ARRAYS} does not hold the arrays that {RECORD} lists: {_one_line(error)}") from error
+
+
+def _read_array(zipped: zipfile.ZipFile, name: str, about: Mapping[str, Any]) -> np.ndarray:
+    """Read an array after its size and header have been compared with the record: a wrong one may claim any size."""
+    dtype, shape = np.dtype(about["dtype"]), tuple(about["shape"])
+    with zipped.open(name) as file:
+        np.lib.format.read_magic(file)
+        stored_shape, _, stored = np.lib.format.read_array_header_1_0(file)
+        num_bytes = zipped.getinfo(name).file_size - file.tell()
+        if (stored_shape, stored.itemsize, num_bytes) != (shape, dtype.itemsize, math.prod(shape) * dtype.itemsize):
+            raise ValueError(f"{name} is {stored}{list(stored_shape)} in {num_bytes} bytes, and was {dtype}{list(shape)}")
+        file.seek(0)
+        return np.lib.format.read_array(file).view(dtype)
 
 
 def _one_line(error: BaseException) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from .._variables.access import lent, store
 from .._variables.sharded import ShardedVariable
 from .._variables.variable import Variable, spec_of
 from ..data._iterator import DistributedIterator, expect_saves
+from .files import RECORD, DamagedStep
 from .leaves import (
     NUMBERS,
     Leaves,
@@ -103,6 +105,10 @@ def take_snapshot(leaves: Leaves, positions: Sequence[Mapping[str, Any]], is_kep
     for path, leaf in leaves.items():
         if isinstance(leaf, ShardedVariable):
             host[entries[path]["value"]] = join_parts(host[entries[path]["value"]], leaf.shape)
+        elif entries[path].get("aggregation") == "SUM" and leaf.dtype.kind in "iu":
+            exact = host[entries[path]["copies"]].sum(axis=0)  # in 64 bits; the device's sum may have wrapped around
+            if not np.array_equal(exact, host[entries[path]["value"]]):
+                host[entries[path]["value"]] = np.asarray(exact)
     return Snapshot(entries, host)
 
 
@@ -132,13 +138,39 @@ def _array_entry(leaf: Variable | jax.Array, held: Mapping[Variable, jax.Array],
 
 # -- restoring
 
+#: While there are fewer problems, similar names are looked for: that takes up to a second for each name.
+_MOST_LIKENED = 5
+#: What a save writes of each leaf, by its kind.
+_WRITTEN = {"position": "by_worker", "number": "type", "array": "value", "mirrored": "value", "on_read": "copies"}
 
-def find_differences(leaves: Leaves, saved: Snapshot) -> list[str]:
-    """Return, for each leaf that does not fit its saved counterpart, the reason."""
+
+def require_readable(saved: Snapshot) -> None:
+    """Raise DamagedStep for a leaf that no save writes so: nothing is assigned before all can be read."""
+    for path, entry in saved.leaves.items():
+        try:
+            written = entry[_WRITTEN[entry["kind"]]]
+            if entry["kind"] == "position":
+                written[0]
+            elif entry["kind"] == "number":
+                NUMBERS[written](entry["value"].strip())
+            else:
+                value, copies = (saved.arrays[entry[name]] if name in entry else None for name in ("value", "copies"))
+                first = None if copies is None else copies[0]
+                if first is not None and value is not None and (value.shape, value.dtype.kind) != (first.shape, first.dtype.kind):
+                    raise ValueError("its copies are not like its value")
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise DamagedStep(f"{RECORD} says of {path} what no save writes: {type(error).__name__}: {error}") from error
+
+
+def find_differences(leaves: Leaves, saved: Snapshot, names: Iterable[str]) -> list[str]:
+    """Return, for each leaf that does not fit its saved counterpart, the reason; `names` are all names in the checkpoint."""
     problems = []
     for path in sorted({*leaves, *saved.leaves}):
         if path not in saved.leaves:
-            problems.append(f"{path} ({kind_of(leaves[path])}) is not in the checkpoint")
+            others = [name for name in names if name not in leaves] if len(problems) < _MOST_LIKENED else []
+            alike = difflib.get_close_matches(path, others, 1, 0.4)
+            hint = f", which has {alike[0]}" if alike else ""
+            problems.append(f"{path} ({kind_of(leaves[path])}) is not in the checkpoint{hint}")
         elif path not in leaves:
             problems.append(f"{path} ({_saved_kind(saved, path)}) is in the checkpoint, and not among what is to be restored")
         else:
@@ -165,6 +197,11 @@ def _find_difference(leaf: Any, saved: Snapshot, path: str) -> Iterator[str]:
             + (f" on {spec_of(leaf).mesh.num_replicas} replicas" if on_read_here else "")
             + f". Restore on {count} replicas, or save it with aggregation 'sum', 'mean' or 'only_first_replica'"
         )
+    elif "copies" in entry and (total := saved.arrays[entry["value"]]).dtype != (copies := saved.arrays[entry["copies"]]).dtype:
+        yield (
+            f"was saved as {len(copies)} values whose sum {total} does not fit {copies.dtype}. Restore on {len(copies)} "
+            "replicas, or leave it out: restore_latest(partial=True)"
+        )
     elif on_read_here and leaf.aggregation is VariableAggregation.NONE:
         yield (
             f"is {here} with aggregation NONE here, and {there} in the checkpoint: one value does not say what each replica "
@@ -173,8 +210,8 @@ def _find_difference(leaf: Any, saved: Snapshot, path: str) -> Iterator[str]:
 
 
 def _saved_contents(saved: Snapshot, entry: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
-    array = saved.arrays[entry["value"] if "value" in entry else entry["copies"]]
-    shape = array.shape if "value" in entry else array.shape[1:]
+    array = saved.arrays[entry["copies"] if "copies" in entry else entry["value"]]
+    shape = array.shape[1:] if "copies" in entry else array.shape
     if "key" not in entry:
         return array.dtype.name, shape
     impl, data = entry["key"], jax.ShapeDtypeStruct(shape, array.dtype)

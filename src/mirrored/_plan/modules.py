@@ -14,14 +14,15 @@ _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?(\S+) = (.+?) ([a-z][a-z-]*)\(")
 _FUSED = ("fused_computation", "async_collective_fusion")
 #: The instruction that ends a TPU's sum which ran inside other fusions.
 _ENDS_FUSED_SUM = "async-collective-done"
-#: The instructions that count as work; the texts of `_PRODUCTS` mark matrix products and convolutions among them.
+#: The instructions that count as work; `_PRODUCT` finds matrix products and convolutions among them.
 _WORK = frozenset({"convolution", "custom-call", "dot", "fusion"})
 _NAME = re.compile(r"%([\w.-]+)")
 #: A loop, and how often it runs, if XLA says it; for a TPU, only a number in the loop's condition says it.
 _LOOP = re.compile(r" while\(.*condition=%(?P<condition>[\w.-]+), body=%(?P<body>[\w.-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _NUMBER = re.compile(r" s32\[\]\S* constant\((\d+)\)")
-_PRODUCTS = ("kind=kOutput", "gemm", "conv", " dot(")
+_PRODUCT = re.compile(r"kind=kOutput|gemm|\$conv| (?:dot|convolution)\(")
+_USERS_NAMES = re.compile(r"metadata=\{[^}]*\}")  # of functions and files, which may have any word
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +64,7 @@ def collectives_in(text: str) -> list[Sent]:
         elif operation in _WORK:
             for position in running.values():
                 found[position] = dataclasses.replace(found[position], is_overlapped=True)
-            if any(mark in line for mark in _PRODUCTS):
+            if _PRODUCT.search(_USERS_NAMES.sub("", line)):
                 found = [dataclasses.replace(sent, later=sent.later + 1) for sent in found]
     return found
 

@@ -82,6 +82,12 @@ def collectives_in(jaxpr: jaxprs.Jaxpr, around: tuple[jaxprs.Equation, ...] = ()
             yield from collectives_in(each.jaxpr, (equation, *around))
 
 
+_WHERE_A_NAN_IS_MADE = (
+    "To see the line of a NaN, make the call in `with mr.eager(), jax.debug_nans(True):`, which runs it operation by operation. "
+    "For an infinity it is jax.debug_infs(True)."
+)
+
+
 @dataclasses.dataclass(eq=False)
 class Program:
     """A pure function of variables and arrays, compiled for a mesh, with the variables that it updates."""
@@ -145,6 +151,10 @@ class Program:
                 with _delaying_ctrl_c():
                     outputs = storage.overwrite(self.compiled, self.home, read_only, arrays, self.constants)
                 self.has_run = True
+        except Exception as error:
+            if jax.config.jax_debug_nans or jax.config.jax_debug_infs:
+                error.add_note(_WHERE_A_NAN_IS_MADE)
+            raise
         finally:
             if end_mark is not None:
                 end_mark(outputs[0])

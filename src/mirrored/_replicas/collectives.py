@@ -346,7 +346,7 @@ def groups_of(arrays: Sequence[Any], bytes_per_pack: int, max_arrays: int = MAX_
 
 
 def accumulator_dtype(op: ReduceOp, dtype: DTypeLike) -> Any:
-    """Return the dtype in which values are added: wide enough that a MEAN neither overflows nor rounds to 0."""
+    """Return the dtype in which values are added: for a SUM that of `jnp.sum`, for a MEAN one that does not round it to 0."""
     if dtype == jnp.bool_:
         dtype = np.dtype(np.int32)
     if not jnp.issubdtype(dtype, jnp.number):
@@ -354,11 +354,12 @@ def accumulator_dtype(op: ReduceOp, dtype: DTypeLike) -> Any:
             f"values of dtype {dtype} cannot be added over the replicas; expected numbers. To bring them together use "
             "strategy.gather(x, axis=0), or ctx.all_gather(x, axis=0) in a step."
         )
-    if op is ReduceOp.SUM:
-        return dtype
     if jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.promote_types(dtype, jnp.float32)
-    return jnp.result_type(float)
+        return dtype if op is ReduceOp.SUM else jnp.promote_types(dtype, jnp.float32)
+    if op is ReduceOp.MEAN:
+        return jnp.result_type(float)
+    widest = np.uint64 if jnp.issubdtype(dtype, jnp.unsignedinteger) else np.int64
+    return jnp.promote_types(dtype, jax.dtypes.canonicalize_dtype(widest))
 
 
 def divide(total: jax.Array, count: int, dtype: DTypeLike) -> jax.Array:

@@ -77,7 +77,8 @@ class ReplicaContext:
         incoming gradient, as in TensorFlow.
 
         Args:
-            reduce_op: `"sum"` or `"mean"`, in any case. A MEAN of integers is floating point; one of float16
+            reduce_op: `"sum"` or `"mean"`, in any case. A SUM has the dtype of `jnp.sum`, and wraps around if that is an
+                integer's and does not hold it. A MEAN of integers is floating point; one of float16
                 or bfloat16 is added in float32. In a step with an uneven batch, a MEAN weighs each replica by its rows and
                 ignores one without rows: so the mean of the replicas' means is the mean over all rows. A replica's rows are
                 the sizes in which its PerReplica arguments differ from those of other replicas.

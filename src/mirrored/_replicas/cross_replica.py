@@ -10,18 +10,20 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 from .._errors import UnevenReplicasError
+from .._jax import tracing
 from .._options import ReduceOp, ReductionToOneDevice, VariableAggregation
 from .._typing import Shape
 from .._workers import joint_programs
 from . import in_flight
-from .collectives import Axes, accumulate, bits_of, finish, groups_of, join_rows, local_sums, move_packed
+from .collectives import Axes, accumulate, accumulator_dtype, bits_of, finish, groups_of, join_rows, local_sums, move_packed
 from .per_replica import PerReplica, uneven_shapes
 from .planned import is_for_plan, shapes_of
 from .platforms import PLATFORMS, XLAS_WAY
@@ -184,10 +186,17 @@ class Task(NamedTuple):
         return f"{self.function.__name__}{self.static}"  # equal on all workers
 
 
-def run_tasks(arrays: list[jax.Array], tasks: Sequence[Task], placement: NamedSharding) -> list[jax.Array]:
-    """Run each array's task, all in one compiled program; the results get the placement."""
+def run_tasks(
+    arrays: list[jax.Array], tasks: Sequence[Task], placement: NamedSharding, what: str = "strategy.reduce: a sum"
+) -> list[jax.Array]:
+    """Run each array's task, all in one compiled program; the results get the placement. Refuse sums that wrap around."""
     if not arrays:
         return []
+    if (doubtful := _doubtful_sums(arrays, tasks)) and not _is_unseen(placement, *arrays):
+        *results, fit = compiled(_compute_checked, placement, tuple(tasks), placement)(arrays)
+        for fits, (array, *_) in zip(np.asarray(fit), doubtful, strict=True):
+            _require_fit(fits, accumulator_dtype(ReduceOp.SUM, array.dtype), what)
+        return results
     if len(arrays) == 1:
         [(function, static)] = tasks
         return [compiled(function, placement, *static)(arrays[0])]
@@ -242,3 +251,77 @@ def _move_small(stacks: Sequence[jax.Array], move: Callable[[jax.Array], jax.Arr
     rows = [jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype) for stack in stacks]
     groups = groups_of(rows, 0, MAX_ARRAYS_TOGETHER)
     return move_packed(stacks, groups, lambda packs: list(map(move, packs)), num_kept=1)
+
+
+# -- sums of integers, outside of a trace: `_Sum` is an array, the axes, the shapes if they differ, the copies if it is mirrored
+
+_Sum: TypeAlias = tuple[jax.Array, Axes, tuple[Shape, ...] | None, int]
+
+
+def aggregated(stack: jax.Array, mode: VariableAggregation, placement: NamedSharding, name: str) -> jax.Array:
+    """Combine the copies of a variable of this name in a program of its own; refuse a sum that their dtype does not hold."""
+    make, what = compiled(aggregate_stack, placement, mode), f"variable {name!r}: a sum"
+    if mode is not VariableAggregation.SUM or not jnp.issubdtype(stack.dtype, jnp.integer) or _is_unseen(placement, stack):
+        return make(stack)
+    [total] = run_tasks([stack], [Task(reduce_stack, (ReduceOp.SUM, (), None, None))], placement, what)
+    if total.dtype == stack.dtype:
+        return total
+    _require_fit(np.array_equal(np.asarray(value := make(stack)), np.asarray(total)), stack.dtype, what)
+    return value
+
+
+def _is_unseen(placement: NamedSharding, *arrays: jax.Array) -> bool:
+    """Tell whether nobody can look at values now: in a trace, or on devices that are planned."""
+    return tracing.is_staging() or is_for_plan(placement) or any(isinstance(array, jax.core.Tracer) for array in arrays)
+
+
+def _require_fit(fits: bool, dtype: np.dtype, what: str) -> None:
+    if not fits:
+        raise ValueError(
+            f"{what} over the replicas does not fit {dtype}, which holds up to {jnp.iinfo(dtype).max}, and would wrap around. "
+            "Python holds any number: sum(map(int, strategy.local_results(counts))). Or count in floats, "
+            "count.astype('float32'); from 0 in each epoch; or in 64 bits, at the start of the program: "
+            "jax.config.update('jax_enable_x64', True)."
+        )
+
+
+def _compute_checked(arrays: Sequence[jax.Array], tasks: Sequence[Task], whole: NamedSharding) -> list[jax.Array]:
+    """Run each array's task; the last result tells of each sum that is in doubt whether it fits."""
+    return [*compute_all(arrays, tasks, whole), _sums_fit(_doubtful_sums(arrays, tasks))]
+
+
+def _doubtful_sums(arrays: Sequence[jax.Array], tasks: Sequence[Task]) -> list[_Sum]:
+    """Return the SUMs of so many integers, of such a dtype, that the dtype of the result may not hold them."""
+    found: list[_Sum] = []
+    for array, (function, static) in zip(arrays, tasks, strict=True):
+        if function not in (reduce_stack, reduce_mirrored) or jnp.issubdtype(array.dtype, jnp.inexact):
+            continue
+        op, axes, about, ops = static
+        shapes, copies, shape = (about, 0, array.shape) if function is reduce_stack else (None, about, (about, *array.shape))
+        count = shape[0] * math.prod(shape[axis + 1] for axis in axes)
+        held = 8 * accumulator_dtype(ReduceOp.SUM, array.dtype).itemsize
+        if op is ReduceOp.SUM and ops is None and 8 * array.dtype.itemsize + max(count - 1, 0).bit_length() > held:
+            found.append((array, axes, shapes, copies))
+    return found
+
+
+def _sums_fit(sums: Sequence[_Sum]) -> jax.Array:
+    """Tell of each SUM whether its dtype holds it, from sums of digits that are so small that none of these wraps around."""
+    parts, digits = list[jax.Array](), list[range]()
+    for array, axes, shapes, copies in sums:
+        real, count = zero_padding(broadcast_stack(array, copies) if copies else array, axes, shapes)
+        wide = real.astype(accumulator_dtype(ReduceOp.SUM, real.dtype))
+        bits = jnp.iinfo(wide.dtype).bits
+        digits.append(shifts := range(0, bits, max(bits - 1 - max(count - 1, 0).bit_length(), 1)))
+        for shift in shifts:
+            digit = wide >> shift if shift == shifts[-1] else (wide >> shift) & (2**shifts.step - 1)
+            parts.append(jnp.sum(digit, axis=tuple(axis + 1 for axis in axes), dtype=wide.dtype))
+    totals = iter(_move_small(parts, lambda stack: jnp.sum(stack, axis=0, dtype=stack.dtype)))
+    fit = []
+    for shifts in digits:
+        total: Any = 0
+        for _ in shifts:
+            total = next(totals) + (total >> shifts.step)  # with what the digits below carry
+        limits, last = jnp.iinfo(total.dtype), shifts[-1]
+        fit.append(jnp.all((total >= limits.min >> last) & (total <= limits.max >> last)))
+    return jnp.stack(fit)

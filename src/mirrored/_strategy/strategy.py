@@ -280,9 +280,9 @@ class Strategy:
         combines along that axis in each replica, then over the replicas; MEAN divides by the true number of rows, even
         if the replicas have different numbers. A mirrored value, a number or a host array counts as the same value on
         each replica: its SUM is R times the value, its MEAN is the value. A MEAN of integers is floating point. A SUM
-        keeps the dtype: 8-bit integers wrap at 256, as in TensorFlow, unless you call `astype("int32")` before.
+        has the dtype of `jnp.sum`; one of 32-bit integers waits for them, and is refused where it would wrap around.
 
-        Inside a step it is `all_reduce`.
+        Inside a step it is `all_reduce`, and no SUM is refused.
 
         Args:
             reduce_op: `"sum"` or `"mean"`, in any case, or `mr.ReduceOp`.
@@ -293,7 +293,7 @@ class Strategy:
             Mirrored arrays, in the structure of `value`.
 
         Raises:
-            ValueError: for another operation, or an axis that a leaf does not have.
+            ValueError: for another operation, an axis that a leaf does not have, or a SUM that its integers do not hold.
             UnevenReplicasError: (a ValueError) when shapes differ along an axis that is not reduced.
             TypeError: for a leaf that holds no numbers.
 

@@ -93,7 +93,7 @@ class Assignment:
             )
         if axis is not None:
             return cross_replica.aggregate_stack(stack, spec.aggregation)
-        return cross_replica.compiled(cross_replica.aggregate_stack, spec.mesh.mirrored, spec.aggregation)(stack)
+        return cross_replica.aggregated(stack, spec.aggregation, spec.mesh.mirrored, spec.name)
 
     def _stack(self, operand: PerReplica) -> jax.Array:
         check_per_replica(self.spec, self.method, operand)

@@ -200,7 +200,7 @@ class Variable(ScatterMethods, _Array):
 
         Raises:
             ContextError: under a JAX transformation outside a step that would bake the value in.
-            ValueError: outside a step, for a sync-on-read variable with aggregation NONE.
+            ValueError: outside a step, for a sync-on-read variable with aggregation NONE, or a sum that its dtype does not hold.
         """
         return self._use(lambda value: value)
 
@@ -245,7 +245,7 @@ class Variable(ScatterMethods, _Array):
         if frame is not None and frame.axis is not None:
             return collectives.aggregate(self._spec.aggregation, stored, frame.axis)
         note_use(self, "read")
-        return cross_replica.compiled(cross_replica.aggregate_stack, self._spec.mesh.mirrored, self._spec.aggregation)(stored)
+        return cross_replica.aggregated(stored, self._spec.aggregation, self._spec.mesh.mirrored, self.name)
 
     def _load(self, frame: Frame | None) -> jax.Array:
         """Return the stored array, or its value in a trace."""
