@@ -1,5 +1,6 @@
 """Losses whose gradients, summed over the replicas, are those of one device."""
 
+import contextlib
 import re
 
 import jax
@@ -123,6 +124,14 @@ def test_lengths_in_the_ratio_of_rows_and_the_lines_for_others_are_those_of_one_
     for own in ((odd, even), (even, odd)):
         totals = strategy.reduce("sum", strategy.run(of_both, args=own))
         np.testing.assert_allclose(sorted(totals), sorted([rows[:, 0].mean(), rows[:6, 0].mean()]), rtol=1e-5)
+    labelled_and_not = lambda x, y: jnp.concatenate([x[:, 0], y[:, 0], y[:, 1]])  # noqa: E731
+    for given in (np.ones((8, 2), np.float32), rows[:2]):
+        [other] = strategy.distribute_dataset([given])
+        shares = strategy.run(lambda x, y: compute_average_loss(labelled_and_not(x, y)), args=(odd, other))
+        np.testing.assert_allclose(strategy.reduce("sum", shares), labelled_and_not(rows, given).mean(), rtol=1e-5)
+    [other] = strategy.distribute_dataset([np.ones((8, 2), np.float32)])
+    with pytest.raises(mr.UnevenReplicasError, match="lengths") if num_replicas > 1 else contextlib.nullcontext():
+        strategy.run(lambda x, y: compute_average_loss(jnp.append(labelled_and_not(x, y), 3)), args=(odd, other))
     sentences = strategy.distribute_values_from_function(lambda ctx: np.ones((2, 3 + ctx.replica_id_in_sync_group), np.float32))
     assert float(strategy.reduce("sum", strategy.run(lambda x: compute_average_loss(x.mean(axis=1)), args=(sentences,)))) == 1
 

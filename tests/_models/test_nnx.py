@@ -212,6 +212,14 @@ def test_layers_of_a_scan_draw_differently_on_each_replica(strategy3: mr.Mirrore
     alone.drops.rngs.key.set_value(jax.vmap(lambda key: jax.random.fold_in(key, 0))(alone.drops.rngs.key[...]))
     np.testing.assert_array_equal(first[0], alone(jnp.ones((1, 64))))
 
+    def through(w: jax.Array, model: Scanned, x: jax.Array) -> jax.Array:
+        return mr.losses.compute_average_loss(model(x * w).sum((0, 2)))
+
+    for num_rows in (11, 2):  # of 2 rows a replica has none
+        gradient = lambda model, batch: nnx.grad(through)(jnp.float32(1), model, batch["x"])  # noqa: E731
+        strategy3.run(gradient, args=(model, batch_of(strategy3, num_rows)))
+    assert np.asarray(model.drops.rngs.count[...]).tolist() == [4, 4, 4]
+
 
 def test_metrics_are_those_of_all_rows(strategy3: mr.MirroredStrategy) -> None:
     def evaluate(metrics: nnx.MultiMetric, batch: dict, afresh: bool) -> None:

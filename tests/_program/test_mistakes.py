@@ -43,6 +43,7 @@ MISTAKES = {
     "in a loop": (lambda w, x: mr.fori_loop(0, 2, lambda i, c: c if i > 0 else -c, 1.0), *NEEDED, r"jnp\.where"),
     "format": (lambda w, x: f"{x[0, 0]:.3f}", mr.OneProgramError, "write an array in a format, at {here}", r"jax\.debug\.print"),
     "numpy": (lambda w, x: x.numpy(), AttributeError, "no attribute 'numpy', at {here}", r"np\.asarray\(result\)"),
+    "its own division": (lambda w, x: x * (5 % (x.shape[0] // 9)), ZeroDivisionError, "by zero", ""),
     "backward": (lambda w, x: x.backward(), AttributeError, "'backward', at {here}", r"mr\.value_and_grad\(loss_fn, .*\)\(\)"),
     "cuda": (lambda w, x: x.cuda(), AttributeError, "no attribute 'cuda', at {here}", "Leave it out"),
     "waits": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 
 import jax
 
@@ -43,6 +44,8 @@ def needed_arguments(error: BaseException, numbers: list[int]) -> list[int]:
 
 def complaint_of(error: BaseException) -> tuple[str, str]:
     """Return the kind of an error's complaint, and the name that it is about; two empty texts for any other error."""
+    if isinstance(error, ZeroDivisionError) and traceback.extract_tb(error.__traceback__)[-1].name == "_compute_newshape":
+        return "no rows to divide by", ""
     if isinstance(error, AttributeError) and isinstance(error.obj, jax.Array):
         return "no attribute", error.name or ""
     for complaint, (kind, text) in _COMPLAINTS.items():

@@ -24,6 +24,17 @@ class Smaller(NamedTuple):
     results: list[int]
 
 
+def all_of(equation: Equation) -> Smaller:
+    """Return all of an equation as a part of it."""
+    return Smaller(equation, list(range(len(equation.invars))), list(range(len(equation.outvars))))
+
+
+def is_undivided(equation: Equation) -> bool:
+    """Tell whether JAX knows no smaller one of an equation, or of one inside."""
+    each = (equation, *jaxprs.inside(equation))
+    return any(jaxprs.inner_jaxprs(one) and computing(one, range(len(one.outvars))) is None for one in each)
+
+
 def computing(equation: Equation, results: Collection[int]) -> Smaller | None:
     """Return the smallest equation that computes these results of another; None if JAX does not know one."""
     inner = jaxprs.inner_jaxprs(equation)

@@ -41,8 +41,8 @@ INLINE_CALLS = frozenset({"closed_call", "eval_jaxpr", "jit"})
 AGAIN = frozenset({"remat2"})
 #: Calls whose parameters, except the jaxpr, matter only to derivatives.
 CUSTOM_DERIVATIVE = frozenset({"custom_jvp_call", "custom_vjp_call"})
-#: Parameters that are functions; the primitive has the same functions as jaxprs.
-SAID_TWICE = frozenset({("reduce", "computation")})
+#: Parameters that say what the primitive has as a jaxpr, or what the shapes of a loop say, and more that means nothing.
+SAID_TWICE = frozenset({("reduce", "computation"), ("scan", "ft_in"), ("scan", "ft_out")})
 #: Primitives that run jaxprs in other ways, which `jaxprs` knows.
 CONTROL_FLOW = frozenset({"cond", "custom_linear_solve", "scan", "while"})
 #: Primitives that run a jaxpr several times.

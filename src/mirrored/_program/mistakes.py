@@ -174,6 +174,11 @@ def _explain_code(error: Exception, where: str, knows_id: bool) -> Exception | N
         return AttributeError(f"an array has no attribute {name!r}, at {where}. {_NOT_OF_ARRAYS[name]}")
     if complaint == "array in a format":
         return OneProgramError(f"Python was to write an array in a format, at {where}. {_NO_VALUE}")
+    if complaint == "no rows to divide by":
+        return ValueError(
+            f"an array without elements was given a shape with -1, at {where}, and JAX cannot tell what -1 is there. Write "
+            "x.reshape(x.shape[0], math.prod(x.shape[1:])), with the size's name, in place of x.reshape(x.shape[0], -1)."
+        )
     if complaint in _WRONG_TYPES:
         return TypeError(_WRONG_TYPES[complaint].format(where))
     return None

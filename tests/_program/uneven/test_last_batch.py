@@ -189,11 +189,12 @@ def test_a_step_that_knows_its_rows_only_keeps_no_dataset_alive(strategy3):
 
 def test_a_replica_without_rows_is_named_first_with_the_line_to_write(strategy3):
     dataset = strategy3.distribute_dataset(strategy3.make_numpy_dataset(X[:8]).batch(6))
-    with pytest.raises(ZeroDivisionError) as error:
+    message = r"-1, at .*test_last_batch\.py:\d+, and .*\. Write x\.reshape\(x\.shape\[0\], math\.prod\(x\.shape\[1:\]\)\)"
+    with pytest.raises(ValueError, match=message) as error:
         strategy3.run(lambda x: jnp.sum(x.reshape(x.shape[0], -1)), args=(next(iter(dataset)),))
     first, second, *_ = error.value.__notes__
     assert first.startswith("Replica 2 has no rows of this batch: `x` has shape (0, 2) there.")
-    assert "write x.reshape(x.shape[0], math.prod(x.shape[1:]))" in first and "drop_remainder=True" in first
+    assert "drop_remainder=True" in first
     assert second.startswith("Nothing has run yet: this is about the last batch of the dataset, of 2 rows")
     with pytest.raises(ValueError) as error:
         one = next(iter(strategy3.distribute_dataset([-X[1:2]])))

@@ -244,6 +244,27 @@ def gradients_of_checkpoints(x):
     return gradients(x, jax.checkpoint)
 
 
+def gradients_with_masks(x):
+    """Masks of the rows' shape are made of what the loop carries, and the gradient keeps them."""
+
+    def layer(h, key, n, w):
+        key, own = jax.random.split(key)
+        is_kept = jnp.broadcast_to(jax.random.bernoulli(own, 0.7, (COLUMNS,)), h.shape)
+        return jnp.where(is_kept, jnp.tanh(h @ w), h * n), key, n + 1
+
+    def share(layers):
+        own = jax.lax.scan(jax.checkpoint(lambda own, w: (layer(*own, w), None)), (x, KEY, 0), layers)[0]
+        own = jax.lax.fori_loop(0, 2, lambda i, own: layer(*own, layers[i]), own)
+        own = jax.lax.switch(own[2] - 4, [lambda *own: own, lambda *own: layer(*own, layers[0])], *own)
+        of_shape = lambda own, w: ((own[0] * 2, own[1] + w.sum()), jnp.full(x.shape, own[1]))  # noqa: E731
+        (_, total), masks = jax.lax.scan(of_shape, (jnp.float32(x.shape[0]), jnp.float32(0)), layers)
+        loss = mr.losses.compute_average_loss((own[0] * masks.mean(0)).sum(1) ** 2)
+        return loss, (jax.random.key_data(own[1]), own[2], total)
+
+    gradient, states = jax.grad(share, has_aux=True)(LAYERS)
+    return x, (total(gradient), states)
+
+
 @jax.custom_vjp
 def own_vjp(x, n):
     return jnp.tanh(x), n * 2
@@ -298,7 +319,7 @@ def while_loops(x):
 
 BESIDE_ROWS = [
     key_and_counter, fori_loop, checkpointed, time_of_a_recurrent_net, nested, condition, collectives, gradients,
-    gradients_of_checkpoints, while_loops, own_derivatives, gradients_of_own_derivatives,
+    gradients_of_checkpoints, gradients_with_masks, while_loops, own_derivatives, gradients_of_own_derivatives,
 ]  # fmt: skip
 
 

@@ -86,7 +86,8 @@ class _Run:
 
     def run_common(self, of_stage: Sequence[Sequence[Node]]) -> None:
         for node in itertools.chain.from_iterable(of_stage):
-            if not node.is_own and not node.is_collective and node.outputs[0].number not in self.known:
+            is_common = not node.is_own and not node.is_collective
+            if is_common and any(value.number not in self.known for value in node.outputs):
                 self.keep([node.outputs], tracing.bind(node.equation, list(map(self._known_or_constant, node.inputs))))
 
     def run_own(self, stage: int, of_stage: Sequence[Sequence[Node]]) -> None:

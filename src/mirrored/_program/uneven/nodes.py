@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._jax import jaxprs
+from ..._jax import dead_code, jaxprs
 from ..._jax.interpreter import Flattening
 from ..._jax.jaxprs import Atom, ClosedJaxpr, Equation, Jaxpr, Literal
-from ..._jax.primitives import CUSTOM_DERIVATIVE, FILLS, SAID_TWICE, SIMPLE
+from ..._jax.primitives import CUSTOM_DERIVATIVE, FILLS, LOOPS, SAID_TWICE, SIMPLE
 
 #: Device arrays up to this many bytes are compared by content, larger ones, which are not worth the transfer, by identity.
 _COMPARED_BYTES = 1 << 20
@@ -113,8 +113,11 @@ def stages_of(nodes: Sequence[Node]) -> list[list[Node]]:
     return [[node for node in nodes if node.stage == stage] for stage in range(last + 1)]
 
 
-def find_loop(values: Sequence[Value]) -> Node | None:
-    """Return a loop, condition or call that is not common to all traces and on which a value depends; after `compare`."""
+def find_undivided(values: Sequence[Value]) -> Node | None:
+    """Return what is not common to all traces, has equations inside that JAX takes only as a whole, and is in the way of a value.
+
+    After `compare`.
+    """
     seen: set[Value] = set()
     waiting = [value for value in values if value.number is None]
     while waiting:
@@ -123,7 +126,7 @@ def find_loop(values: Sequence[Value]) -> Node | None:
         if value in seen or node is None or not node.is_own:
             continue
         seen.add(value)
-        if list(jaxprs.inner_jaxprs(node.equation)):
+        if jaxprs.inner_jaxprs(node.equation) and (not node.is_pure or dead_code.is_undivided(node.equation)):
             return node
         waiting += node.inputs
     return None
@@ -138,7 +141,8 @@ def equation_key(equation: Equation) -> Any:
     if name in CUSTOM_DERIVATIVE:
         params = {"call_jaxpr": params["call_jaxpr"]}
     compared = sorted([key for key in params if (name, key) not in SAID_TWICE])
-    return (name, tuple([(key, param_key(params[key])) for key in compared]))
+    parts = jaxprs.loop_of(equation)[1:] if name in LOOPS else ()  # which operands are carried, and which are rows
+    return (name, parts, tuple([(key, param_key(params[key])) for key in compared]))
 
 
 def param_key(value: Any) -> Any:

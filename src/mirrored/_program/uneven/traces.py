@@ -102,9 +102,8 @@ class Kinds:
         who = f"Replica {numbers[0]} has" if len(numbers) == 1 else f"The replicas {', '.join(map(str, numbers))} have"
         return (
             f"{who} no rows of this batch: `{self.name.strip('`')}` has shape {self.shapes[kind][self.varied]} there. A step "
-            "must work without rows. x.reshape(x.shape[0], -1) cannot tell what -1 is: write x.reshape(x.shape[0], "
-            "math.prod(x.shape[1:])). jnp.max(x) has no value: write jnp.max(x, initial=-jnp.inf). Or choose a batch size "
-            f"of which each replica gets a row, or leave the odd rows out: {DROP}."
+            "must work without rows. jnp.max(x) has no value: write jnp.max(x, initial=-jnp.inf). Or choose a batch size of "
+            f"which each replica gets a row, or leave the odd rows out: {DROP}."
         )
 
     def on_replicas(self, sizes: Sequence[int]) -> tuple[int, ...]:
@@ -141,17 +140,24 @@ class Kinds:
     def check_lengths(self, lengths: tuple[int, ...]) -> None:
         """Refuse losses whose lengths on the replicas are neither in the ratio of their rows nor each the number of all rows.
 
-        Rows are along an axis that differs, and along the first axes of batches and of arguments of which an axis differs.
+        Rows are along an axis that differs, and along the first axes of batches and of arguments of which an axis differs;
+        and those of up to four arguments, added up as `jnp.concatenate` does.
 
         Raises:
             UnevenReplicasError: for other lengths.
         """
         arguments = enumerate(zip(*self.shapes, strict=True))
         first = [tuple(shape[0] for shape in own) for i, own in arguments if len(set(own)) > 1 or i in self.batches]
-        counts = [self.on_replicas(sizes) for sizes in (*self._row_counts(), *first)]
+        counts = list(dict.fromkeys(self.on_replicas(sizes) for sizes in (*self._row_counts(), *first)))
         for rows in counts:
             is_gathered = set(lengths) == {sum(rows)}
             if is_gathered or all(own * sum(rows) == sum(lengths) * its for own, its in zip(lengths, rows, strict=True)):
+                return
+        of_several = (itertools.combinations_with_replacement(counts, number) for number in range(2, 5))
+        for added in itertools.chain.from_iterable(of_several):
+            rows = tuple([sum(sizes) for sizes in zip(*added, strict=True)])
+            times = sum(lengths) // max(1, sum(rows))
+            if lengths == tuple([times * own for own in rows]):
                 return
         raise UnevenReplicasError(_LENGTHS.format(lengths=lengths, rows=counts[0]))
 
@@ -292,7 +298,7 @@ def _merge_traces(
     assert axis is not None
     aligned = [nodes.read_trace(kinds.describe(kind), lifted.shown) for kind, lifted in enumerate(traces)]
     value_numbering.compare(aligned, is_common)
-    origin = _origin(kinds, nodes.find_loop(aligned[0].outputs))
+    origin = _origin(kinds, nodes.find_undivided(aligned[0].outputs))
 
     def merged(values: Sequence[jax.Array], arguments: Sequence[jax.Array]) -> list[jax.Array]:
         index = mark(jnp.asarray(kinds.of_replica)[axis.index()], Mark(Purpose.ROWS, origin, ""))
@@ -311,8 +317,8 @@ def _origin(kinds: Kinds, loop: nodes.Node | None) -> str:
         return text
     where = user_code.equation_line(loop.equation)
     return (
-        f"{text}. JAX does not take apart what computes of rows at {where}, such as a call of `custom_vmap`, so all of it "
-        "depends on their number. Compute what is assigned outside of it"
+        f"{text}. JAX does not take apart what computes of rows at {where}, such as a call of `custom_vmap` or a loop that "
+        "prints, so all of it depends on their number. Compute what is assigned outside of it"
     )
 
 

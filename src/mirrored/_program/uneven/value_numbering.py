@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..._errors import UnevenReplicasError
@@ -49,18 +49,12 @@ class _Numbering:
     def compare(self, traces: Sequence[Trace]) -> None:
         """Number the values of traces whose arguments are numbered."""
         check_collectives(traces)
-        stage, last_effects = 0, [0] * len(traces)
-        waiting = [iter(list(trace.nodes)) for trace in traces]
+        stage = 0
+        walks = [self._number_nodes(trace) for trace in traces]
         for collectives in [*zip(*(trace.collectives for trace in traces), strict=True), ()]:
-            for kind, nodes in enumerate(waiting):
-                for node in nodes:
-                    if node.is_collective:
-                        break
-                    last_effects[kind] = self._number_node(node, last_effects[kind])
-                    has_rows = node.is_pure and any(value.number is None for value in node.outputs[:1])
-                    is_simple = node.equation.primitive.name in SIMPLE
-                    if has_rows and not is_simple and (smaller := self._without_rows(node)) is not None:
-                        traces[kind].nodes.insert(traces[kind].nodes.index(node), smaller)
+            before = [itertools.takewhile(lambda node: not node.is_collective, walk) for walk in walks]
+            for loops in itertools.zip_longest(*before):
+                self._number_loops([loop for loop in loops if loop is not None])
             if collectives:
                 stage = self._number_collectives(stage, collectives)
         for trace in traces:
@@ -83,7 +77,17 @@ class _Numbering:
             value.number = self._number_of(value.outer)
         return value.number
 
-    def _number_node(self, node: Node, last_effect: int) -> int:
+    def _number_nodes(self, trace: Trace) -> Iterator[Node]:
+        """Number the nodes of a trace in order, and give its collectives, and what has jaxprs inside, to be numbered outside."""
+        last_effect = 0  # its stage; the next one must not come before it
+        for node in trace.nodes:
+            is_simple = node.equation.primitive.name in SIMPLE
+            if node.is_collective or (node.is_pure and not is_simple and jaxprs.inner_jaxprs(node.equation)):
+                yield node
+            else:
+                last_effect = self._number_node(node, last_effect)
+
+    def _number_node(self, node: Node, last_effect: int, by_results: bool = False) -> int:
         """Number a node's outputs, and return the stage of the last effect, which the next one must not come before."""
         operands = [self._number_of(value) if value.number is None else value.number for value in node.inputs]
         stage = max([value.stage for value in node.inputs], default=0)
@@ -91,7 +95,7 @@ class _Numbering:
         if not node.is_pure:
             if node.equation.effects:
                 stage = last_effect = max(stage, last_effect)
-        elif None not in operands:
+        elif None not in operands and not by_results:
             number = self._number((equation_key(node.equation), tuple(operands)))
         node.stage = stage
         for position, value in enumerate(node.outputs):
@@ -99,34 +103,25 @@ class _Numbering:
             value.number = number if number is None or not position else self._number((number, position))
         return last_effect
 
-    def _without_rows(self, node: Node) -> Node | None:
-        """Take the results of a loop, condition or call that need no operand with rows out of it, into a smaller one.
+    def _number_loops(self, nodes: Sequence[Node]) -> None:
+        """Number the next loop, condition or call of each trace: as a whole if it is one in all, else each result alone."""
+        is_one = len({(equation_key(node.equation), *map(self._number_of, node.inputs)) for node in nodes}) == 1
+        for node in nodes:
+            self._number_node(node, 0, by_results=not is_one)
+            if node.outputs and node.outputs[0].number is None:
+                self._number_each(node)
 
-        They are the same for all replicas. What the rest needs of it, such as a counter, the rest computes again.
+    def _number_each(self, node: Node) -> None:
+        """Number each result of a loop, condition or call as that of the smallest one that computes it.
+
+        So a counter is common to all traces, beside results that need rows, or have their number in their shape.
         """
-        if not jaxprs.inner_jaxprs(node.equation):
-            return None
-        common = {k for k, value in enumerate(node.inputs) if self._number_of(value) is not None}
         whole = dead_code.opened(node.equation)
-        alone = [dead_code.computing(whole, [k]) for k in range(len(node.outputs))]
-        results = [k for k, found in enumerate(alone) if found is not None and common.issuperset(found.operands)]
-        smaller = dead_code.computing(whole, results) if results else None
-        if smaller is None:
-            return None
-        inputs = [node.inputs[k] for k in smaller.operands]
-        outputs = [node.outputs[k] for k in smaller.results]
-        taken = Node(smaller.equation, inputs, outputs, False, jaxprs.is_function_of_operands(smaller.equation))
-        if not taken.is_pure:
-            return None
-        for value in outputs:
-            value.maker = taken
-        rest = dead_code.computing(node.equation, [k for k in range(len(node.outputs)) if k not in smaller.results])
-        if rest is not None:
-            node.equation, node.inputs = rest.equation, [node.inputs[k] for k in rest.operands]
-        kept = range(len(node.outputs)) if rest is None else rest.results
-        node.outputs = [Value(node.outputs[k].aval, node) if k in smaller.results else node.outputs[k] for k in kept]
-        self._number_node(taken, 0)
-        return taken
+        for position, value in enumerate(node.outputs):
+            alone = dead_code.computing(whole, [position]) or dead_code.all_of(whole)
+            its = tuple([node.inputs[k].number for k in alone.operands])
+            if None not in its and jaxprs.is_function_of_operands(alone.equation):
+                value.number = self._number((equation_key(alone.equation), its, alone.results.index(position)))
 
     def _number_collectives(self, stage: int, collectives: Sequence[Node]) -> int:
         """Number one collective of all traces; return its stage, that of the one before if it need not wait."""
@@ -161,16 +156,44 @@ def _drop_uncommon_numbers(traces: Sequence[Trace]) -> None:
     for value in itertools.chain.from_iterable(computed):
         if value.number not in common:
             value.number = None
+    for trace in traces:
+        parts = [[node] if node.equation.primitive.name in SIMPLE else _take_common_out(node) for node in trace.nodes]
+        trace.nodes = list(itertools.chain.from_iterable(parts))
     for node in itertools.chain.from_iterable([trace.nodes for trace in traces]):
         if node.is_collective:
             continue
-        if None in [value.number for value in node.inputs]:
+        if None in [value.number for value in (*node.inputs, *node.outputs)]:
             for value in node.outputs:
                 value.number = None
         node.is_own = not node.outputs or node.outputs[0].number is None
     for nodes in zip(*(trace.collectives for trace in traces), strict=True):
         for bodies in zip(*(node.bodies for node in nodes), strict=True):
             _drop_uncommon_numbers(bodies)
+
+
+def _take_common_out(node: Node) -> list[Node]:
+    """Take the results of a loop, condition or call that all traces have in common out of it, into a smaller one.
+
+    What the rest needs of it, such as a counter, the rest computes again.
+    """
+    common = [k for k, value in enumerate(node.outputs) if value.number is not None]
+    is_common = len(common) == len(node.outputs) and None not in [value.number for value in node.inputs]
+    if node.is_collective or not common or is_common:
+        return [node]
+    smaller = dead_code.computing(dead_code.opened(node.equation), common)
+    if smaller is None:
+        return [node]
+    outputs = [node.outputs[k] for k in smaller.results]
+    taken = Node(smaller.equation, [node.inputs[k] for k in smaller.operands], outputs, False, True, stage=node.stage)
+    for value in outputs:
+        value.maker = taken
+    others = [k for k in range(len(node.outputs)) if k not in smaller.results]
+    if not others:
+        return [taken]
+    rest = dead_code.computing(node.equation, others) or dead_code.all_of(node.equation)
+    node.equation, node.inputs = rest.equation, [node.inputs[k] for k in rest.operands]
+    node.outputs = [Value(node.outputs[k].aval, node) if k in smaller.results else node.outputs[k] for k in rest.results]
+    return [taken, node]
 
 
 # -- which collectives of the traces are the same one?
