@@ -13,7 +13,19 @@ import optax
 import pytest
 from random_programs import lockstep
 from random_programs.grammar import LIBRARIES, MAPS, SMALL_MAPS, TRANSFORMATIONS, Program
-from random_programs.harness import CALLS, PLACES, Outcome, Way, alone, check, executed, follow, judge, ways_of
+from random_programs.harness import (
+    CALLS,
+    PLACES,
+    Outcome,
+    Way,
+    alone,
+    check,
+    executed,
+    follow,
+    judge,
+    judge_without_casts,
+    ways_of,
+)
 from random_programs.run import report
 
 import mirrored as mr
@@ -92,6 +104,16 @@ def test_a_refusal_counts_as_one_if_the_line_that_it_says_works() -> None:
         assert follow(program, way, right, Outcome("refused", "ValueError: no")).kind == "stuck"
         program.text = program.text.replace("b['y']", "(b['y'] + 1)").replace("b['x'] @", "b['x'] * 2 @")
         assert follow(program, way, right, outcome).kind == "stuck"
+
+
+@pytest.mark.slow
+def test_a_program_of_16_bits_is_wrong_only_if_it_is_so_in_32() -> None:
+    way, old = Way("R2", 2), "optimizer.apply_gradients(gradients)"
+    program = next(p for p in map(Program, range(1000)) if p.is_small and old in p.text and "bfloat16)" in p.text)
+    with lockstep.patched():
+        assert judge_without_casts(program, way, lockstep.jit).kind == "ok"
+        program.text = program.text.replace(*next((o, n) for o, (n, _) in DAMAGES.items() if o == old))
+        assert judge_without_casts(program, way, lockstep.jit).kind == "wrong"
 
 
 def test_a_masked_loop_that_gives_what_it_masks() -> None:
