@@ -31,6 +31,10 @@ MUTANTS = [
      "tests/test_losses.py::test_losses_of_another_length_than_rows_are_refused_where_the_replicas_do_not_divide_the_batch"),
     ("_program/uneven/traces.py", "is_gathered = set(lengths) == {sum(rows)}", "is_gathered = False",
      "tests/test_losses.py::test_lengths_in_the_ratio_of_rows_and_the_lines_for_others_are_those_of_one_device"),
+    ("_program/uneven/traces.py", "if lengths == tuple([times * own for own in rows]):", "if False:",
+     "tests/test_losses.py::test_lengths_in_the_ratio_of_rows_and_the_lines_for_others_are_those_of_one_device"),
+    ("_program/uneven/value_numbering.py", "alone.results.index(position)", "0",
+     LOOPS + "what_needs_no_rows_beside_them_in_a_loop_may_be_assigned"),
     ("_program/advice.py", "curved = curved or advice.curved", "curved = curved",
      REFUSALS + "what_is_not_linear_in_a_share_is_said_with_the_shares_line_and_the_lines_to_write_are_right"),
     # -- stale values

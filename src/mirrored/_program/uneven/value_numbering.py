@@ -54,7 +54,7 @@ class _Numbering:
         for collectives in [*zip(*(trace.collectives for trace in traces), strict=True), ()]:
             before = [itertools.takewhile(lambda node: not node.is_collective, walk) for walk in walks]
             for loops in itertools.zip_longest(*before):
-                self._number_loops([loop for loop in loops if loop is not None])
+                self._number_loops([loop for loop in loops if loop is not None], None not in loops)
             if collectives:
                 stage = self._number_collectives(stage, collectives)
         for trace in traces:
@@ -103,11 +103,11 @@ class _Numbering:
             value.number = number if number is None or not position else self._number((number, position))
         return last_effect
 
-    def _number_loops(self, nodes: Sequence[Node]) -> None:
+    def _number_loops(self, nodes: Sequence[Node], is_in_all: bool) -> None:
         """Number the next loop, condition or call of each trace: as a whole if it is one in all, else each result alone."""
-        is_one = len({(equation_key(node.equation), *map(self._number_of, node.inputs)) for node in nodes}) == 1
+        keys = {(equation_key(node.equation), *map(self._number_of, node.inputs)) for node in nodes}
         for node in nodes:
-            self._number_node(node, 0, by_results=not is_one)
+            self._number_node(node, 0, by_results=not is_in_all or len(keys) > 1)
             if node.outputs and node.outputs[0].number is None:
                 self._number_each(node)
 
