@@ -24,7 +24,7 @@ from .._text import numbered
 from .coordination import Coordination
 from .links import Links
 from .neighbours import Neighbours
-from .progress import Progress, in_main_thread
+from .progress import COMPARISON, Progress, in_main_thread
 from .same_program import ONE_DATASET, data_ended, other_order, require_same_history
 from .shutdown import CALL, DONE, LAST_RESORT_SECONDS, THREADS, Shutdown, told_apart
 from .stall import SETTLED_SECONDS, JobView, Others, Own, Position, judge, judge_all, shorter_data
@@ -240,7 +240,9 @@ class Guard:
 
     def _find_difference(self, view: JobView) -> Verdict | None:
         """Return the verdict on workers that have done different things, or whose data is of different lengths."""
-        if any(self._progress.trail.contradicts(there.done, there.trail) for there in view.positions.values()):
+        parted = any(self._progress.trail.contradicts(there.done, there.trail) for there in view.positions.values())
+        # A comparison that all come to tells it itself, to a program that may catch it; else one is elsewhere, who tells it.
+        if parted and not any(phase.text == COMPARISON for phase in self._progress.phases):
             return told_apart(other_order(self._shutdown.trails()), wants_stacks=True)
         if ended := shorter_data(view.positions):
             return Verdict(f"{ValueError.__name__}: {data_ended(*ended)}. {ONE_DATASET}", code=FAILED)
