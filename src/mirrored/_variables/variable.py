@@ -132,9 +132,9 @@ class Variable(ScatterMethods, _Array):
         placement.check_later(mesh, [array], lambda _: f"the initial value of variable {name!r}")
         if is_on_read:
             broadcast = cross_replica.compiled(cross_replica.broadcast_stack, mesh.stacked, mesh.num_replicas)
-            self._slot.array = broadcast(placed(array, mesh))
+            self._slot.array = broadcast(placed(array, mesh, name))
         else:
-            self._slot.array = placed_copy(array, mesh)
+            self._slot.array = placed_copy(array, mesh, name)
         self._spec = VariableSpec(
             name=name,
             shape=tuple(array.shape),
