@@ -184,9 +184,9 @@ def _refuse_names(name: str) -> NoReturn:
     names = joint_programs.exchange("names of variables", name)
     listed = "; ".join(f"worker {worker}: {other!r}" for worker, other in enumerate(names))
     raise ProgramMismatchError(
-        f"the workers create different variables at {user_code.user_line()}: {listed}. They would hold each other's values, because "
-        "each starts with the chief's. Every worker must create the same variables in the same order: a set has another order on "
-        "each, so go through sorted(...)."
+        f"the workers create different variables at {user_code.user_line()}: {listed}. They would hold each other's values, "
+        "because each starts with the chief's. Every worker must create the same variables in the same order: a set has another "
+        "order on each, so go through sorted(...)."
     )
 
 

@@ -240,9 +240,10 @@ class Guard:
 
     def _find_difference(self, view: JobView) -> Verdict | None:
         """Return the verdict on workers that have done different things, or whose data is of different lengths."""
-        parted = any(self._progress.trail.contradicts(there.done, there.trail) for there in view.positions.values())
-        # A comparison that all come to tells it itself, to a program that may catch it; else one is elsewhere, who tells it.
-        if parted and not any(phase.text == COMPARISON for phase in self._progress.phases):
+        parted = [there for there in view.positions.values() if self._progress.trail.contradicts(there.done, there.trail)]
+        if any(phase.text == COMPARISON for phase in self._progress.phases):
+            parted = [there for there in parted if there.phase != COMPARISON]  # else the program is told, and may catch it
+        if parted:
             return told_apart(other_order(self._shutdown.trails()), wants_stacks=True)
         if ended := shorter_data(view.positions):
             return Verdict(f"{ValueError.__name__}: {data_ended(*ended)}. {ONE_DATASET}", code=FAILED)

@@ -41,15 +41,15 @@ def of_chief(name: str, value: Any) -> Any:
 
 def note(what: str, text: str) -> None:
     """Add to the history an operation other than a program, which all workers must do alike and in the same order."""
-    own = text.encode()
+    own, where = text.encode(), _line()
     if (agreement := _required().agreement).checks_order:
-        agreement.check(what, text, own, _line())
-    progress.did(what, own)
+        agreement.check(what, text, own, where)
+    progress.did(what, own, where)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Announced:
-    """A program that is announced before each start; its functions are apart, so that a caller can hold locks in the last ones."""
+    """A program that is announced before each start; its functions are apart, so that a caller can hold a lock in the last."""
 
     program: Callable[..., Any]
     compare: Callable[[], None]  # waits for the other workers, where they may have come to another program

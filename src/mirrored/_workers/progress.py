@@ -120,8 +120,8 @@ class ProgramTrail:
 class Habits:
     """What has followed each program the last time: so all workers expect the same one next, without a message.
 
-    A program is expected again, as often as it ran in succession the last time, and then the one that followed it. So nothing that
-    repeats is unexpected, such as a step and a reduction in turns, or epochs of one length with an evaluation after each.
+    A program is expected again, as often as it ran in succession the last time, and then the one that followed it. So nothing is
+    unexpected that repeats, such as a step and a reduction in turns, or epochs of one length with an evaluation after each.
     """
 
     def __init__(self) -> None:
@@ -200,9 +200,9 @@ class Progress:
             self.trail.take_over()
         self.started += 1
 
-    def did(self, what: str, digest: bytes) -> None:
+    def did(self, what: str, digest: bytes, where: str = "") -> None:
         """Add to the history, which must be the same on all workers."""
-        self.trail.add(what, digest, self.started)
+        self.trail.add(what, digest, self.started, where)
 
     def phase(self, text: str, detail: Detail = "", *, waits: bool = False, is_patient: bool = False) -> Phase:
         """Return a context for what is done between programs, by the thread that takes the steps; see `Phase`."""

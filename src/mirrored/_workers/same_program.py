@@ -67,7 +67,7 @@ class Agreement:
         with this.phase(COMPARISON, repr(name), waits=True):
             try:
                 # Before it is known: to a worker that does not come here, because it runs what was expected, the guards tell it.
-                this.trail.add(name, own, this.started, where)
+                this.did(name, own, where)
                 self._compare([f"{name[:_MAX_NAME]} ({where})", own.decode(), *this.history()], text)
             except BaseException as error:  # such as Ctrl-C, after which the call may be made again
                 this.trail.take_back(before, is_refused=isinstance(error, ProgramMismatchError))
