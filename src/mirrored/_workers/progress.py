@@ -126,17 +126,21 @@ class Habits:
 
     def __init__(self) -> None:
         self.next = b""  # the digest of the expected program
+        # A repeated step is not added, for speed: the digest of a program that is expected again, up to the start of that number.
+        self.again, self.until = b"", -1
         self._known: dict[bytes, tuple[int, bytes]] = {}  # of a program: how often it ran in succession, and what followed
-        self._last, self._count, self._usual, self._then = b"", 0, 0, b""
+        self._last, self._begun, self._then = b"", 0, b""
 
-    def add(self, program: bytes) -> None:
-        """Note that the program of this digest starts."""
+    def add(self, program: bytes, number: int) -> None:
+        """Note that the program of this digest starts, after a number of others."""
         if program != self._last:
-            self._known[self._last] = self._count, program
-            self._last, self._count = program, 0
-            self._usual, self._then = self._known.get(program, (0, program))
-        self._count = count = self._count + 1
-        self.next = self._then if count == self._usual else program
+            self._known[self._last] = number - self._begun, program
+            self._last, self._begun = program, number
+            usual, self._then = self._known.get(program, (0, program))
+            self.until = number + usual - 1
+        self.again = self.next = program
+        if number == self.until:
+            self.again, self.next = b"", self._then
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -195,7 +199,8 @@ class Progress:
         self.witness = None
         self.program = program
         self.trail.add(program, digest, self.started, where)
-        self.habits.add(digest)
+        if digest is not (habits := self.habits).again or self.started == habits.until:
+            habits.add(digest, self.started)
         if is_run:
             self.trail.take_over()
         self.started += 1
