@@ -25,7 +25,7 @@ from mirrored._text import escape, escape_lines
 from mirrored._workers.coordination import Coordination
 from mirrored._workers.guard import Guard
 from mirrored._workers.neighbours import Process
-from mirrored._workers.progress import NEXT_BATCH, UNKNOWN, Progress
+from mirrored._workers.progress import COMPARISON, NEXT_BATCH, UNKNOWN, Progress
 from mirrored._workers.stall import Position, decode
 from mirrored._workers.verdict import MAX_TEXT, Verdict
 
@@ -450,6 +450,19 @@ def test_programs_in_another_order_end_the_job_with_one_wherever_the_workers_are
         assert side in caplog.text and "wrong since step 2 (" in caplog.text
     assert guarded.verdict().code == 1 and guarded.verdict().wants_stacks and guarded.of_key("call")
     assert "MIRRORED_DEBUG=detail" in caplog.text
+
+
+@pytest.mark.parametrize(("phase", "code"), [("", 1), (COMPARISON, None)])
+def test_a_comparison_that_all_have_come_to_is_left_to_the_program(make: Make, phase: str, code: int | None) -> None:
+    guarded = make(is_started=False)
+    guarded.enter("train", "evaluate")
+    says_what_it_did(guarded, 1, "train", "train")
+    there = decode(guarded.of_key("position/1") or "")
+    assert there is not None
+    guarded.says("position/1", there._replace(phase=phase, waits=True))
+    with guarded.progress.phase(COMPARISON, "'evaluate'", waits=True):
+        assert guarded.guard._round(0.5) is (code is not None)
+    assert guarded.codes.empty() if code is None else guarded.codes.get(timeout=5) == code
 
 
 def test_a_collective_that_fails_because_different_programs_met_says_so(make: Make, caplog: Log) -> None:

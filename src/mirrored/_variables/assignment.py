@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import zlib
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -24,11 +23,7 @@ from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica, require_whole, stack_of
 from .._replicas.planned import Planned
 from .._workers import joint_programs
-from .spec import Given, VariableSpec
-
-#: What counts up in names that nobody has given, ours and those of Keras: it may differ between workers, of which one has made
-#: another variable or model for itself.
-_COUNTED = re.compile(r"(?<=variable)_\d+|_\d+(?=/)")
+from .spec import Given, VariableSpec, without_counters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +162,7 @@ def placed(array: jax.Array | np.ndarray, mesh: ReplicaMesh, name: str = "") -> 
     """
     if mesh.is_alone or not name:
         return placement.mirror(mesh, [array])[0]
-    sum_of_name = np.uint32(zlib.crc32(_COUNTED.sub("", name).encode()))
+    sum_of_name = np.uint32(zlib.crc32(without_counters(name).encode()))
     return placement.mirror(mesh, [array, sum_of_name], lambda position, _: _refuse_names(name) if position else None)[0]
 
 
