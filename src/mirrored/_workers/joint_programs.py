@@ -114,7 +114,7 @@ def agreed(name: str, text: str, program: Compiled) -> Callable[..., Any]:
 
 def _line() -> str:
     """Return the user's line, without folders, which may differ by worker."""
-    return os.path.basename(user_code.user_line())
+    return user_code.user_line().rpartition(os.sep)[2]
 
 
 def _required() -> Runtime:
