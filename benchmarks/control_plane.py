@@ -69,7 +69,7 @@ class Worker:
 
 
 def compare(worker: Worker) -> int:
-    """Find all equal, as before each new program, with the copies of variables, and at a barrier."""
+    """Find all equal, as before each program that is new or not expected, with the copies of variables, and at a barrier."""
     for number in range(NUM_BATCHES):
         worker.here.exchange("agreement", ["train", number])
     return NUM_BATCHES

@@ -74,7 +74,8 @@ OFFERS = {
         access.all_copies access.claimed access.copied access.lent access.load access.store
         assignment.check_per_replica bindings.Bindings bindings.bound bindings.outer_reader
         bindings.with_few_compilations equal_copies.CopiesCompared equal_copies.Watch equal_copies.check
-        equal_copies.last_comparisons equal_copies.watch sharded.ShardedVariable storage.Home storage.WeakVariables
+        equal_copies.last_comparisons equal_copies.watch sharded.ShardedVariable spec.without_counters storage.Home
+        storage.WeakVariables
         storage.home_of storage.lent storage.overwrite storage.overwrite_when_done tree.VariableTree tree.trainable
         variable.Variable variable.is_variable variable.listeners variable.live_variables variable.local_arrays
         variable.local_copies variable.note_use variable.spec_of variable.use_value

@@ -94,6 +94,12 @@ def test_preemption_with_a_new_checkpoint_is_free() -> None:
 def test_what_is_never_restarted() -> None:
     for it in (attempt(76, step=1), attempt(3, 76), attempt(1, signals=(TERM,), step=1)):
         assert not Budget(9).allows(it)
+    verdict = "worker 1 leaves with code 1: {}ProgramMismatchError: the workers have run programs in different orders"
+    for text in (verdict.format(""), verdict.format("worker 1 failed at step 5 with ")):
+        for code, is_allowed in ((1, False), (75, True)):
+            (ending,) = (it := attempt(code)).endings
+            told = dataclasses.replace(it, endings=[dataclasses.replace(ending, tail=["a line", text])])
+            assert Budget(9).allows(told) is is_allowed, "the workers would do the same again"
 
 
 def test_codes_in_words() -> None:

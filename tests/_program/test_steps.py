@@ -208,7 +208,8 @@ def test_work_of_the_first_call_does_not_depend_on_the_number_of_replicas(compil
 
 def test_a_program_that_workers_compile_before_it_starts_is_counted(strategy2, monkeypatch):
     monkeypatch.setattr(joint_programs, "agree", lambda name, text: None)
-    monkeypatch.setattr(joint_programs, "started", lambda *given: joint_programs.Announced(given[2], lambda *arguments: None))
+    announced = lambda *given: joint_programs.Announced(given[2], lambda: None, lambda *arguments: None)  # noqa: E731
+    monkeypatch.setattr(joint_programs, "started", announced)
     first, last = strategy2.distribute_dataset(strategy2.make_numpy_dataset(np.ones(7, np.float32)).batch(4))
     strategy2.run(jnp.sum, args=(first,))
     _, program = strategy2._steps.programs  # of the last batch, not compiled yet

@@ -284,7 +284,7 @@ def test_workers_that_did_other_things_are_told(strategy2, others, monkeypatch: 
     others(lambda history, digest: [[str(int(history[0]) + 1), *history[1:]], digest])
     with pytest.raises(mr.ProgramMismatchError, match="different numbers of batches"):
         equal_copies.check(strategy2._mesh, made(strategy2, "one"))
-    trails = ['[[1, 1, 0, "train"]]', '[[1, 2, 0, "evaluate"]]']
+    trails = ['[[1, 1, 0, "train", ""]]', '[[1, 2, 0, "evaluate", ""]]']
     monkeypatch.setattr(
         equal_copies, "_exchange", lambda mesh, own: trails if isinstance(own, str) else [own, [[own[0][0], "other"], *own[1:]]]
     )

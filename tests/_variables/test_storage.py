@@ -127,7 +127,7 @@ def test_a_ctrl_c_at_any_call_of_a_step_of_several_workers_loses_nothing():
     [a] = variables([0])
     told = []
     program = jax.jit(lambda arrays, read: ([], [array + 1 for array in arrays]), donate_argnums=0)
-    started = joint_programs.Announced(program, lambda *arguments: told.append(len(arguments)))
+    started = joint_programs.Announced(program, lambda: None, lambda *arguments: told.append(len(arguments)))
     home = home_of(a)
 
     def step():

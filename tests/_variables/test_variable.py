@@ -20,6 +20,7 @@ from strategies import TWO, strategy_of, variable
 import mirrored as mr
 from mirrored._replicas.host_memory import empty_rows
 from mirrored._variables import storage
+from mirrored._variables.spec import without_counters
 
 # An mr.function in a test that runs for many strategies is compiled for each.
 pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
@@ -490,3 +491,17 @@ def test_repr_shows_each_copy(strategy3, per_replica):
     seen = []
     strategy3.run(lambda: seen.append(repr(v)))
     assert seen[0].endswith("aggregation=SUM, traced)")
+
+
+@pytest.mark.parametrize(
+    ("name", "shared"),
+    [
+        ("w_1", "w_1"),  # a name that the user has given
+        ("block_2.kernel", "block_2.kernel"),
+        ("variable_17", "variable"),
+        ("variable_3['w_1']", "variable['w_1']"),
+        ("sequential_1/dense_12/kernel", "sequential/dense/kernel"),
+    ],
+)
+def test_workers_give_one_name_except_for_what_counts_in_it(name: str, shared: str) -> None:
+    assert without_counters(name) == shared

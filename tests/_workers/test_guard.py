@@ -25,7 +25,7 @@ from mirrored._text import escape, escape_lines
 from mirrored._workers.coordination import Coordination
 from mirrored._workers.guard import Guard
 from mirrored._workers.neighbours import Process
-from mirrored._workers.progress import NEXT_BATCH, UNKNOWN, Progress
+from mirrored._workers.progress import COMPARISON, NEXT_BATCH, UNKNOWN, Progress
 from mirrored._workers.stall import Position, decode
 from mirrored._workers.verdict import MAX_TEXT, Verdict
 
@@ -445,15 +445,28 @@ def test_programs_in_another_order_end_the_job_with_one_wherever_the_workers_are
     says_what_it_did(guarded, other, "train", "train", "evaluate")
     assert guarded.guard._round(0.5) is True and guarded.codes.get(timeout=5) == 1
     odd, fellow = (f"worker {other}", f"worker{'s' * (worker != 1)} {', '.join(map(str, sorted({0, 1, 2} - {other})))}")
-    assert f"worker {worker} leaves with code 1: ProgramMismatchError: the workers have run known programs in" in caplog.text
+    assert f"worker {worker} leaves with code 1: ProgramMismatchError: the workers have run programs in" in caplog.text
     for side in (f"{odd}: train, then evaluate", f"{fellow}: evaluate, then train"):
         assert side in caplog.text and "wrong since step 2 (" in caplog.text
     assert guarded.verdict().code == 1 and guarded.verdict().wants_stacks and guarded.of_key("call")
     assert "MIRRORED_DEBUG=detail" in caplog.text
 
 
+@pytest.mark.parametrize(("phase", "code"), [("", 1), (COMPARISON, None)])
+def test_a_comparison_that_all_have_come_to_is_left_to_the_program(make: Make, phase: str, code: int | None) -> None:
+    guarded = make(is_started=False)
+    guarded.enter("train", "evaluate")
+    says_what_it_did(guarded, 1, "train", "train")
+    there = decode(guarded.of_key("position/1") or "")
+    assert there is not None
+    guarded.says("position/1", there._replace(phase=phase, waits=True))
+    with guarded.progress.phase(COMPARISON, "'evaluate'", waits=True):
+        assert guarded.guard._round(0.5) is (code is not None)
+    assert guarded.codes.empty() if code is None else guarded.codes.get(timeout=5) == code
+
+
 def test_a_collective_that_fails_because_different_programs_met_says_so(make: Make, caplog: Log) -> None:
-    order = r"ProgramMismatchError: the workers have run known programs .* \(worker 0: train; worker 1: evaluate"
+    order = r"ProgramMismatchError: the workers have run programs .* \(worker 0: train; worker 1: evaluate"
     lost = "lost a connection at step 0: a collective failed on worker 0, and all workers answered"
     for names, code, said in [(("train", "evaluate"), 1, order), (("train",), 75, lost)]:
         guarded = make(is_started=False)

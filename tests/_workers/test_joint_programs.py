@@ -10,6 +10,7 @@ import pytest
 
 import mirrored as mr
 from mirrored._workers import joint_programs, runtime
+from mirrored._workers.coordination import digest
 from mirrored._workers.progress import Progress
 
 
@@ -17,15 +18,19 @@ class Heard:
     """What this worker said to the others and to the guard, in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, checks_order: bool = False) -> None:
-        self.said: list[tuple[str, ...]] = []
+        self.said: list[tuple[str, str, int]] = []
         self.progress = Progress()
         agreement = SimpleNamespace(
-            check=lambda name, text: self.said.append(("agreed", name, text)),
-            check_order=lambda name, text: self.said.append(("order", name, text, str(self.progress.started))),
+            check=self.check,
             checks_order=checks_order,
         )
         monkeypatch.setattr(runtime, "current", lambda: SimpleNamespace(agreement=agreement))
         monkeypatch.setattr(joint_programs, "progress", self.progress)
+
+    def check(self, name: str, text: str, own: bytes, where: str) -> None:
+        assert own == digest(text).encode() and where.startswith("test_joint_programs.py:"), "where the user has called it"
+        self.said.append((name, text, self.progress.started))
+        self.progress.habits.next = own
 
 
 def test_a_program_is_agreed_on_and_compiled_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,16 +47,16 @@ def test_a_program_is_agreed_on_and_compiled_before_it_starts(monkeypatch: pytes
             return x + 1
 
     program = joint_programs.prepared("train", "the text", Program())
-    assert heard.said == [("agreed", "train", "the text")], "before it is compiled, which may take minutes"
+    assert heard.said == [("train", "the text", 0)], "before it is compiled, which may take minutes"
     assert [program(1), program(2)] == [2, 3]
     assert seen == [(0, [("compiling train", True)]), (1, []), (2, [])]
-    assert heard.progress.program == "train" and heard.said == [("agreed", "train", "the text")], "nothing per step"
+    assert heard.progress.program == "train" and heard.said == [("train", "the text", 0)], "nothing per step"
 
 
 def test_workers_that_disagree_start_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     heard = Heard(monkeypatch)
 
-    def differ(name: str, text: str) -> None:
+    def differ(*_: object) -> None:
         raise mr.ProgramMismatchError("different programs")
 
     runtime.current().agreement.check = differ
@@ -67,7 +72,25 @@ def test_in_the_debug_mode_every_start_is_compared_before_it(monkeypatch: pytest
     heard = Heard(monkeypatch, checks_order)
     program = joint_programs.started("train", "the text", lambda x: x * 2)
     assert [program(1), program(2)] == [2, 4]
-    assert heard.said == ([("order", "train", "the text", str(number)) for number in (0, 1)] if checks_order else [])
+    assert heard.said == [("train", "the text", number) for number in ((0, 1) if checks_order else (0,))]
+
+
+@pytest.mark.parametrize(
+    ("order", "compared"),
+    [
+        ("tttttttt", [0]),  # a program is expected again
+        ("trtrtrtr", [0, 1, 2]),  # and then what has followed it: a step and a reduction, or two steps of a GAN
+        ("tttetttetttette", [0, 3, 4, 14]),  # as often as the last time: epochs of one length, and one that is shorter
+        ("tteettteetttee", [0, 2, 4, 6, 7]),  # one that is longer
+        ("dddgdddgdddg", [0, 3, 4]),
+    ],
+)
+def test_only_what_is_not_expected_is_compared(monkeypatch: pytest.MonkeyPatch, order: str, compared: list[int]) -> None:
+    heard = Heard(monkeypatch)
+    programs = {name: joint_programs.started(name, name, lambda: None) for name in set(order)}
+    for name in order:
+        programs[name]()
+    assert [number for _, _, number in heard.said] == compared
 
 
 def test_every_new_shape_and_dtype_of_an_array_is_another_program(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,10 +99,10 @@ def test_every_new_shape_and_dtype_of_an_array_is_another_program(monkeypatch: p
     for array in (jnp.ones(3), jnp.ones(3), jnp.ones(3, int), jnp.ones((3, 1)), jnp.ones(3)):
         np.testing.assert_array_equal(total(array), 3)
     kinds = ["float32[3]", "int32[3]", "float32[3, 1]"]
-    assert heard.said == [("agreed", "reduce", f"reduce sum of {kind}") for kind in kinds]
-    assert heard.progress.started == 5
+    assert heard.said[:-1] == [("reduce", f"reduce sum of {kind}", n) for kind, n in zip(kinds, (0, 2, 3), strict=True)]
+    assert heard.said[-1] == ("reduce", "reduce sum of float32[3]", 4) and heard.progress.started == 5
     jax.eval_shape(total, jnp.ones(7))
-    assert len(heard.said) == 3 and heard.progress.started == 5, "a part of a larger program, which is agreed on as a whole"
+    assert len(heard.said) == 4 and heard.progress.started == 5, "a part of a larger program, which is agreed on as a whole"
 
 
 def test_a_step_is_what_users_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,10 @@ def lowered(function: Callable, shape: tuple[int, ...] = (4,), dtype: str = "flo
     return jax.jit(function).lower(jax.ShapeDtypeStruct(shape, dtype)).as_text()
 
 
+def check(agreement: Agreement, name: str, text: str) -> None:
+    agreement.check(name, text, digest(text).encode(), "job.py:7")
+
+
 TRAIN, EVALUATE = ("train", lowered(jnp.sum)), ("evaluate", lowered(lambda x: (x * x).mean()))
 
 
@@ -53,15 +57,14 @@ def test_the_same_programs_pass_whatever_their_names() -> None:
 
     def work(worker: int, agreement: Agreement) -> str:
         for _ in range(3):
-            agreement.check(*TRAIN)
-            agreement.check(f"evaluate{worker}", EVALUATE[1])
+            check(agreement, *TRAIN)
+            check(agreement, f"evaluate{worker}", EVALUATE[1])
         return "done"
 
     assert job.run(work) == ["done"] * 3
     assert all(progress.phases == () for progress in job.progress)
     alone = Agreement(Coordination(), Progress())
-    alone.check(*TRAIN)
-    alone.check_order("train", "d")
+    check(alone, *TRAIN)
 
 
 def trail(*names: str) -> str:
@@ -94,18 +97,26 @@ def test_programs_are_compared_at_the_same_place() -> None:
     job = Job(1)
     job.progress[0].took_batch(None, [4])
     job.progress[0].enter("train", b"train")
-    own = ["train", digest(TRAIN[1]), *job.progress[0].history()]
-    sent = job.workers[0].exchange = MagicMock(return_value=[own, own])
-    job.agreements[0].check(*TRAIN)
-    checksum = zlib.crc32(b"train", zlib.crc32(b"(None, (4,))"))
-    assert sent.call_args.args[1] == own and own[2:] == ["1", f"{checksum:08x}"]
-    sent.return_value[1] = [*own[:2], "0", *own[3:]]
+    before = job.progress[0].trail.last
+    own = digest(TRAIN[1])
+    checksum = zlib.crc32(own.encode(), zlib.crc32(b"train", zlib.crc32(b"(None, (4,))")))
+    said = ["train (job.py:7)", own, "1", f"{checksum:08x}"]
+    sent = job.workers[0].exchange = MagicMock(return_value=[said, said])
+    check(job.agreements[0], *TRAIN)
+    assert sent.call_args.args == ("agreement", said) and job.progress[0].habits.next == own.encode()
+    assert job.progress[0].trail.last == (3, checksum, 1, "train", "job.py:7"), "it is told to workers that do not come"
+    job.progress[0].trail.take_back(before, is_refused=False)
+    sent.return_value = [said, [*said[:2], "0", *said[3:]]]
     with pytest.raises(ProgramMismatchError, match="worker 0: 1; worker 1: 0"):
-        job.agreements[0].check(*TRAIN)
-    sent.side_effect = [[own, [*own[:3], "0"]], [trail("train"), trail("evaluate")]]
+        check(job.agreements[0], *TRAIN)
+    assert job.progress[0].trail.last == before._replace(number=3), "no other entry has this number"
+    sent.side_effect = KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        check(job.agreements[0], *TRAIN)
+    assert job.progress[0].trail.last.number == 3 and not job.progress[0].phases, "it may be made again"
+    sent.side_effect = [[said, [*said[:3], "0"]], [trail("train"), trail("evaluate")]]
     with pytest.raises(ProgramMismatchError, match=r"since step 1 \(worker 0: train; worker 1: evaluate\)"):
-        job.agreements[0].check(*TRAIN)
-    assert sent.call_args.args == ("agreement", job.progress[0].tell())
+        check(job.agreements[0], *TRAIN)
 
 
 def test_batches_that_differ_are_told_with_what_helps() -> None:
@@ -124,7 +135,7 @@ def test_batches_that_differ_are_told_with_what_helps() -> None:
         "taken different numbers of batches of their distributed datasets: since step 1 (worker 0: a batch, then train; worker"
     )
     assert number in other_order([trail_of(6), trail("train")])
-    assert "known programs" in other_order([trail("train", "a"), trail("train", "b")])
+    assert "in different orders" in other_order([trail("train", "a"), trail("train", "b")])
 
 
 def test_each_kind_of_difference_is_shown_on_every_worker() -> None:
@@ -140,13 +151,13 @@ def test_each_kind_of_difference_is_shown_on_every_worker() -> None:
         def work(worker: int, agreement: Agreement, odd: list[tuple[str, str]] = odd) -> str:
             with pytest.raises(ProgramMismatchError) as caught:
                 for name, text in odd if worker == 1 else [TRAIN, EVALUATE]:
-                    agreement.check(name, text)
-            agreement.check(*TRAIN)  # after an error, the workers are still in step
+                    check(agreement, name, text)
+            check(agreement, *TRAIN)  # after an error, the workers are still in step
             return str(caught.value)
 
         message, *others = job.run(work)
         assert others == [message] * 3
-        assert message.startswith("the workers have come to different programs, as their new program 1:")
+        assert message.startswith("the workers have come to different programs:\n")
         sides = re.findall(r"(?ms)^(workers? [\d, ]+: .*?)(?=^worker|^Every)", message)
         assert [side.partition(":")[0] for side in sides] == ["workers 0, 2, 3", "worker 1"]
         assert all(part in message for part in shown) and len(message) < 6000, message
@@ -163,7 +174,7 @@ def test_only_what_differs_is_shown_of_long_programs_and_long_lines() -> None:
     def work(worker: int, agreement: Agreement) -> None:
         mine = lines.copy()
         mine[1500] = "a" * 2500 + f"<{worker}>" + "a" * 2500
-        agreement.check("train", "\n".join(mine))
+        check(agreement, "train", "\n".join(mine))
 
     message = str(job.run(work)[0])
     assert "line 1501 of 3000:" in message and "aaa<0>aaa" in message and "aaa<1>aaa" in message
@@ -174,38 +185,25 @@ def test_only_what_differs_is_shown_of_long_programs_and_long_lines() -> None:
 
 def test_a_program_that_is_the_beginning_of_another_differs() -> None:
     def work(worker: int, agreement: Agreement) -> None:
-        agreement.check(*TRAIN)
-        agreement.check("train", "a\nb" if worker else "a\nb\nc")
+        check(agreement, *TRAIN)
+        check(agreement, "train", "a\nb" if worker else "a\nb\nc")
 
     message = str(Job(2).run(work)[0])
-    assert "as their new program 2:" in message, "the guard tells by it whether two workers wait at the same comparison"
     assert "it has ended before the others" in message and "line 2 of 3" in message
 
 
 def test_while_it_waits_the_progress_says_for_what() -> None:
     job = Job(2)
-    thread = threading.Thread(target=job.agreements[0].check, args=TRAIN)
+    thread = threading.Thread(target=check, args=(job.agreements[0], *TRAIN))
     thread.start()
-    while not job.progress[0].phases and thread.is_alive():
+    while not job.progress[0].trail.last.number and thread.is_alive():
         pass
     (phase,) = job.progress[0].phases
-    assert (phase.text, phase.detail, phase.waits) == ("the comparison of new program 1", "'train'", True)
-    job.agreements[1].check(*TRAIN)
+    assert (phase.text, phase.detail, phase.waits) == ("the comparison of programs", "'train'", True)
+    assert job.progress[0].trail.last.what == "train", "the guards tell a worker that does not come, and runs another one"
+    check(job.agreements[1], *TRAIN)
     thread.join(10)
     assert not thread.is_alive() and job.progress[0].phases == ()
-
-
-def test_the_order_of_known_programs_is_compared_on_demand() -> None:
-    job = Job(2)
-
-    def work(worker: int, agreement: Agreement) -> None:
-        for name in ["a", "b", "b" if worker else "a"]:
-            agreement.check_order(name, f"the text\nof {name}")
-
-    for error in job.run(work):
-        assert isinstance(error, ProgramMismatchError)
-        assert "the workers have come to different programs, as their start 3 of a program:" in str(error)
-        assert "worker 0: a\n  | line 2 of 2:\n  | the text\n  | of a\nworker 1: b\n" in str(error)
 
 
 def test_the_debug_mode_is_an_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +225,6 @@ def test_what_another_process_writes_is_shown_escaped() -> None:
             client.key_value_set(f"{here}/given/1", value)
             client.key_value_increment(f"{here}/givers/all", 1)
         with pytest.raises(ProgramMismatchError) as caught:
-            agreement.check("tr\x1bain", "0123456789" * 100)
+            check(agreement, "tr\x1bain", "0123456789" * 100)
         message = str(caught.value)
         assert "  | evil\\x1b[2J\n  | CRITICAL" in message and all(line.isprintable() for line in message.split("\n"))

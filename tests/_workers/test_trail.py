@@ -36,6 +36,24 @@ def test_what_was_long_ago_contradicts_nothing() -> None:
     assert [number for number in (0, 1, 2, 3, SIZE + 2, SIZE + 3, -1) if here.contradicts(number, 1)] == [3, SIZE + 2]
 
 
+def test_what_was_taken_back_contradicts_nobody() -> None:
+    here, there = trail("ab"), trail("ab")
+    for made, name in ((here, "c"), (there, "d")):
+        before = made.last
+        made.add(name, name.encode(), 2)
+        made.take_back(before, is_refused=True)
+    late = trail("abd").last
+    here.add("e", b"e", 2)
+    assert not here.contradicts(late.number, late.checksum), "others may still say where they were when all refused it"
+    there.add("e", b"e", 2)
+    assert here.last == there.last and here.last.number == 4
+    before = there.last
+    there.add("f", b"f", 3)
+    there.take_back(before, is_refused=False)
+    here.add("g", b"g", 3)
+    assert there.last == before and not there.contradicts(here.last.number, here.last.checksum)
+
+
 @pytest.mark.parametrize(
     ("texts", "said"),
     [
@@ -55,7 +73,8 @@ def test_it_is_told_since_when_workers_have_parted(texts: list[str], said: str) 
 
 
 def test_a_trail_survives_the_way_and_nothing_else_is_one() -> None:
-    assert read_all(Entry, trail("ab").encode()) == [(1, trail("a").last.checksum, 0, "a"), trail("ab").last]
+    assert read_all(Entry, trail("ab").encode()) == [(1, trail("a").last.checksum, 0, "a", ""), trail("ab").last]
     assert read_all(Entry, ProgramTrail().encode()) == []
-    for text in ("", "1", "[1]", "[[1, 2, 3]]", '[[1, 2, "3", "a"]]', "[" * 100_000, json.dumps([[1, 2, 3, "a" * 1_000_000]])):
+    too_long = json.dumps([[1, 2, 3, "a" * 1_000_000, ""]])
+    for text in ("", "1", "[1]", "[[1, 2, 3]]", '[[1, 2, "3", "a", ""]]', "[" * 100_000, too_long):
         assert read_all(Entry, text) is None

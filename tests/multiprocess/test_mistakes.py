@@ -9,8 +9,8 @@ from processes import run_workers
 SCRIPT = Path(__file__).parent / "mistakes.py"
 DIFFERENT = r"ProgramMismatchError: the workers have come to different programs"
 ORDER = (
-    r"ProgramMismatchError: the workers have run known programs in different orders, or with other variables, so that results "
-    r"are wrong since step \d+ \(worker 0: .*; worker 1: .*\)\. .*done:"
+    r"ProgramMismatchError: the workers have run programs in different orders, or with other variables, so that results "
+    r"are wrong since step \d+ \(worker 0: .*\(.*mistakes\.py:\d+\).*; worker 1: .*\)\. .*done:"
 )
 
 OTHERWISE = "ReplicasDivergeError: {}.*worker 1 computed other values than worker 0"
@@ -21,10 +21,11 @@ REFUSED = {
     "closed-over array": r"ReplicasDivergeError: an array that the step closes over .*is not the same on all workers: worker 1 m",
     "array in an inner jit": DIFFERENT + r".*inner functions close over \[\d+\].*inner functions close over \[\d+\]",
     "numpy table in an inner jit": DIFFERENT,
-    "another variable": DIFFERENT + r".*writes variables \['1: mirrored.*writes variables \['0: mirrored",
-    "another variable read": DIFFERENT + r".*reads variables \['1: mirrored.*reads variables \['0: mirrored",
+    "another variable": DIFFERENT + r".*writes variables \['1 frozen: mirrored.*writes variables \['0 variable: m",
+    "another variable read": DIFFERENT + r".*reads variables \['1 frozen: mirrored.*reads variables \['0 variable: mi",
     "reduced number": r"ReplicasDivergeError: what strategy.reduce was given, no PerReplica, is not the same on all workers",
     "shape of a variable": DIFFERENT,
+    "names of variables": r"ProgramMismatchError: the workers create different variables at .*: worker 0: 'a'; worker 1: 'b'",
     "kind of an argument": DIFFERENT + r".*arguments by replica: \[False\].*arguments by replica: \[True\]",
     "python number": DIFFERENT,
     "settings": DIFFERENT + r".*jax_threefry_partitionable=False.*jax_threefry_partitionable=True",
@@ -43,12 +44,13 @@ REFUSED = {
 #: After these they cannot, and so the job ends: with 1 on every worker.
 FINAL = {
     "another variable assigned and reduced": ORDER
-    + r" worker 0: .*assign to variable 1, reduce variable 1; worker 1: .*assign to variable 0, reduce variable 0\.",
-    "assign mirrored alone": ORDER + r" worker 0: .*, assign to variable 1, add; worker 1: .*, add, add\.",
-    "order of known programs": ORDER + r" worker 0: .*add, average, add, average.*; worker 1: .*average, add, average, add",
-    "order before the end": ORDER + r" worker 0: .*, average, add; worker 1: .*, add, average\.",
+    + r" worker 0: .*assign to variable 'frozen'.*; worker 1: .*assign to variable 'variable'.*\.",
+    "assign mirrored alone": ORDER + r" worker 0: .*, add, comparing an array of all workers; worker 1: .*, add, add\.",
+    "order of known programs": ORDER + r" worker 0: .*, average, add; worker 1: .*, average, average\.",
+    "order before the end": ORDER + r" worker 0: .*, average, average; worker 1: .*, average, add\.",
+    "more steps": ORDER + r" worker 0: .*, add, reduce_stack; worker 1: .*, add, add\.",
     "a number that changes": ORDER + r" worker 0: ",
-    "read on_read alone": ORDER + r" worker 0: .*, add, read variable 2; worker 1: .*, add, add\.",
+    "read on_read alone": ORDER + r" worker 0: .*, add, read variable 'variable_0', aggregate_stack; worker 1: .*, add, add\.",
     "flipped bit": r"ReplicasDivergeError: the copies of variable 'variable' differ: replicas \[1\] \(worker 1\) from replica 0",
     "batch of the chief": r"ProgramMismatchError: the workers have taken different numbers of .*: worker 0: 2; worker 1: 1\.",
     "other data later": r"ProgramMismatchError: the workers have read different batches, so that results are wrong since step ",
@@ -56,7 +58,6 @@ FINAL = {
 }
 #: Of two workers that wait for each other.
 PARTED = {
-    "more steps": r"worker 0 waits at .*reduce_stack.* and worker 1 waits in step \d+ \(program 'add'\)",
     "evaluation of the chief": r"worker 0 waits for the next batch .*, and worker 1 waits at .*reduce_stack.*is_chief",
 }
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import re
 import signal
 import time
 from collections.abc import Mapping, Sequence
 
-from .._errors import BAD_CONFIGURATION, PREEMPTED, RESTART
+from .._errors import BAD_CONFIGURATION, FAILED, PREEMPTED, RESTART, ProgramMismatchError
 from .._text import MARGIN, counted
 
 #: Workers that fail within this time count as failing together: the first need not be the cause.
 TOGETHER_SECONDS = 1.0
+#: The library's reason for ending a worker of a job whose workers do different things: they would do so again.
+_MISMATCH = re.compile(rf"worker \d+ leaves with code {FAILED}: (worker \d+ failed .* with )?{ProgramMismatchError.__name__}: ")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +31,10 @@ class Ending:
     was_signalled: bool  # by a signal of the launcher, so it is not the cause
     tail: Sequence[str]  # the last lines of its output, escaped
     was_suspended: bool = False  # as by SIGSTOP, when another failed
+
+    def is_for_ever(self) -> bool:
+        """Tell whether starting again would not help."""
+        return self.code == BAD_CONFIGURATION or (self.code == FAILED and any(map(_MISMATCH.search, self.tail)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +95,7 @@ class Budget:
             self.best[folder] = max(step, self.best.get(folder, -1))
         if new:
             self.last_new, self.used = max(new.values()), 0
-        never = attempt.signals or any(ending.code == BAD_CONFIGURATION for ending in attempt.endings)
-        if never or not self.max_restarts:
+        if attempt.signals or any(ending.is_for_ever() for ending in attempt.endings) or not self.max_restarts:
             return False
         if not new or attempt.culprit().code not in (PREEMPTED, -signal.SIGTERM):
             self.used += 1  # else a machine was taken away after a save: no failure to count

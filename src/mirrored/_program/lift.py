@@ -25,6 +25,7 @@ from .._replicas.placement import checksum
 from .._text import call_it, shown
 from .._typing import PyTree, Shape, UserFunction
 from .._variables.bindings import Bindings
+from .._variables.spec import without_counters
 from .._variables.storage import WeakVariables
 from .._variables.variable import Variable, is_variable, spec_of
 from . import mistakes
@@ -97,11 +98,12 @@ class Lifted:
     def describe(self) -> str:
         """Write the program as text that is equal on two workers which may run it together.
 
-        Names of variables, addresses of objects and lines of files may differ, and are left out. Variables have the number of
-        their creation instead, because two may have the same shape and dtype.
+        Addresses of objects and lines of files may differ, and are left out. Variables have the number of their creation, because
+        two may have the same name, shape and dtype.
         """
         specs = map(spec_of, self.variables)
-        kinds = [f"{s.number}: {'on read' if s.is_on_read else 'mirrored'} {s.dtype}{list(s.shape)}" for s in specs]
+        ways = {True: "on read", False: "mirrored"}
+        kinds = [f"{s.number} {without_counters(s.name)}: {ways[s.is_on_read]} {s.dtype}{list(s.shape)}" for s in specs]
         settings = ", ".join(f"{name}={getattr(jax.config, name)}" for name in _SETTINGS)
         known = [array for array in jaxprs.inner_constants(self.shown.jaxpr) if not isinstance(array, jax.core.Tracer)]
         arrays = [a for a in known if isinstance(a, np.ndarray) or a.is_fully_addressable or a.is_fully_replicated]

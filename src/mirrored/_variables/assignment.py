@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._errors import PerReplicaError, ReplicasDivergeError, StrategyMismatchError, UnevenReplicasError
+from .._errors import PerReplicaError, ProgramMismatchError, ReplicasDivergeError, StrategyMismatchError, UnevenReplicasError
 from .._jax import user_code
 from .._jax.marks import Mark, Purpose, mark
 from .._options import VariableAggregation
@@ -21,7 +22,8 @@ from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica, require_whole, stack_of
 from .._replicas.planned import Planned
-from .spec import Given, VariableSpec
+from .._workers import joint_programs
+from .spec import Given, VariableSpec, without_counters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,17 +155,34 @@ def check_per_replica(spec: VariableSpec, method: str, operand: PerReplica) -> N
         )
 
 
-def placed(array: jax.Array | np.ndarray, mesh: ReplicaMesh) -> jax.Array:
-    """Return an array as the chief has it, on each replica."""
-    return placement.mirror(mesh, [array])[0]
+def placed(array: jax.Array | np.ndarray, mesh: ReplicaMesh, name: str = "") -> jax.Array:
+    """Return an array as the chief has it, on each replica: the first value of a variable, if it has a name.
+
+    Then the name goes along, in the same program, and must be the chief's: else variables would hold each other's values.
+    """
+    if mesh.is_alone or not name:
+        return placement.mirror(mesh, [array])[0]
+    sum_of_name = np.uint32(zlib.crc32(without_counters(name).encode()))
+    return placement.mirror(mesh, [array, sum_of_name], lambda position, _: _refuse_names(name) if position else None)[0]
 
 
-def placed_copy(array: jax.Array | np.ndarray, mesh: ReplicaMesh) -> jax.Array:
+def placed_copy(array: jax.Array | np.ndarray, mesh: ReplicaMesh, name: str = "") -> jax.Array:
     """As `placed`, in a fresh buffer that the first step may donate.
 
     XLA overwrites no buffer that somebody else holds, nor, on CPU, memory that NumPy has allocated.
     """
-    return placed(mesh.fresh(array) if mesh.is_alone or isinstance(array, jax.Array) else array, mesh)
+    return placed(mesh.fresh(array) if mesh.is_alone or isinstance(array, jax.Array) else array, mesh, name)
+
+
+def _refuse_names(name: str) -> NoReturn:
+    """Refuse a variable that has another name on another worker; all workers come here."""
+    names = joint_programs.exchange("names of variables", name)
+    listed = "; ".join(f"worker {worker}: {other!r}" for worker, other in enumerate(names))
+    raise ProgramMismatchError(
+        f"the workers create different variables at {user_code.user_line()}: {listed}. They would hold each other's values, "
+        "because each starts with the chief's. Every worker must create the same variables in the same order: a set has another "
+        "order on each, so go through sorted(...)."
+    )
 
 
 def _own(stack: jax.Array, axis: ReplicaAxis | None) -> jax.Array:

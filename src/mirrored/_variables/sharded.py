@@ -30,7 +30,7 @@ class ShardedVariable(Variable):
 
     def __init__(self, value: jax.Array, *, name: str) -> None:
         mesh = creation_mesh(name)
-        whole = placed(initial_array(value, None, name), mesh)
+        whole = placed(initial_array(value, None, name), mesh, name)
         self._whole_shape: Shape = tuple(whole.shape)
         part = parts.part_size(self._whole_shape, mesh.num_replicas)
         super().__init__(jnp.zeros(part, whole.dtype), name=name, synchronization="on_read")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -65,6 +66,15 @@ class VariableSpec:
 
 
 _numbers = itertools.count()
+_COUNTED = re.compile(r"(?<=variable)_\d+|_\d+(?=/)")
+
+
+def without_counters(name: str) -> str:
+    """Return a name as it is on all workers: without what counts up in names that nobody has given, ours and those of Keras.
+
+    One worker may have made another variable or model for itself.
+    """
+    return _COUNTED.sub("", name)
 
 
 def check_name(name: object) -> str:

@@ -213,6 +213,8 @@ def overwrite(compiled: Callable[..., Any], home: Home, read_only: Sequence[Slot
         compiled: takes `(arrays, read-only arrays, *others)`, donates `arrays`, and returns `(results, new arrays, ...)`.
     """
     try:
+        if type(compiled) is Announced:
+            compiled.compare()  # it may wait for other workers, and who reads variables does not wait for them
         with lock:
             if claims:
                 _wait_for(home.slots)

@@ -132,9 +132,9 @@ class Variable(ScatterMethods, _Array):
         placement.check_later(mesh, [array], lambda _: f"the initial value of variable {name!r}")
         if is_on_read:
             broadcast = cross_replica.compiled(cross_replica.broadcast_stack, mesh.stacked, mesh.num_replicas)
-            self._slot.array = broadcast(placed(array, mesh))
+            self._slot.array = broadcast(placed(array, mesh, name))
         else:
-            self._slot.array = placed_copy(array, mesh)
+            self._slot.array = placed_copy(array, mesh, name)
         self._spec = VariableSpec(
             name=name,
             shape=tuple(array.shape),
@@ -420,7 +420,7 @@ spec_of: Callable[[Variable], VariableSpec] = operator.attrgetter("_spec")
 def note_use(variable: Variable, what: str) -> None:
     """Note a use of a variable, so that the workers' next comparison shows whether all used the same one."""
     if not variable._spec.mesh.is_alone and not frames.is_traced():
-        joint_programs.note(f"{what} variable {variable._spec.number}")
+        joint_programs.note(f"{what} variable {variable.name!r}", f"{what} {variable._spec.number}")
 
 
 def local_arrays(variable: Variable, stored: jax.Array) -> list[tuple[int, jax.Array]]:

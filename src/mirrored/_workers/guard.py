@@ -24,7 +24,7 @@ from .._text import numbered
 from .coordination import Coordination
 from .links import Links
 from .neighbours import Neighbours
-from .progress import Progress, in_main_thread
+from .progress import COMPARISON, Progress, in_main_thread
 from .same_program import ONE_DATASET, data_ended, other_order, require_same_history
 from .shutdown import CALL, DONE, LAST_RESORT_SECONDS, THREADS, Shutdown, told_apart
 from .stall import SETTLED_SECONDS, JobView, Others, Own, Position, judge, judge_all, shorter_data
@@ -240,7 +240,10 @@ class Guard:
 
     def _find_difference(self, view: JobView) -> Verdict | None:
         """Return the verdict on workers that have done different things, or whose data is of different lengths."""
-        if any(self._progress.trail.contradicts(there.done, there.trail) for there in view.positions.values()):
+        parted = [there for there in view.positions.values() if self._progress.trail.contradicts(there.done, there.trail)]
+        if any(phase.text == COMPARISON for phase in self._progress.phases):
+            parted = [there for there in parted if there.phase != COMPARISON]  # else the program is told, and may catch it
+        if parted:
             return told_apart(other_order(self._shutdown.trails()), wants_stacks=True)
         if ended := shorter_data(view.positions):
             return Verdict(f"{ValueError.__name__}: {data_ended(*ended)}. {ONE_DATASET}", code=FAILED)

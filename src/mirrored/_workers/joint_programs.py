@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
+from .._jax import user_code
 from . import runtime
 from .coordination import digest
 from .progress import progress
@@ -22,7 +24,7 @@ def agree(name: str, text: str) -> None:
 
     Its text is equal on two workers exactly when they may run it together; else ProgramMismatchError is raised on every worker.
     """
-    _required().agreement.check(name, text)
+    _required().agreement.check(name, text, digest(text).encode(), _line())
 
 
 def exchange(name: str, value: Any) -> Sequence[Any]:
@@ -37,21 +39,24 @@ def of_chief(name: str, value: Any) -> Any:
         return _required().coordination.of_chief(name, value)
 
 
-def note(what: str) -> None:
+def note(what: str, text: str) -> None:
     """Add to the history an operation other than a program, which all workers must do alike and in the same order."""
+    own, where = text.encode(), _line()
     if (agreement := _required().agreement).checks_order:
-        agreement.check_order(what, what)
-    progress.did(what, digest(what).encode())
+        agreement.check(what, text, own, where)
+    progress.did(what, own, where)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Announced:
-    """A program that is announced before each start; two functions, so that a caller can keep signals out of the second."""
+    """A program that is announced before each start; its functions are apart, so that a caller can hold a lock in the last."""
 
     program: Callable[..., Any]
+    compare: Callable[[], None]  # waits for the other workers, where they may have come to another program
     announce: Callable[..., None]  # takes the program's arguments
 
     def __call__(self, *arguments: Any) -> Any:
+        self.compare()
         self.announce(*arguments)
         return self.program(*arguments)
 
@@ -72,21 +77,23 @@ def prepared(name: str, text: str, program: Compiled, *, is_run: bool = False, i
             is_compiled = True
         start.announce(*arguments)
 
-    return Announced(program, announce)
+    return Announced(program, start.compare, announce)
 
 
 def started(name: str, text: str, program: Callable[..., Any], is_run: bool = False, is_update: bool = False) -> Announced:
-    """Return a program that tells the guard when it starts; see `prepared`."""
-    agreement, own_digest = _required().agreement, digest(text).encode()
+    """Return a program that tells the guard when it starts, and the other workers before where they may expect another one."""
+    agreement, own, where, habits = _required().agreement, digest(text).encode(), f"first at {_line()}", progress.habits
+
+    def compare() -> None:
+        if own != habits.next or agreement.checks_order:
+            agreement.check(name, text, own, _line())
 
     def announce(*arguments: Any) -> None:
-        if agreement.checks_order:
-            agreement.check_order(name, text)
-        progress.enter(name, own_digest, is_run)
+        progress.enter(name, own, is_run, where)
         progress.runs += is_run
         progress.updates += is_update
 
-    return Announced(program, announce)
+    return Announced(program, compare, announce)
 
 
 def agreed(name: str, text: str, program: Compiled) -> Callable[..., Any]:
@@ -103,6 +110,11 @@ def agreed(name: str, text: str, program: Compiled) -> Callable[..., Any]:
         return known[kinds](given)
 
     return call
+
+
+def _line() -> str:
+    """Return the user's line, without folders, which may differ by worker."""
+    return user_code.user_line().rpartition(os.sep)[2]
 
 
 def _required() -> Runtime:

@@ -23,6 +23,8 @@ Detail: TypeAlias = str | Callable[[], str]
 NEXT_BATCH = "the next batch"
 #: The detail of that phase where it waits for the other workers.
 OTHERS_INPUT = "its own is ready; it waits for the other workers' input"
+#: The phase in which a worker compares the program that it is about to start with those of the others.
+COMPARISON = "the comparison of programs"
 #: The name, in a history, of taking a batch.
 BATCH = "a batch"
 #: Stands in a history for the number of batches, where another thread than the main one takes the steps.
@@ -49,6 +51,7 @@ class Entry(NamedTuple):
     checksum: int  # of all entries up to it, in order
     step: int  # number of programs of several workers started before
     what: str
+    where: str  # file and line of the user's, of a program
 
 
 class ProgramTrail:
@@ -60,13 +63,15 @@ class ProgramTrail:
     """
 
     def __init__(self) -> None:
-        self._last = (0, 0, 0, "")  # the fields of an Entry, which would take twice the time to make
+        self._last = (0, 0, 0, "", "")  # the fields of an Entry, which would take twice the time to make
         self._ring = [self._last] * SIZE
         self._thread: threading.Thread | None = None  # that adds: the one of the user's first program, while it lives
+        self._number_of_thread: int | None = None  # if another one has it now, that one has ended
 
     def take_over(self) -> None:
         """Let this thread add from now on."""
-        self._thread = threading.current_thread()
+        if (thread := threading.current_thread()) is not self._thread:
+            self._thread, self._number_of_thread = thread, threading.get_ident()
 
     def is_elsewhere(self) -> bool:
         """Tell whether another thread adds."""
@@ -82,11 +87,20 @@ class ProgramTrail:
                 "hand over, on all workers: strategy.barrier('hand over') in the thread that goes on."
             )
 
-    def add(self, what: str, digest: bytes, step: int) -> None:
+    def add(self, what: str, digest: bytes, step: int, where: str = "") -> None:
         """Add an entry; `digest` is equal for equal entries only."""
-        self.require_this_thread(what)
-        number, checksum, _, _ = self._last
-        self._ring[number % SIZE] = self._last = (number + 1, zlib.crc32(digest, checksum), step, what)
+        if threading.get_ident() != self._number_of_thread:
+            self.require_this_thread(what)
+        number, checksum, _, _, _ = self._last
+        self._ring[number % SIZE] = self._last = (number + 1, zlib.crc32(digest, checksum), step, what, where)
+
+    def take_back(self, before: Entry, is_refused: bool) -> None:
+        """Go back to what was the last entry; where all workers have refused the one after it, nobody gives its number again.
+
+        Others may have heard of it, and would take another entry of this number for a contradiction.
+        """
+        self._ring[before.number % SIZE] = (0, 0, 0, "", "")
+        self._last = before._replace(number=before.number + is_refused)
 
     @property
     def last(self) -> Entry:
@@ -94,13 +108,39 @@ class ProgramTrail:
 
     def contradicts(self, number: int, checksum: int) -> bool:
         """Tell whether this worker had another checksum after the entry of that number; False where that is long ago."""
-        own_number, own_checksum, _, _ = self._ring[(number - 1) % SIZE]
+        own_number, own_checksum, *_ = self._ring[(number - 1) % SIZE]
         return own_number == number and own_checksum != checksum
 
     def encode(self) -> str:
         """Return the last entries, for other workers."""
         known = sorted(entry for entry in self._ring if entry[0])[-_NUM_TOLD:]
-        return json.dumps([(*numbers, what[:_MAX_NAME]) for *numbers, what in known])
+        return json.dumps([(*numbers, what[:_MAX_NAME], where[:_MAX_NAME]) for *numbers, what, where in known])
+
+
+class Habits:
+    """What has followed each program the last time: so all workers expect the same one next, without a message.
+
+    A program is expected again, as often as it ran in succession the last time, and then the one that followed it. So nothing is
+    unexpected that repeats, such as a step and a reduction in turns, or epochs of one length with an evaluation after each.
+    """
+
+    def __init__(self) -> None:
+        self.next = b""  # the digest of the expected program
+        # A repeated step is not added, for speed: the digest of a program that is expected again, up to the start of that number.
+        self.again, self.until = b"", -1
+        self._known: dict[bytes, tuple[int, bytes]] = {}  # of a program: how often it ran in succession, and what followed
+        self._last, self._begun, self._then = b"", 0, b""
+
+    def add(self, program: bytes, number: int) -> None:
+        """Note that the program of this digest starts, after a number of others."""
+        if program != self._last:
+            self._known[self._last] = number - self._begun, program
+            self._last, self._begun = program, number
+            usual, self._then = self._known.get(program, (0, program))
+            self.until = number + usual - 1
+        self.again = self.next = program
+        if number == self.until:
+            self.again, self.next = b"", self._then
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -142,7 +182,7 @@ class Progress:
         self.batch: BatchPlace | None = None  # the last of the batches that all workers read
         # Channel -> the last batch of an iterator whose data ended here, while the others are asked about theirs.
         self.data_ends: dict[int, BatchPlace] = {}
-        self.trail = ProgramTrail()
+        self.trail, self.habits = ProgramTrail(), Habits()
         self.finish: Callable[[], None] = lambda: None  # waits for programs in flight, and raises what they found
 
     @property
@@ -150,7 +190,7 @@ class Progress:
         """The step of messages, as users count them: the runs that train; where nothing is trained, all runs."""
         return self.updates or self.runs
 
-    def enter(self, program: str, digest: bytes, is_run: bool = False) -> None:
+    def enter(self, program: str, digest: bytes, is_run: bool = False, where: str = "") -> None:
         """Note that a program is about to be started: before the call, which itself may wait for the other workers.
 
         Its digest is equal on two workers exactly when they may run it together. The thread of a run, a program of the user's,
@@ -158,14 +198,16 @@ class Progress:
         """
         self.witness = None
         self.program = program
-        self.did(program, digest)
+        self.trail.add(program, digest, self.started, where)
+        if digest is not (habits := self.habits).again or self.started == habits.until:
+            habits.add(digest, self.started)
         if is_run:
             self.trail.take_over()
         self.started += 1
 
-    def did(self, what: str, digest: bytes) -> None:
+    def did(self, what: str, digest: bytes, where: str = "") -> None:
         """Add to the history, which must be the same on all workers."""
-        self.trail.add(what, digest, self.started)
+        self.trail.add(what, digest, self.started, where)
 
     def phase(self, text: str, detail: Detail = "", *, waits: bool = False, is_patient: bool = False) -> Phase:
         """Return a context for what is done between programs, by the thread that takes the steps; see `Phase`."""

@@ -1,4 +1,4 @@
-"""Do all workers run the same programs in the same order? Asked when a program is new, before its first run. No jax here.
+"""Do all workers run the same programs in the same order? Asked before a program that is new, or not expected. No jax here.
 
 Workers that run different programs get wrong numbers without any error, or wait for each other for ever:
 docs/design/failures.md.
@@ -16,7 +16,7 @@ from .._errors import ProgramMismatchError
 from .._text import escape, escape_lines, numbered
 from .coordination import Coordination, digest
 from .messages import read_all
-from .progress import BATCH, UNKNOWN, Entry, Progress, progress
+from .progress import BATCH, COMPARISON, UNKNOWN, Entry, Progress, progress
 
 #: Lines shown before and after the first that differs, and characters of them.
 _LINES_BEFORE, _LINES_AFTER = 2, 5
@@ -46,47 +46,51 @@ def data_ended(worker: int, other: int) -> str:
 
 
 class Agreement:
-    """The comparison of the programs that the workers run; at every start of one where `checks_order`: MIRRORED_DEBUG=detail."""
+    """The comparison of programs before they start, where workers may come to different ones.
+
+    That is before a program that is new, or that the habits do not expect; before every start where `checks_order`:
+    MIRRORED_DEBUG=detail.
+    """
 
     def __init__(self, coordination: Coordination, progress: Progress = progress) -> None:
         self._coordination, self._progress = coordination, progress
-        self._num_compared = {"agreement": 0, "order": 0}
         self.checks_order = _env.DEBUG.get() == "detail"
 
-    def check(self, name: str, program_text: str) -> None:
-        """See that the next new program is the same on all workers; all workers call it, in the order of their programs.
+    def check(self, name: str, text: str, own: bytes, where: str = "") -> None:
+        """See that the program that this worker comes to is the same on all workers, which all come to a comparison.
 
-        The text is equal exactly for programs that workers can run together: no addresses, no places in files. The name, which is
-        shown, may differ.
+        The text, whose digest is `own`, is equal exactly for programs that workers can run together: no addresses, no places in
+        files. The name and the place, which are shown, may differ.
         """
-        self._compare("agreement", "new program {}", name, program_text)
+        this = self._progress
+        before = this.trail.last
+        with this.phase(COMPARISON, repr(name), waits=True):
+            try:
+                # Before it is known: to a worker that does not come here, because it runs what was expected, the guards tell it.
+                this.did(name, own, where)
+                self._compare([f"{name[:_MAX_NAME]} ({where})", own.decode(), *this.history()], text)
+            except BaseException as error:  # such as Ctrl-C, after which the call may be made again
+                this.trail.take_back(before, is_refused=isinstance(error, ProgramMismatchError))
+                raise
+        this.habits.next = own
 
-    def check_order(self, name: str, program_text: str) -> None:
-        """See the same of the program that is about to start, new or not; for `checks_order`."""
-        self._compare("order", "start {} of a program", name, program_text)
+    def _compare(self, entry: list[str], text: str) -> None:
+        seen = [_words(other, len(entry), "?") for other in self._coordination.exchange("agreement", entry)]
+        if any(own != seen[0][1] for _, own, *_ in seen):
+            raise ProgramMismatchError(_mismatch([shown for shown, *_ in seen], self._exchange_excerpts(text)))
+        trails = functools.partial(self._coordination.exchange, "agreement", self._progress.tell())
+        require_same_history([history for _, _, *history in seen], trails)
 
-    def _compare(self, channel: str, what: str, name: str, text: str) -> None:
-        number = self._num_compared[channel] + 1
-        what = what.format(number)
-        with self._progress.phase(f"the comparison of {what}", repr(name), waits=True):
-            entry = [name[:_MAX_NAME], digest(text), *self._progress.history()]
-            seen = [_words(other, len(entry), "?") for other in self._coordination.exchange(channel, entry)]
-            if any(own != seen[0][1] for _, own, *_ in seen):
-                raise ProgramMismatchError(_mismatch(what, [shown for shown, *_ in seen], self._exchange_excerpts(channel, text)))
-            trails = functools.partial(self._coordination.exchange, channel, self._progress.tell())
-            require_same_history([history for _, _, *history in seen], trails)
-        self._num_compared[channel] = number  # only now, so that a call that was interrupted may be made again
-
-    def _exchange_excerpts(self, channel: str, text: str) -> list[str]:
+    def _exchange_excerpts(self, text: str) -> list[str]:
         """Return each worker's lines around the first difference; few bytes are sent, however long the programs are."""
 
         def differ(count: int) -> bool:
-            digests = self._coordination.exchange(channel, digest(text[:count]))
+            digests = self._coordination.exchange("agreement", digest(text[:count]))
             return any(other != digests[0] for other in digests)
 
-        longest = max(map(_count, self._coordination.exchange(channel, len(text))))
+        longest = max(map(_count, self._coordination.exchange("agreement", len(text))))
         same = bisect.bisect_left(range(1, longest), True, key=differ)  # so many characters are equal everywhere
-        return [str(other) for other in self._coordination.exchange(channel, _excerpt(text, same))]
+        return [str(other) for other in self._coordination.exchange("agreement", _excerpt(text, same))]
 
 
 def _excerpt(text: str, position: int) -> str:
@@ -134,10 +138,12 @@ def other_order(texts: Sequence[str]) -> str:
         return f"the workers have read different batches, so that results are wrong {since}. {ONE_DATASET}"
     if BATCH in parted:
         return _other_number(since)
-    last = {worker: ", ".join(entry.what for entry in entries[-_NUM_SHOWN:]) for worker, entries in trails.items()}
+    # Once what was compared first and then started.
+    done = {worker: [*dict.fromkeys((entry.step, entry.what) for entry in entries)] for worker, entries in trails.items()}
+    last = {worker: ", ".join(what for _, what in each[-_NUM_SHOWN:]) for worker, each in done.items()}
     listed = "; ".join(f"worker {worker}: {escape(names, _MAX_SHOWN)}" for worker, names in last.items())
     return (
-        "the workers have run known programs in different orders, or with other variables, so that results are wrong "
+        "the workers have run programs in different orders, or with other variables, so that results are wrong "
         f"{since}. The last things each has done: {listed}.\n{_ADVICE}\nMIRRORED_DEBUG=detail in the "
         "environment of all workers shows both programs, before they start."
     )
@@ -187,18 +193,22 @@ def _sides(found: Mapping[int, Entry | None], after: Mapping[int, Entry | None])
     seen: set[str] = set()
     for workers in groups.values():
         entry, then = found[workers[0]], after.get(workers[0])
-        what = escape(entry.what, _MAX_NAME) if entry else "nothing more"
+        what = _shown(entry) if entry else "nothing more"
         other = ", another of this name" if what in seen else ""
-        sides.append(f"{numbered(workers)}: {what}{other}" + (f", then {escape(then.what, _MAX_NAME)}" if then else ""))
+        sides.append(f"{numbered(workers)}: {what}{other}" + (f", then {_shown(then)}" if then else ""))
         seen.add(what)
     return "; ".join(sides)
 
 
-def _mismatch(what: str, names: Sequence[str], excerpts: Sequence[str]) -> str:
+def _shown(entry: Entry) -> str:
+    return escape(f"{entry.what} ({entry.where})" if entry.where else entry.what, _MAX_NAME)
+
+
+def _mismatch(names: Sequence[str], excerpts: Sequence[str]) -> str:
     groups: dict[tuple[str, str], list[int]] = {}
     for worker, side in enumerate(zip(names, excerpts, strict=True)):
         groups.setdefault(side, []).append(worker)
-    parts = [f"the workers have come to different programs, as their {what}:"]
+    parts = ["the workers have come to different programs:"]
     for (name, excerpt), workers in groups.items():
         parts.append(f"{numbered(workers)}: {escape(name, _MAX_NAME)}\n{escape_lines(excerpt, _MAX_EXCERPT)}")
     return "\n".join([*parts, _ADVICE])

@@ -97,6 +97,7 @@ class Own:
     def measure(self, elapsed: float, has_ended: bool) -> Position:
         """Return the position, `elapsed` seconds after the last look."""
         progress = self._progress
+        last = progress.trail.last  # before the phase, which says whether others may yet refuse it
         phases, started, waits = progress.phases, progress.started, progress.is_waiting()
         state = (started, progress.finished, phases, waits, has_ended)
         self._beat += 1
@@ -107,7 +108,6 @@ class Own:
             self._step_times.append(self._since_step / (started - self._started))
             self._started, self._since_step = started, 0.0
         phase, detail = (phases[-1].text, phases[-1].detail) if phases else ("", "")
-        last = progress.trail.last
         return Position(
             beat=self._beat,
             started=started,
