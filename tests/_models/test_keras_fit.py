@@ -59,14 +59,10 @@ def require_equal(own: Any, expected: Any) -> None:
     assert {name: pytest.approx(values, rel=1e-5) for name, values in own[0].items()} == expected[0]
 
 
-def jax_warns() -> Any:
-    """Return what takes the warning of labels of int64, where no strategy is."""
-    return pytest.warns(UserWarning, match="Explicitly requested dtype int64")
-
-
 @pytest.mark.parametrize(("num_replicas", "options"), [(2, {}), *slow((5, {"steps_per_execution": 2}))])
 def test_fit_is_that_of_one_device(num_replicas: int, options: dict[str, Any]) -> None:
-    with jax_warns():
+    with warnings.catch_warnings():  # JAX warns of labels of int64 where no strategy is
+        warnings.filterwarnings("ignore", "Explicitly requested dtype int64")
         expected = fitted(compiled(small(), **options))
     strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
     with strategy.scope():
