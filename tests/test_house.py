@@ -475,26 +475,26 @@ def test_sizes() -> None:
 #: was not there. The ground is together, and so are small wings that stand for one thing. `python tests/test_house.py` prints
 #: today's.
 BUDGETS = {
-    "_program": 4860,  # 4,000
-    "_jax": 1637,  # 1,300
-    "_replicas": 2674,  # 2,100
-    "_variables": 1926,  # 1,700
-    "_models": 1243,  # 1,050
+    "_program": 4987,  # 4,000
+    "_jax": 1648,  # 1,300
+    "_replicas": 2826,  # 2,100
+    "_variables": 1957,  # 1,700
+    "_models": 1247,  # 1,050
     "_updates": 262,  # 250
-    "_strategy": 1175,  # 1,100
+    "_strategy": 1184,  # 1,100
     "_transforms": 611,  # 600
-    "data": 3460,  # 3,200
-    "_workers": 2448,  # 1,700
-    "_cluster": 1529,  # 1,080
-    "_checkpoint": 2011,  # 1,800
-    "_report": 977,  # 800
-    "_plan": 604,  # a feature of its own
-    "_testing": 770,  # 750
-    "losses optimizer": 668,  # 600
-    "_command launch": 1381,  # 1,000
+    "data": 3609,  # 3,200
+    "_workers": 2514,  # 1,700
+    "_cluster": 1546,  # 1,080
+    "_checkpoint": 2069,  # 1,800
+    "_report": 976,  # 800
+    "_plan": 605,  # a feature of its own
+    "_testing": 771,  # 750
+    "losses optimizer": 697,  # 600
+    "_command launch": 1401,  # 1,000
     "__init__ __main__ _public testing": 126,
-    "_process": 98,  # was in _replicas, _jax, _strategy and _models
-    "_env _errors _html _libraries _options _text _tf_names _typing": 1060,  # 950
+    "_process": 100,  # was in _replicas, _jax, _strategy and _models
+    "_env _errors _html _libraries _options _text _tf_names _typing": 1079,  # 950
 }
 #: So much smaller a wing may be before its budget is to be lowered.
 MAX_SLACK = 30
