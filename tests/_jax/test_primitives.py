@@ -17,7 +17,7 @@ from mirrored._typing import REPLICA_AXIS as AXIS
 
 KNOWN = primitives.PURE | primitives.CALLS | primitives.CONTROL_FLOW | primitives.MAKE_SAME | primitives.LOCAL
 #: The first version with a name of the tables, and the first without it; all others are there in all tried versions.
-SINCE = {"log2": (0, 11, 2), "one_minus_square": (0, 11, 2), "polynomial": (0, 12)}
+SINCE = {"polynomial": (0, 12)}
 GONE = {"closed_call": (0, 11, 1)}
 
 
