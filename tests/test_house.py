@@ -476,7 +476,7 @@ def test_sizes() -> None:
 #: today's.
 BUDGETS = {
     "_program": 4987,  # 4,000
-    "_jax": 1648,  # 1,300
+    "_jax": 1621,  # 1,300
     "_replicas": 2826,  # 2,100
     "_variables": 1957,  # 1,700
     "_models": 1247,  # 1,050

@@ -16,9 +16,8 @@ from mirrored._jax import jaxprs, primitives
 from mirrored._typing import REPLICA_AXIS as AXIS
 
 KNOWN = primitives.PURE | primitives.CALLS | primitives.CONTROL_FLOW | primitives.MAKE_SAME | primitives.LOCAL
-#: The first version with a name of the tables, and the first without it; all others are there in all tried versions.
-SINCE = {"polynomial": (0, 12)}
-GONE = {"closed_call": (0, 11, 1)}
+#: Names of the tables that JAX itself makes no primitives of any more, and we do.
+GONE = ["closed_call"]
 
 
 def test_every_primitive_that_the_proof_knows_exists():
@@ -26,9 +25,7 @@ def test_every_primitive_that_the_proof_knows_exists():
     modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "jax"]
     things = itertools.chain.from_iterable(vars(module).values() for module in modules)
     existing = {thing.name for thing in things if isinstance(thing, jex_core.Primitive)}
-    version = jax.__version_info__
-    missing = {name for name, first in SINCE.items() if version < first} | {name for name, end in GONE.items() if version >= end}
-    assert sorted(KNOWN - existing) == sorted(missing), "JAX has dropped a primitive, or dropped one at another version"
+    assert sorted(KNOWN - existing) == GONE, "JAX has dropped a primitive"
 
 
 def test_what_is_computed_by_place_gives_for_a_part_what_it_gives_for_the_whole():

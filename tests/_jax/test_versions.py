@@ -43,8 +43,8 @@ def test_an_untried_version_is_told_once_at_the_first_public_name_also_inside_a_
 
 
 def test_the_tried_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    untried = [(0, 11, 1), (0, 12, 0, 2), (0, 12, 1)]
-    for version in (versions.OLDEST, (0, 12, 0), versions.NEWEST, *untried):
+    untried = [(0, 11, 2), (0, 12, 0, 2), (0, 12, 1)]
+    for version in (versions.OLDEST, versions.NEWEST, *untried):
         monkeypatch.setattr(jax, "__version_info__", version)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -38,8 +37,6 @@ def is_undivided(equation: Equation) -> bool:
 def computing(equation: Equation, results: Collection[int]) -> Smaller | None:
     """Return the smallest equation that computes these results of another; None if JAX does not know one."""
     inner = jaxprs.inner_jaxprs(equation)
-    if equation.primitive.name == "while" and equation.primitive not in partial_eval.dce_rules:
-        return _smaller_while(equation, results)
     if not inner or equation.primitive not in partial_eval.dce_rules:
         return None
     operands: list[Atom] = [Var(atom.aval) for atom in equation.invars]
@@ -55,30 +52,6 @@ def computing(equation: Equation, results: Collection[int]) -> Smaller | None:
     if not all(atom in operands for atom in found.invars) or not all(variable in places for variable in found.outvars):
         return None
     return Smaller(found, [operands.index(atom) for atom in found.invars], [places[variable] for variable in found.outvars])
-
-
-def _smaller_while(equation: Equation, results: Collection[int]) -> Smaller:
-    """Cut down a `while`, as JAX does since 0.12: its carry keeps the results, the condition, and what they need."""
-    again, body = equation.params["cond_jaxpr"], equation.params["body_jaxpr"]
-    num_tests, num_fixed = equation.params["cond_nconsts"], equation.params["body_nconsts"]
-    _, decides = partial_eval.dce_jaxpr(again.jaxpr, [True])
-    kept = [k in results or decides[num_tests + k] for k in range(len(equation.outvars))]
-    while True:
-        smaller_body, takes = partial_eval.dce_jaxpr(body.jaxpr, kept, [False] * num_fixed + kept)
-        if takes[num_fixed:] == kept:
-            break
-        kept = takes[num_fixed:]
-    smaller_again, tests = partial_eval.dce_jaxpr(again.jaxpr, [True], [False] * num_tests + kept)
-    operands = list(itertools.compress(itertools.count(), [*tests[:num_tests], *takes]))
-    carry = list(itertools.compress(itertools.count(), kept))
-    jaxprs_of = {"cond_jaxpr": ClosedJaxpr(smaller_again, again.consts), "body_jaxpr": ClosedJaxpr(smaller_body, body.consts)}
-    counts = {"cond_nconsts": sum(tests[:num_tests]), "body_nconsts": sum(takes[:num_fixed])}
-    smaller = equation.replace(
-        invars=[equation.invars[k] for k in operands],
-        outvars=[equation.outvars[k] for k in carry],
-        params={**equation.params, **jaxprs_of, **counts},
-    )
-    return Smaller(smaller, operands, carry)
 
 
 def opened(equation: Equation) -> Equation:

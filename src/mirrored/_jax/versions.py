@@ -7,7 +7,7 @@ import warnings
 import jax
 
 #: The oldest version, which the package's metadata allows, and the newest; CI runs both.
-OLDEST, NEWEST = (0, 11, 2), (0, 12, 0, 1)
+OLDEST, NEWEST = (0, 12, 0), (0, 12, 0, 1)
 
 
 def warn_if_untried() -> None:
