@@ -218,6 +218,16 @@ def test_a_sum_of_integers_is_exact_or_refused(num_replicas, dtype):
     assert bool(refused) == (dtype in ("int32", "uint32"))
 
 
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "int2"])
+def test_sums_of_integers_of_a_few_bits_widen_like_those_of_eight(strategy3, dtype):
+    """JAX promotes none of them, so the sum ended with a TypePromotionError."""
+    rows = np.array([1, 0, 1, 1, 1, 1]).astype(dtype)
+    [x] = strategy3.distribute_dataset([rows])
+    total, wide = strategy3.reduce("sum", x, axis=0), jnp.sum(jnp.zeros(1, "uint8" if "u" in dtype else "int8")).dtype
+    assert total == 5 and total.dtype == wide and strategy3.reduce("sum", rows[0]) == 3
+    assert strategy3.run(lambda x: strategy3.reduce("sum", x), args=(x,)).tolist() == [3, 2]
+
+
 def test_sums_of_many_rows_of_what_is_mirrored_and_in_a_tree_are_refused_where_they_wrap_around(strategy3, per_replica):
     rows = np.tile(np.int32([2**31 - 1, -(2**31)]), 50_000)
     uneven = per_replica(strategy3, rows, np.int32([5]), np.zeros(0, np.int32))

@@ -202,6 +202,16 @@ def test_a_per_replica_is_never_read_along_another_axis(count, how):
     assert repr(mapped).startswith("PerReplica(Array(") and "PerReplica(" in mapped._repr_html_()
 
 
+def test_tree_map_goes_over_values_of_any_ranks(strategy3):
+    """`tree.map(lambda rows, weights: ...)` ended with JAX's "different pytree metadata"."""
+    rows, weights = np.arange(12, dtype="float32").reshape(6, 2), np.arange(6, dtype="float32")
+    [(x, w)] = strategy3.distribute_dataset([(rows, weights)])
+    weighted = jax.tree.map(lambda x, w: x * w[..., None], x, w)
+    np.testing.assert_array_equal(strategy3.gather(weighted, axis=0), rows * weights[:, None])
+    for other in (jax.tree.map(jnp.mean, x), jax.tree.map(lambda _: 5.5, x)):
+        np.testing.assert_array_equal(strategy3.gather(jax.tree.map(lambda x, m: x - m, x, other), axis=0), rows - 5.5)
+
+
 def test_the_lines_of_the_message_give_each_replicas_value(strategy3):
     """The mapped function may also read `values`."""
     [batch] = strategy3.distribute_dataset([np.arange(7, dtype="float32")])

@@ -358,8 +358,8 @@ def accumulator_dtype(op: ReduceOp, dtype: DTypeLike) -> Any:
         return dtype if op is ReduceOp.SUM else jnp.promote_types(dtype, jnp.float32)
     if op is ReduceOp.MEAN:
         return jnp.result_type(float)
-    widest = np.uint64 if jnp.issubdtype(dtype, jnp.unsignedinteger) else np.int64
-    return jnp.promote_types(dtype, jax.dtypes.canonicalize_dtype(widest))
+    widest = jax.dtypes.canonicalize_dtype(np.uint64 if jnp.issubdtype(dtype, jnp.unsignedinteger) else np.int64)
+    return widest if np.dtype(dtype).itemsize < widest.itemsize else dtype  # JAX promotes no integers of 4 or 2 bits
 
 
 def divide(total: jax.Array, count: int, dtype: DTypeLike) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -248,14 +249,21 @@ def stack_shapes(shapes: Sequence[Shape]) -> tuple[Shape, tuple[Shape, ...] | No
     return largest, None if all(shape == largest for shape in shapes) else tuple(shapes)
 
 
-def _flatten(value: PerReplica) -> tuple[tuple[Any], tuple[tuple[Shape, ...] | None, int | None]]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a tree knows of a PerReplica beside its array; `jax.tree.map` goes over those of equal kinds, and of any ranks."""
+
+    shapes: tuple[Shape, ...] | None
+    rank: int | None = dataclasses.field(compare=False)
+
+
+def _flatten(value: PerReplica) -> tuple[tuple[Any], _Kind]:
     rank = lost_rank(value)
-    return (stack_of(value),), (uneven_shapes(value), getattr(stack_of(value), "ndim", None) if rank is None else rank)
+    return (stack_of(value),), _Kind(uneven_shapes(value), getattr(stack_of(value), "ndim", None) if rank is None else rank)
 
 
-def _unflatten(known: tuple[tuple[Shape, ...] | None, int | None], children: Sequence[Any]) -> PerReplica:
-    shapes, rank = known
-    return PerReplica(children[0], shapes, rank=None if getattr(children[0], "ndim", None) == rank else rank)
+def _unflatten(kind: _Kind, children: Sequence[Any]) -> PerReplica:
+    return PerReplica(children[0], kind.shapes, rank=None if getattr(children[0], "ndim", None) == kind.rank else kind.rank)
 
 
 jax.tree_util.register_pytree_node(PerReplica, _flatten, _unflatten)
