@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.ode import odeint
 from strategies import all_reduce, ctx, numbers, strategy_of, variable
 
@@ -526,6 +527,7 @@ BENT = {
     "momentum, scaled and clipped": lambda w, x: (lambda g: g / jnp.maximum(1.0, abs(g)))(0.9 * w + jax.grad(share)(w, x)),
     "accumulated": lambda w, x: jax.lax.fori_loop(0, 2, lambda _, total: total + jax.grad(share)(w, x), 0.1 * w),
     "a constant": lambda w, x: jax.grad(share)(w, x) * 2 + 1.0,
+    "filled up with ones": lambda w, x: jnp.pad(jax.grad(share)(w, x)[None], (0, 2), constant_values=1),
     "noise of a constant key": lambda w, x: jax.grad(share)(w, x) + jax.random.normal(jax.random.key(0)),
     "clipped": lambda w, x: jnp.clip(jax.grad(share)(w, x), -1, 1),
     "over its norm": lambda w, x: jax.grad(share)(w, x) / jnp.linalg.norm(jax.grad(share)(w, x)[None]),
@@ -537,6 +539,9 @@ BENT = {
 ALONE = {
     "scaled by what all know": lambda w, x: jax.grad(share)(w, x) / (1 + w) * 2,
     "zero where it is not finite": lambda w, x: (lambda g: jnp.where(jnp.isfinite(g), g, 0.0))(jax.grad(share)(w, x)),
+    "zero where all say so, an integer": lambda w, x: jnp.where(w > 1, jax.grad(share)(w, x), 0),
+    "filled up": lambda w, x: jnp.pad(jax.grad(share)(w, x)[None], (0, 2)),
+    "stopped and named": lambda w, x: checkpoint_name(jax.lax.stop_gradient(jax.grad(share)(w, x)), "gradient"),
     "its finiteness": lambda w, x: jnp.isfinite(jax.grad(share)(w, x)).astype(np.float32),
     "weighed by own rows": lambda w, x: jax.grad(lambda w: jnp.mean((x * w - 1) ** 2))(w) * jnp.sum(x),
     "meant": lambda w, x: mr.losses.as_share({"vote": jnp.sign(jax.grad(share)(w, x))}),

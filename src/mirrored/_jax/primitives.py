@@ -54,7 +54,7 @@ ADDITIONS = frozenset({
 #: The sums that add up the derivatives of a value's several uses.
 DERIVATIVE_SUMS = frozenset({"add_any"})
 #: Primitives whose result has the operand's numbers, perhaps in another shape or type.
-SPREADS = frozenset({"convert_element_type", "copy", "reshape", "squeeze"})
+SPREADS = frozenset({"convert_element_type", "copy", "name", "reshape", "squeeze", "stop_gradient"})
 #: Primitives that add to their first operand, or subtract from it.
 ADD_TO_FIRST = frozenset({"add", "scatter-add", "scatter_add", "sub"})
 #: Additions of two operands, in any order.

@@ -121,7 +121,8 @@ def operation(
     """Return the advice for a primitive's results, given the joined state of its operands; add noise that meets rows to `met`."""
     name, new = equation.primitive.name, state.advice
     has_gradient = any(one.advice.gradient for one in inputs)
-    if (places := jaxprs.linear_operands(equation)) is not None:
+    places = [0] if name in primitives.SPREADS else jaxprs.linear_operands(equation)  # also of an integer, as in `jnp.pad`
+    if places is not None:
         new = _linear(name, [inputs[k] for k in places], new, has_gradient)
     elif has_gradient and _differs_by_gradients(inputs):
         new = _with(new, gradient=Gradient.BENT)
