@@ -125,6 +125,10 @@ def test_a_step_says_its_rows_where_its_arguments_do_not(strategy3: mr.MirroredS
     assert list(map(gathered, strategy3.run(of_two, args=(x, y)))) == [bits[7], bits[8]]
     assert gathered(strategy3.run(without_rows)) == bits[12]
     [z] = strategy3.distribute_dataset([np.zeros((6, 2), np.float32)])
+    of_each = lambda z: jax.vmap(lambda key: ctx().row_keys(key, len(z)))(jax.random.split(KEY, 2))  # noqa: E731
+    keys = np.concatenate([np.asarray(jax.random.key_data(value)) for value in strategy3.run(of_each, args=(z,)).values], axis=1)
+    expected = jax.vmap(lambda key: jax.random.split(key, 6))(jax.random.split(KEY, 2))
+    np.testing.assert_array_equal(keys, jax.random.key_data(expected))
     shared, own = strategy3.run(masked, args=(z,))
     assert gathered(shared) == bits[1] * 3 and gathered(own) == bits[3]
     with mr.eager():

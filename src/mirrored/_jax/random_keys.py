@@ -37,7 +37,7 @@ def by_rows(keys: jax.Array, before: Count, rows: Count, replica: Count, is_for_
     """
     block = jnp.where(replica == 0, 0, jnp.uint32(1 << 31) | jnp.asarray(replica, jnp.uint32))
     own = jnp.stack([jnp.asarray(word, jnp.uint32) for word in (before, rows, block, is_for_all)])
-    return _with_place(jax.random.key_data(keys)[..., :2], own)
+    return jax.random.wrap_key_data(_joined(jax.random.key_data(keys)[..., :2], own), impl=_BY_ROWS)
 
 
 def of_rows(keys: jax.Array, num_rows: int, before: Count) -> jax.Array:
@@ -60,15 +60,11 @@ def folded(keys: jax.Array, replica: Count) -> jax.Array:
 
 def plain(keys: jax.Array) -> jax.Array:
     """Return keys without their place in the batch."""
-    return keys if jax.random.key_impl(keys) == THREEFRY else _plain(jax.random.key_data(keys))
+    return _plain(jax.random.key_data(keys))
 
 
 def _plain(data: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(data[..., :2], impl=THREEFRY)
-
-
-def _with_place(new: jax.Array, own: jax.Array) -> jax.Array:
-    return jax.random.wrap_key_data(_joined(new, own), impl=_BY_ROWS)
 
 
 def _joined(new: jax.Array, own: jax.Array) -> jax.Array:

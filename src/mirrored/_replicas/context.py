@@ -202,7 +202,7 @@ class ReplicaContext:
         >>> bool((drawn == jax.vmap(jax.random.uniform)(jax.random.split(jax.random.key(0), 5))).all())
         True
         """
-        keys, index = _as_key(key), self.replica_id_in_sync_group
+        keys, index = _as_key(key, "row_keys"), self.replica_id_in_sync_group
         return rows_drawn.keys_of(keys, self._axis, index, _as_count(num_rows))
 
     def _check_current(self, verb: str) -> None:
@@ -235,7 +235,7 @@ def current_replica() -> ReplicaContext | None:
     return None if frame is None else frame.replica
 
 
-def _as_key(key: Any) -> jax.Array:
+def _as_key(key: Any, verb: str = "rng") -> jax.Array:
     if isinstance(key, int | np.integer):
         return jax.random.key(key)
     array = jnp.asarray(key) if hasattr(key, "dtype") else None
@@ -243,7 +243,7 @@ def _as_key(key: Any) -> jax.Array:
         return jax.random.key(array)
     if array is not None and (jnp.issubdtype(array.dtype, jax.dtypes.prng_key) or array.dtype == jnp.uint32):
         return array
-    raise TypeError(f"rng got {shown(key)}; expected a key from jax.random.key(seed), or an int from which one is made.")
+    raise TypeError(f"{verb} got {shown(key)}; expected a key from jax.random.key(seed), or an int from which one is made.")
 
 
 def _as_count(rows: object) -> int:

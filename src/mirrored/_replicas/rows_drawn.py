@@ -33,6 +33,11 @@ def key_of(keys: jax.Array, axis: ReplicaAxis, index: random_keys.Count, rows: i
 def keys_of(keys: jax.Array, axis: ReplicaAxis, index: random_keys.Count, num_rows: int) -> jax.Array:
     """Make the keys of a replica's rows, of a key that is the same on all replicas."""
     if random_keys.are_counted(keys):
+        if keys.ndim:
+            raise TypeError(
+                f"row_keys got keys of shape {keys.shape}; expected one key. For the rows of each of several write "
+                "jax.vmap(lambda key: ctx.row_keys(key, num_rows))(keys)."
+            )
         return random_keys.of_rows(keys, num_rows, _of_replica(_before(axis.each(num_rows)), index))
     return jax.random.split(random_keys.folded(keys, index), num_rows)
 
