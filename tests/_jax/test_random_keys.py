@@ -17,20 +17,17 @@ def test_jax_numbers_elements_as_keys_by_rows_do() -> None:
         return [jax.random.bits(key, (3, 2), f"uint{width}") for width in (8, 16, 32, 64)]
 
     def far(before: jax.Array) -> jax.Array:
-        return jax.random.bits(random_keys.by_rows(KEY, before, 1, 1, False), (2, 3 << 20))[:, -2:]
+        return jax.random.bits(random_keys.by_rows(KEY, before, 1, 1, False), (2, 3 << 20))[:, jnp.array([0, -1])]
 
     with jax.enable_x64(True):
         whole = jax.jit(draw)(KEY)
+        of_row = lambda key: [jax.random.bits(key, (1, 2), x.dtype) for x in whole]  # noqa: E731
+        own = jax.jit(lambda replica: of_row(random_keys.by_rows(KEY, replica, 1, replica, False)))
         for replica in range(3):  # which has one row
-            own = jax.jit(
-                lambda number: [
-                    jax.random.bits(random_keys.by_rows(KEY, number, 1, number, False), (1, 2), x.dtype) for x in whole
-                ]
-            )
             for part, expected in zip(own(replica), whole, strict=True):
                 np.testing.assert_array_equal(part[0], expected[replica])
-    before, size = 2_000_000_001, 2 * (3 << 20)
-    numbers = before * size + np.array([[(row + 1) * size // 2 - 2, (row + 1) * size // 2 - 1] for row in range(2)])
+    before, columns = 1_843_201_365, 3 << 20  # 32 bits overflow within the first row
+    numbers = (2 * before + np.arange(2)[:, None]) * columns + np.array([0, columns - 1])
     high, low = (jnp.asarray(part.astype(np.uint32)) for part in (numbers >> 32, numbers & 0xFFFFFFFF))
     first, second = jax.random.key_data(KEY)
     expected = jnp.bitwise_xor(*jax.extend.random.threefry2x32_p.bind(first, second, high, low))
