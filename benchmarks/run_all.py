@@ -19,6 +19,7 @@ FILES = (
     "memory",
     "all_reduce",
     "transfers",
+    "random_numbers",
     "virtual_replicas",
     "scaling",
     "workers",

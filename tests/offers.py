@@ -23,7 +23,9 @@ OFFERS = {
         primitives.HOST_CALLBACKS primitives.HOST_EFFECTS primitives.KEEP_AXES primitives.LOOPS primitives.MAKE_SAME
         primitives.MOVES primitives.ONE_TO_ONE primitives.PADS primitives.PRINTS primitives.PURE primitives.RANDOM
         primitives.RESHAPES primitives.SAID_TWICE primitives.SCATTER_SUMS primitives.SELECTS primitives.SIMPLE
-        primitives.SPREADS primitives.SUMS primitives.TRANSPOSES topologies.runs_nothing tracing.NO_TRACE
+        primitives.SPREADS primitives.SUMS primitives.TRANSPOSES random_keys.Count random_keys.THREEFRY
+        random_keys.are_counted random_keys.by_rows random_keys.folded random_keys.of_rows random_keys.plain
+        topologies.runs_nothing tracing.NO_TRACE
         tracing.barrier tracing.bind tracing.context tracing.current_trace tracing.have_mesh tracing.is_for_this_call
         tracing.is_mapped_over tracing.is_staging tracing.is_wide tracing.key_kind tracing.lowered tracing.new_operand
         tracing.operand_p tracing.room_for tracing.separate_caches tracing.settings tracing.trace tracing.trace_state
@@ -67,7 +69,8 @@ OFFERS = {
         per_replica.proven_of per_replica.require_whole per_replica.stack_of per_replica.stack_shapes
         per_replica.uneven_shapes placement.check_later placement.checksum placement.mirror placement.mirror_constants
         placement.own_copy placement.refuse_argument placement.stack planned.CompiledOnly planned.Planned
-        platforms.PLATFORMS platforms.XLAS_WAY spent.COMPUTATION spent.DeviceTime spent.Spent spent.forget_pause
+        platforms.PLATFORMS platforms.XLAS_WAY rows_drawn.key_of
+        spent.COMPUTATION spent.DeviceTime spent.Spent spent.forget_pause
         spent.last_profile spent.waited
     """,
     "_variables": """

@@ -282,6 +282,11 @@ ReplicaContext.merge_call
 ReplicaContext.rng
     in_context(lambda ctx: ctx.rng("a")) => TypeError: rng got 'a'; expected a key from jax\.random\.key\(seed\), or an int
     in_context(lambda ctx: ctx.rng(jnp.ones(2))) => TypeError: rng got
+    in_context(lambda ctx: ctx.rng(0, rows=2.0)) => TypeError: number of rows is 2\.0; expected an int .*x\.shape\[0\]
+ReplicaContext.row_keys
+    in_context(lambda ctx: ctx.row_keys("a", 2)) => TypeError: row_keys got 'a'; expected a key
+    in_context(lambda ctx: ctx.row_keys(0, -1)) => TypeError: number of rows is -1; expected an int
+    in_context(lambda ctx: ctx.row_keys(jax.random.split(jax.random.key(0), 3), 2)) => TypeError: \(3,\); expected one.*jax\.vmap
 # variables
 Variable
     mr.Variable(None, name="v") => TypeError: value of variable 'v' is None of type NoneType; expected an array or a num

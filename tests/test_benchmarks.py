@@ -28,6 +28,7 @@ FILES = {
     "tfrecord_read": ("records of 100 KiB", "grain, no checksums", "parse_example"),
     "workers": ("W1: mirrored", "W1, no guard: mirrored", "start: by hand", "launcher: mirrored"),
     "control_plane": ("all are equal", "DATA, a batch", "a save", "guard, 1,024 workers"),
+    "random_numbers": ("plain JAX", "by rows, R = 1", "folded, R = 2"),
     "virtual_replicas": ("W1:", "one device", "on 1 device, together", "on 2 devices, one_by_one"),
     "scaling": ("the all-reduce", "2 replicas", "W1, 2 replicas", "foretold"),
     "all_reduce": ("20 x 4 KiB", "packed below", "alone", "strategy.reduce of a tree", "strategy.gather of a tree"),

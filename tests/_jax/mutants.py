@@ -3,6 +3,8 @@
 _HERE = "tests/_jax/test_{}.py::test_{}"
 
 MUTANTS = [
+    ("_jax/random_keys.py", "(low < first)", "(low < low)",
+     _HERE.format("random_keys", "jax_numbers_elements_as_keys_by_rows_do")),
     ("_jax/jaxprs.py", "return any(map(is_collective, (equation, *inside(equation))))", "return is_collective(equation)",
      _HERE.format("jaxprs", "what_an_equation_depends_on_and_sends")),
     ("_jax/tracing.py", "        renew()\n        yield renew", "        yield renew",

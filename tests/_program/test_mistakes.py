@@ -55,6 +55,10 @@ MISTAKES = {
     "shapes": (lambda w, x: jnp.matmul(x, jnp.ones((4, 2))), TypeError, "same shape", ""),
     "name": (lambda w, x: missing + x, NameError, "name 'missing' is not defined", ""),  # noqa: F821
     "torch": (lambda w, x: as_torch(x), TypeError, "torch was given an array of JAX, at {here}", r"with jax\.numpy"),
+    "poisson": (
+        lambda w, x: jax.random.poisson(mr.get_replica_context().rng(0), 2.0, (3,)), TypeError, "poisson, was given .* at {here}",
+        r"ctx\.rng\(key, by_rows=False\)",
+    ),
     "unpacked": (
         lambda w, x: loss_and_gradients(w), TypeError, "a function was unpacked, at {here}",
         r"loss, gradients = mr\.value_and_grad\(loss_fn, variables\)\(\)",

@@ -114,43 +114,46 @@ def test_threads_have_scopes_of_their_own(strategy2: mr.MirroredStrategy, strate
 # -- the replica's number, and random numbers
 
 
-def test_rng_is_different_on_each_replica_and_the_same_in_every_run(strategy3: mr.MirroredStrategy) -> None:
-    of_replica = jax.jit(lambda i: jax.random.key_data(jax.random.fold_in(jax.random.key(3), i)))
-    expected = [of_replica(i).tolist() for i in range(3)]
-    in_variable = variable(jax.random.key(3), strategy3)
-    keys = [3, np.int64(3), jnp.int32(3), jax.random.key(3), in_variable]
-
-    def rng(key: Any) -> jax.Array:
-        return jax.random.key_data(mr.get_replica_context().rng(key))
+def test_rng_gives_replicas_their_rows_of_one_draw_and_folds_other_keys(strategy3: mr.MirroredStrategy) -> None:
+    in_variable, old, rbg = variable(jax.random.key(3), strategy3), jax.random.PRNGKey(3), jax.random.key(3, impl="rbg")
+    keys = [3, np.int64(3), jnp.int32(3), jax.random.key(3), in_variable, in_variable.value]
 
     def draw() -> list[Any]:
-        traced = jax.lax.fori_loop(0, 3, lambda i, n: n + 1, 0)
-        of_the_old_kind = mr.get_replica_context().rng(jax.random.PRNGKey(3))
-        return [of_the_old_kind, *(rng(key) for key in (*keys, in_variable.value, traced))]
+        rng, traced = mr.get_replica_context().rng, jax.lax.fori_loop(0, 3, lambda i, n: n + 1, 0)
+        by_rows = [jax.random.uniform(rng(key), (2, 2)) for key in (*keys, traced, rng(3))]
+        others = [jax.random.uniform(key, (2, 2)) for key in (rng(old), rng(rbg), rng(3, by_rows=False))]
+        return [*by_rows, *others, jax.random.poisson(rng(3, by_rows=False), 9.0, (9,)), jax.random.gamma(rng(3), 9.0, (9,))]
 
-    def lists(result: mr.PerReplica) -> list[Any]:
-        return [value.tolist() for value in result.values]
+    def values(result: mr.PerReplica) -> list[Any]:
+        return [np.asarray(value).tolist() for value in result.values]
 
-    assert list(map(lists, strategy3.run(draw))) == [expected] * 8
-    assert len(set(map(tuple, expected))) == 3 and rng(3).tolist() == expected[0]
-    assert lists(mr.MirroredStrategy(["cpu:4", "cpu:5"]).run(rng, args=(3,))) == expected[:2]
-    assert all(value not in expected for value in lists(strategy3.run(lambda: rng(1))))
-    assert not isinstance(strategy3.run(lambda: jax.random.key_data(jax.random.key(3))), mr.PerReplica), "the same without rng"
+    *by_rows, of_old, of_rbg, of_plain, poisson, gamma = map(values, strategy3.run(draw))
+    assert by_rows == [jax.random.uniform(jax.random.key(3), (6, 2)).reshape(3, 2, 2).tolist()] * 8
+    first = [jax.random.uniform(key, (2, 2)).tolist() for key in (old, rbg)]
+    first += [first[0], *(draw(jax.random.key(3), 9.0, (9,)).tolist() for draw in (jax.random.poisson, jax.random.gamma))]
+    for each, expected in zip((of_old, of_rbg, of_plain, poisson, gamma), first, strict=True):
+        np.testing.assert_allclose(each[0], expected, rtol=1e-5, err_msg="the first is one device's")
+        assert len(set(map(str, each))) == 3
+    assert values(strategy3.run(draw)[-2]) == poisson
+    assert not isinstance(strategy3.run(lambda: jax.random.uniform(jax.random.key(3))), mr.PerReplica), "the same without rng"
+    for wrong in (2.5, True, -1):
+        with pytest.raises(TypeError, match="expected an int that is known while tracing"):
+            strategy3.run(lambda wrong=wrong: mr.get_replica_context().rng(3, rows=wrong))
 
 
 def test_each_key_of_an_array_of_keys_is_made_different(strategy3: mr.MirroredStrategy) -> None:
     """As of the layers that a scan goes through."""
-    given = [np.arange(16, dtype=np.uint32).reshape(2, 4, 2)] * 2  # the second is keys of the old kind
+    given = np.arange(16, dtype=np.uint32).reshape(2, 4, 2)
 
-    def fold(given: list[jax.Array]) -> list[jax.Array]:
+    def draw(given: jax.Array) -> list[jax.Array]:
         rng = mr.get_replica_context().rng
-        return [jax.random.key_data(rng(jax.random.wrap_key_data(given[0]))), rng(given[1])]
+        of_each = jax.vmap(jax.vmap(lambda key: jax.random.bits(key, (2,)), out_axes=-1), out_axes=-1)
+        return [of_each(rng(jax.random.wrap_key_data(given))), of_each(rng(given))]  # the second is keys of the old kind
 
-    expected = jax.jit(lambda data, i: jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(data), i)))
-    for folded in strategy3.run(fold, args=(given,)):
-        assert folded.shape == (2, 4, 2)
-        for replica, value in enumerate(folded.values):
-            np.testing.assert_array_equal(value[1, 2], expected(given[0][1, 2], replica))
+    by_rows, folded = strategy3.run(draw, args=(given,))
+    draw_all = jax.vmap(jax.vmap(lambda key: jax.random.bits(key, (6,)), out_axes=-1), out_axes=-1)
+    np.testing.assert_array_equal(np.concatenate(by_rows.values), draw_all(jax.random.wrap_key_data(given)))
+    assert len({np.asarray(value).tobytes() for value in folded.values}) == 3 and folded.shape == (2, 4, 2)
 
 
 # -- one program

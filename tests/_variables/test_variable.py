@@ -245,7 +245,7 @@ def test_a_random_key_is_state(strategy2):
     def step():
         first, second = jax.random.split(key.value)
         key.assign(first)
-        own.assign(mr.get_replica_context().rng(own.value))
+        own.assign(mr.get_replica_context().rng(own.value, by_rows=False))
         return jax.random.key_data(second), jax.random.key_data(own.value)
 
     expected, plain = [], jax.random.key(0)
@@ -257,6 +257,8 @@ def test_a_random_key_is_state(strategy2):
     assert all(a.tolist() != b.tolist() for _, different in got for a, b in [different.values])
     assert own.assign(jax.random.key(3)).value == jax.random.key(3) and "key<fry>" in repr(key)
     strategy2.assert_mirrored()
+    with pytest.raises(TypeError, match=r"A key to keep is ctx\.rng\(key, by_rows=False\)"):
+        strategy2.run(lambda: own.assign(mr.get_replica_context().rng(own.value)))
     number = variable(0.0)
     for wrong in (3, 1.5, np.uint32(1), jax.random.key(0, impl="rbg")):
         with pytest.raises(TypeError, match="random keys"):

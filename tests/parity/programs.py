@@ -543,16 +543,15 @@ class TargetNetwork(Program):
 
 
 class DropoutOfReplicas(Program):
-    """Noise of `ctx.rng`: each replica's own, the same in every run."""
+    """Noise of `ctx.rng`: that of one device."""
 
     def share(self, b: Batch) -> jax.Array:
         keep = jax.random.bernoulli(ctx().rng(jax.random.key(1)), 0.5, b["x"].shape)
         return super().share({**b, "x": jnp.where(keep, b["x"] * 2, 0)})
 
     def plain(self, s: dict[str, Any], b: Batch, parts: list[Batch]) -> dict[str, Any]:
-        keys = [jax.random.fold_in(jax.random.key(1), i) for i in range(len(parts))]
-        keep = [jax.random.bernoulli(key, 0.5, part["x"].shape) for key, part in zip(keys, parts, strict=True)]
-        return super().plain(s, {**b, "x": jnp.where(jnp.concatenate(keep), b["x"] * 2, 0)}, parts)
+        keep = jax.random.bernoulli(jax.random.key(1), 0.5, b["x"].shape)
+        return super().plain(s, {**b, "x": jnp.where(keep, b["x"] * 2, 0)}, parts)
 
 
 # -- states in the hands of the user, numbers that are counted

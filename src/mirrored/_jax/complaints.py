@@ -28,6 +28,7 @@ _COMPLAINTS: dict[str, tuple[type[Exception], str]] = {
     "array in a format": (TypeError, r"unsupported format string passed to \w*Tracer\.__format__"),
     "array for torch": (TypeError, r"must be Tensor, not \w*Tracer"),
     "function is unpacked": (TypeError, r"^cannot unpack non-iterable function object$"),
+    "key by rows": (NotImplementedError, r"fry_by_rows"),
     "variable is not converted": (ValueError, r"__jax_array__\(\) during abstractification"),
     "variable beside an array": (ValueError, r"different types at key path[\s\S]*<class 'mirrored\.[\w.]*\.Variable'>"),
 }

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._jax import user_code
+from .._jax import random_keys, user_code
 from .._jax.marks import Mark, Purpose, mark
 from .._options import ReduceOp
 from .._process import is_keras_update
+from .._replicas import rows_drawn
 from .._replicas.context import axis_of, current_replica
 from . import keras_parts
 from .keras_variables import UndiscoveredError, scope_mesh
@@ -51,12 +52,14 @@ def moments(old: Callable[..., Any], layer: keras.Layer, inputs: jax.Array, mask
 
 
 def next_seed(old: Callable[..., Any], generator: keras.random.SeedGenerator, *args: object, **kwargs: object) -> Any:
-    """Return a seed that differs by replica: on the first, that of one device. The generator's state stays the same on all."""
+    """Return a seed by rows, so that layers draw what they draw on one device. The generator's state is the same on all."""
     seed, replica = old(generator, *args, **kwargs), current_replica()
     if replica is None:
         return seed
-    index = axis_of(replica).index()
-    return jnp.where(index == 0, seed, jax.random.fold_in(seed, index))
+    if jax.config.jax_default_prng_impl == random_keys.THREEFRY:  # type: ignore[attr-defined]
+        seed = jax.random.wrap_key_data(seed, impl=random_keys.THREEFRY)
+    axis = axis_of(replica)
+    return rows_drawn.key_of(seed, axis, axis.index(), None)
 
 
 # -- optimizers

@@ -78,6 +78,12 @@ class Call(NamedTuple):
         """Tell whether some argument has a different shape on different replicas."""
         return any(leaf.shapes is not None for leaf in self.array_leaves())
 
+    def lengths(self, num_replicas: int) -> tuple[tuple[int, ...], ...]:
+        """Return the lengths, on each replica, of the first axis of each argument that is its own, and of axes that differ."""
+        of_each = [leaf.shapes or (leaf.shape,) * num_replicas for leaf in self.array_leaves() if leaf.is_per_replica]
+        axes = [(axis, sizes) for shapes in of_each for axis, sizes in enumerate(zip(*shapes, strict=True))]
+        return tuple(dict.fromkeys(sizes for axis, sizes in axes if axis == 0 or len(set(sizes)) > 1))
+
     def sees(self) -> Sight:
         """Look at the call's functions, and add the objects among its arguments that are known by identity."""
         sight = look_at(self.functions, self.runs_steps)

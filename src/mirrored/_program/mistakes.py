@@ -62,6 +62,8 @@ _WRONG_TYPES = {
     "jax.numpy, or with a model of Keras, NNX, Linen or Equinox.",
     "array is called": "an array was called like a function, at {}. The value of a variable is an attribute here: write "
     "variable.value or variable.read_value(), where TensorFlow has variable.value().",
+    "key by rows": "a function of jax.random that takes JAX's own keys only, such as poisson, was given a key by rows, at {}. "
+    "Write ctx.rng(key, by_rows=False): what is drawn with it differs by replica.",
     "variable is not converted": "a function of jax.lax, or the index of an array, was given a mr.Variable, at {}; these take "
     "arrays only. Write variable.value, as in jax.lax.exp(variable.value) and x[:, variable.value]; functions of jax.numpy take "
     "variables too: jnp.exp(variable).",

@@ -98,12 +98,12 @@ class Steps:
         """Run a step that is new, traced or eager; a new one is traced for the last batch too, which is `coming`."""
         mesh, is_new = self._mesh, program is None
 
-        def frame_with(sizes: Any = None, bindings: Any = None) -> Frame:
-            axis = dataclasses.replace(self._even, sizes=sizes)
+        def frame_with(call: Call, sizes: Any = None, bindings: Any = None) -> Frame:
+            axis = dataclasses.replace(self._even, sizes=sizes, lengths=call.lengths(mesh.num_replicas))
             return Frame(strategy, mesh, ReplicaContext(strategy, axis), axis, bindings)
 
         if program is None:
-            make = lambda call: _make_program(mesh, call, frame_with)  # noqa: E731
+            make = lambda call: _make_program(mesh, call, functools.partial(frame_with, call))  # noqa: E731
             with silenced() if is_eager.get() else contextlib.nullcontext():
                 program = make(call)
             sight = call.sees()  # after the trace, which may have set globals, such as a count of traces
@@ -118,7 +118,7 @@ class Steps:
             return _run_traced(program, call)
         if is_eager.get():
             refuse_eager(call, mesh)
-            return run_eagerly(frame_with, mesh, program, call)
+            return run_eagerly(functools.partial(frame_with, call), mesh, program, call)
         names = functools.partial(argument_names, call)
         if is_new and not mesh.is_alone:
             placement.check_later(mesh, call.arrays, lambda index: f"the argument {names()[index]}")

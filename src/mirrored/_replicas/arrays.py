@@ -26,7 +26,7 @@ def cast(array: jax.Array, dtype: DTypeLike, what: str) -> jax.Array:
     if given is None or own is None:
         raise TypeError(
             f"{what} of dtype {dtype} was given a value of dtype {array.dtype}; random keys and numbers are not converted into "
-            "each other, nor keys of one generator into those of another."
+            "each other, nor keys of one generator into those of another. A key to keep is ctx.rng(key, by_rows=False)."
         )
     if given > own:
         raise TypeError(

@@ -53,6 +53,7 @@ class ReplicaAxis:
     size: int  # the number of replicas
     bound: bool = True  # False in the default replica context outside any `run`, where no mesh axis exists
     sizes: Sizes | None = None  # of the other replicas' arrays, in an uneven step
+    lengths: tuple[tuple[int, ...], ...] = ()  # of the step's arguments, on each replica: see `Call.lengths`
     bytes_per_pack: int = 0  # see `CommunicationOptions`
     packs: bool = True  # whether small arrays travel together by default
     lanes: int = 0  # the length of the rows of a reduce-scatter; 0: all numbers of a part in one row

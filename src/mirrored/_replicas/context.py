@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, overload
@@ -18,7 +17,7 @@ from .._jax import tracing, user_code
 from .._options import ReduceOp, ReduceOpName
 from .._text import shown
 from .._typing import REPLICA_AXIS, ArrayLike, PyTree
-from . import arrays, collectives
+from . import arrays, collectives, rows_drawn
 from .collectives import ReplicaAxis
 from .frames import Frame, current, entered
 from .per_replica import PerReplica, stack_of, uneven_shapes
@@ -155,27 +154,57 @@ class ReplicaContext:
             result = merge_fn(self._strategy, *merged_args, **merged_kwargs)
         return own_parts(result, self._axis)
 
-    def rng(self, key: jax.Array | int) -> jax.Array:
-        """Make a random key that is different on each replica and the same in every run.
+    def rng(self, key: jax.Array | int, rows: int | None = None, by_rows: bool = True) -> jax.Array:
+        """Make a random key whose draws belong to this replica's rows: those of one device, on any number of replicas.
+
+        A draw whose first axis counts the replica's rows, or several elements for each row, gets the numbers that one device
+        draws for these rows of the whole batch. If its first axis of several has length 1, and replicas have more rows, it is
+        the same on all replicas: a mask for all rows. Any other draw differs by replica. On the first replica all draws
+        are those of `key`. A key that is split or folded in, and the keys of layers, stay by rows.
+
+        The rows are those of the step's arguments. Keys other than `jax.random.key(seed, impl="threefry2x32")` are folded:
+        their draws differ on each replica. So do `gamma`, `permutation`, and what is made of them.
 
         Args:
-            key: a key from `jax.random.key`, or an int to make one from, the same on all replicas; or an array of such keys,
-                each of which becomes different.
+            key: a key from `jax.random.key`, or an int to make one from, the same on all replicas; or an array of such keys.
+            rows: how many rows this replica draws for, where the replicas' arguments have several numbers of rows, or none.
+            by_rows: False folds the replica's number into the key, but for the first replica's: for `jax.random.poisson`, which
+                takes JAX's own keys only, and for a key to keep.
 
         Raises:
-            TypeError: for anything else.
+            TypeError: for another key, and for `rows` that are no int.
 
-        >>> def step():
-        ...     return jax.random.uniform(mr.get_replica_context().rng(0))
-        >>> a, b = strategy.local_results(strategy.run(step))
-        >>> bool(a == b)
-        False
+        >>> def step(x):
+        ...     return jax.random.uniform(mr.get_replica_context().rng(0), x.shape)
+        >>> [x] = strategy.distribute_dataset([np.zeros(5)])
+        >>> drawn = strategy.gather(strategy.run(step, args=(x,)), axis=0)
+        >>> bool((drawn == jax.random.uniform(jax.random.key(0), 5)).all())
+        True
         """
-        keys, fold = _as_key(key), functools.partial(jax.random.fold_in, data=self.replica_id_in_sync_group)
-        num_axes_of_key = 0 if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else 1
-        for _ in range(keys.ndim - num_axes_of_key):
-            fold = jax.vmap(fold)
-        return fold(keys)
+        keys, index = _as_key(key), self.replica_id_in_sync_group
+        return rows_drawn.key_of(keys, self._axis, index, None if rows is None else _as_count(rows), by_rows)
+
+    def row_keys(self, key: jax.Array | int, num_rows: int) -> jax.Array:
+        """Make a key for each of this replica's rows: those that `jax.random.split(key, batch_size)` gives to these rows.
+
+        It is for a model that `jax.vmap` applies to each row. Keys of other kinds than threefry differ by replica.
+
+        Args:
+            key: a key from `jax.random.key` or `ctx.rng`, or an int.
+            num_rows: how many rows this replica has, such as `x.shape[0]`.
+
+        Raises:
+            TypeError: for another key, and for `num_rows` that is no int.
+
+        >>> def step(x):
+        ...     return jax.vmap(jax.random.uniform)(mr.get_replica_context().row_keys(0, x.shape[0]))
+        >>> [x] = strategy.distribute_dataset([np.zeros(5)])
+        >>> drawn = strategy.gather(strategy.run(step, args=(x,)), axis=0)
+        >>> bool((drawn == jax.vmap(jax.random.uniform)(jax.random.split(jax.random.key(0), 5))).all())
+        True
+        """
+        keys, index = _as_key(key, "row_keys"), self.replica_id_in_sync_group
+        return rows_drawn.keys_of(keys, self._axis, index, _as_count(num_rows))
 
     def _check_current(self, verb: str) -> None:
         frame = current()
@@ -207,7 +236,7 @@ def current_replica() -> ReplicaContext | None:
     return None if frame is None else frame.replica
 
 
-def _as_key(key: Any) -> jax.Array:
+def _as_key(key: Any, verb: str = "rng") -> jax.Array:
     if isinstance(key, int | np.integer):
         return jax.random.key(key)
     array = jnp.asarray(key) if hasattr(key, "dtype") else None
@@ -215,7 +244,13 @@ def _as_key(key: Any) -> jax.Array:
         return jax.random.key(array)
     if array is not None and (jnp.issubdtype(array.dtype, jax.dtypes.prng_key) or array.dtype == jnp.uint32):
         return array
-    raise TypeError(f"rng got {shown(key)}; expected a key from jax.random.key(seed), or an int from which one is made.")
+    raise TypeError(f"{verb} got {shown(key)}; expected a key from jax.random.key(seed), or an int from which one is made.")
+
+
+def _as_count(rows: object) -> int:
+    if isinstance(rows, int | np.integer) and not isinstance(rows, bool) and rows >= 0:
+        return int(rows)
+    raise TypeError(f"the number of rows is {shown(rows)}; expected an int that is known while tracing, such as x.shape[0].")
 
 
 def check_call(verb: str, example: str, function: object, args: object, kwargs: object) -> None:

@@ -33,8 +33,8 @@ _REASONS = """The usual reasons, most frequent first:
   * a batch that each replica gets whole: pass what strategy.distribute_dataset(batches) yields;
   * rows that meet in the model or the loss (BatchNorm by hand, a baseline, InfoNCE, mixup) and are the replica's own: write
     ctx.all_reduce('mean', ...) or ctx.all_gather(rows, axis=0) there;
-  * random numbers in the step: ctx.rng(key) gives others for another number of replicas, and a key that is not folded gives
-    each replica the same ones. Test without dropout and noise, or draw them with the batch, some for each example;
+  * random numbers that do not belong to rows: a key without ctx.rng(key), an old key (PRNGKey), jax.random.gamma, or a draw
+    whose first axis is not that of the rows;
   * a batch size, number of steps or learning rate that is computed from strategy.num_replicas_in_sync;
   * rounding that grows: Adam makes a whole step of a gradient near zero. Train fewer steps, or pass rtol and atol."""
 

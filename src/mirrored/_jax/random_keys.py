@@ -1,0 +1,119 @@
+"""Random keys by rows: a replica draws for its rows what one device draws for them in the whole batch.
+
+Threefry numbers the elements of a draw, and makes each of the key and its number alone. So some rows of a draw cost what these
+rows cost, wherever they begin. This is JAX's way since `jax_threefry_partitionable`, which is its default.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.extend.random
+import jax.numpy as jnp
+import numpy as np
+
+THREEFRY = "threefry2x32"
+#: Folded in before the number of a replica, so that no number that a user folds in makes the same key.
+_TAG = 0x6D697272
+#: A number that may be known only while a step runs.
+Count = jax.Array | int
+_TYPES = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32, 64: jnp.uint64}
+
+
+def are_counted(keys: jax.Array) -> bool:
+    """Tell whether the elements of a draw with these keys are numbered."""
+    is_new = jnp.issubdtype(keys.dtype, jax.dtypes.prng_key)
+    return is_new and jax.config.jax_threefry_partitionable and jax.random.key_impl(keys) in (THREEFRY, _BY_ROWS)
+
+
+def by_rows(keys: jax.Array, before: Count, rows: Count, replica: Count, is_for_all: Count) -> jax.Array:
+    """Make keys of a replica that has `rows` rows, behind `before` others; with 0 rows its draws are its own.
+
+    A draw along whose first axis each row has equally many elements gets those of these rows. With `is_for_all`, one whose first
+    axis of several has length 1 is the same for all replicas.
+    """
+    block = jnp.where(replica == 0, 0, jnp.uint32(1 << 31) | jnp.asarray(replica, jnp.uint32))
+    own = jnp.stack([jnp.asarray(word, jnp.uint32) for word in (before, rows, block, is_for_all)])
+    return jax.random.wrap_key_data(_joined(jax.random.key_data(keys)[..., :2], own), impl=_BY_ROWS)
+
+
+def of_rows(keys: jax.Array, num_rows: int, before: Count) -> jax.Array:
+    """Return the keys that `jax.random.split` of a key gives to `num_rows` rows, behind `before` others."""
+    data, low = jax.random.key_data(keys), jax.lax.iota(jnp.uint32, num_rows) + jnp.asarray(before, jnp.uint32)
+    return jax.random.wrap_key_data(jnp.stack(_threefry(data, jnp.zeros_like(low), low), -1), impl=THREEFRY)
+
+
+def folded(keys: jax.Array, replica: Count) -> jax.Array:
+    """Make keys of any kind different on each replica, but for the first."""
+
+    def fold(key: jax.Array) -> jax.Array:
+        return jnp.where(replica == 0, key, jax.random.fold_in(jax.random.fold_in(key, _TAG), replica))
+
+    num_axes_of_key = 0 if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else 1
+    for _ in range(keys.ndim - num_axes_of_key):
+        fold = jax.vmap(fold)
+    return fold(keys)
+
+
+def plain(keys: jax.Array) -> jax.Array:
+    """Return keys without their place in the batch."""
+    return _plain(jax.random.key_data(keys))
+
+
+def _plain(data: jax.Array) -> jax.Array:
+    return jax.random.wrap_key_data(data[..., :2], impl=THREEFRY)
+
+
+def _joined(new: jax.Array, own: jax.Array) -> jax.Array:
+    return jnp.concatenate([new, jnp.broadcast_to(own, (*new.shape[:-1], own.shape[-1]))], -1)
+
+
+def _threefry(data: jax.Array, high: jax.Array, low: jax.Array) -> Sequence[jax.Array]:
+    return jax.extend.random.threefry2x32_p.bind(data[0], data[1], high, low)  # type: ignore[no-any-return]
+
+
+def _bits(data: jax.Array, bit_width: int, shape: Sequence[int]) -> jax.Array:
+    """Draw bits: those of the replica's rows where they can be, else others on each replica."""
+    before, rows, block, is_for_all = data[2:]
+    size, length = math.prod(shape), shape[0] if shape else 0
+    if size >> 32:
+        return jax.random.bits(folded(_plain(data), block), tuple(shape), _TYPES[bit_width])
+    divisor = jnp.maximum(rows, 1)
+    is_by_rows = (rows > 0) & (length % divisor == 0) & bool(shape)
+    if len(shape) > 1 and length == 1:
+        before = jnp.where(is_for_all == 0, before, 0)
+        is_by_rows |= is_for_all > 0
+    high, low = _product(before, np.uint32(size) // divisor)
+    first = jnp.where(is_by_rows, low, 0)
+    low = jnp.broadcast_to(first, shape)
+    for axis in range(len(shape)):  # in the shape of the draw, as JAX does: on CPU a reshape would cost a fifth
+        low += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(math.prod(shape[axis + 1 :]))
+    high = jnp.where(is_by_rows, high, block) + (low < first).astype(jnp.uint32)
+    high, low = _threefry(data, high, low)
+    if bit_width == 64:
+        return jax.lax.shift_left(high.astype(jnp.uint64), jnp.uint64(32)) | low.astype(jnp.uint64)
+    return (high ^ low).astype(_TYPES[bit_width])
+
+
+def _product(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Multiply numbers of 32 bits; return the high and the low half of the 64 bits."""
+    (a_high, a_low), (b_high, b_low) = ((x >> 16, x & 0xFFFF) for x in (a, b))
+    middle = a_high * b_low + (a_low * b_low >> 16)
+    other = a_low * b_high + (middle & 0xFFFF)
+    return a_high * b_high + (middle >> 16) + (other >> 16), a * b
+
+
+#: The kind of a key by rows: threefry's two numbers, the rows before, the own rows, the first number's high half of elements that
+#: are not by rows, and whether a first axis of length 1 is for all. JAX knows threefry's numbers by "fry", and so do we.
+_BY_ROWS: Any = jax.extend.random.define_prng_impl(
+    key_shape=(6,),
+    seed=lambda seed: _joined(jax.random.key_data(jax.random.key(seed, impl=THREEFRY)), jnp.zeros(4, jnp.uint32)),
+    split=lambda data, shape: _joined(jax.random.key_data(jax.random.split(_plain(data), shape)), data[2:]),
+    fold_in=lambda data, number: _joined(jax.random.key_data(jax.random.fold_in(_plain(data), number)), data[2:]),
+    random_bits=_bits,
+    name="threefry2x32_by_rows",
+    tag="fry_by_rows",
+)
