@@ -141,7 +141,8 @@ def test_weights_of_classes_are_the_third_element_of_a_distributed_dataset(num_r
     strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
     x = np.random.default_rng(0).normal(size=(12, 3)).astype(np.float32)
     y, of_class, weights = (x[:, 0] > 0).astype(np.int32), {0: 1.0, 1: 3.0}, np.array([1.0, 3.0])
-    dataset = strategy.distribute_dataset(strategy.make_numpy_dataset((x, y)).batch(5))
+    batches = strategy.make_numpy_dataset((x, y)).batch(5)
+    dataset = strategy.distribute_dataset(lambda: iter(batches))  # a function for each epoch, too
     found = []
     for data, options in (
         ((x, y), {"class_weight": of_class, "batch_size": 5, "shuffle": False}),
@@ -152,7 +153,7 @@ def test_weights_of_classes_are_the_third_element_of_a_distributed_dataset(num_r
             model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
             model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         with warnings.catch_warnings(action="ignore"):  # batches that the replicas do not divide
-            model.fit(*data, **options, verbose=0)
+            model.fit(*data, **options, epochs=2, verbose=0)
         found.append(model.get_weights()[0])
     np.testing.assert_allclose(*found, rtol=1e-5)
     with pytest.raises(ValueError, match=r"class_weight; .*dataset\.map\(lambda x, y: \(x, y, weights\[y\]\)\)"):

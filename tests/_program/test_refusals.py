@@ -35,7 +35,8 @@ def warnings_of(function, *args):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         function(*args)
-    return [warning for warning in caught if warning.category is mr.FactorOfReplicasWarning]
+    same = "computed the same gradients"
+    return [warning for warning in caught if warning.category is mr.FactorOfReplicasWarning or same in str(warning.message)]
 
 
 def values(*variables):
@@ -268,7 +269,7 @@ def test_the_whole_batch_on_every_replica_warns_once(strategy3):
         caught = warnings_of(lambda run=run: [run() for _ in range(2)])
         assert [warning.filename for warning in caught] == [__file__], name
         line = step.__code__.co_firstlineno + 2
-        expected = rf"3 replicas .* apply_gradients at {HERE}:{line} .*strategy\.distribute_dataset\(dataset\)"
+        expected = rf"3 replicas .* apply_gradients at {HERE}:{line} (.*\n.*)strategy\.distribute_dataset\(dataset\)"
         assert re.search(expected, str(caught[0].message)), name
     strategy3.assert_mirrored()
 
@@ -284,6 +285,63 @@ def test_the_warning_tells_the_truth_and_as_an_error_leaves_everything_as_it_was
     expected = "computed the same gradients" if strategy.num_replicas_in_sync > 1 else "nobody has said how the loss is divided"
     assert expected in str(caught.message)
     np.testing.assert_allclose(w.numpy(), 1 - strategy.num_replicas_in_sync * 0.1 / SIZE, rtol=1e-6)
+
+
+def mean_by_hand(loss, w, _):
+    w.assign(w - 0.1 * ctx().all_reduce("mean", jax.grad(loss)(w.value)))
+
+
+def pmean_after_a_clip(loss, w, _):
+    gradient = jax.grad(loss)(w.value)
+    w.assign(w - 0.1 * jax.lax.pmean(gradient * jnp.minimum(1.0, 1 / jnp.linalg.norm(gradient)), "replica"))
+
+
+def mean_of_the_optimizer(loss, w, optimizer):
+    optimizer.apply_gradients(mr.grad(lambda: loss(w.value), [w])(), aggregate="mean")
+
+
+def mean_that_speaks(loss, w, optimizer):
+    optimizer.apply_gradients(mr.grad(lambda: mr.losses.mean_over_own_rows(loss(w.value)), [w])())
+
+
+@pytest.mark.parametrize("update", [mean_by_hand, pmean_after_a_clip, mean_of_the_optimizer, mean_that_speaks])
+def test_rows_drawn_in_the_step_of_one_key_are_the_same_work_on_each_replica(strategy, update):
+    """The numbers are right, which is why nothing else would say it. With a key and rows of its own none repeats another's."""
+    w, _, _, optimizer, _ = model(strategy)
+    num_replicas = strategy.num_replicas_in_sync
+
+    def step(key, is_own):
+        rows = jax.random.normal(ctx().rng(key) if is_own else key, (6 // (num_replicas if is_own else 1), 1))
+        update(lambda w: jnp.mean((rows * w - 1) ** 2), w, optimizer)
+
+    said = warnings_of(lambda: [strategy.run(step, args=(jax.random.key(k), False)) for k in range(2)])
+    assert [warning.filename for warning in said] == [__file__] * (num_replicas > 1)
+    for warning in said:
+        expected = (
+            rf"all {num_replicas} replicas .*the numbers are right, and each replica has done .*\n.*\n    key = ctx\.rng\(key\)"
+        )
+        assert re.match(expected, str(warning.message))
+    assert warnings_of(strategy.run, step, (jax.random.key(0), True)) == []
+
+
+def test_what_is_no_gradient_may_be_combined_though_it_is_the_same(strategy3):
+    """A mirrored metric, a count, an average of the weights; and a step that combines nothing has nothing to divide."""
+    w, b, _, _, _ = model(strategy3)
+
+    def step(key):
+        loss = jnp.mean(jax.random.normal(key, (6, 1)) * w.value)
+        w.assign(0.9 * w + 0.1 * ctx().all_reduce("mean", b.value))
+        return ctx().all_reduce("mean", loss), ctx().all_reduce("sum", 1), jax.lax.pmax(w.value, "replica")
+
+    def alone(key):
+        w.assign(w - jax.grad(lambda w: jnp.mean(jax.random.normal(key, (6, 1)) * w))(w.value))
+
+    def of_two(key, x):  # a penalty beside the gradient of own rows
+        both = [jax.grad(lambda w: jnp.sum(w**2))(w.value), jax.grad(lambda w: jnp.mean(x * w))(w.value)]
+        w.assign(w - 0.1 * sum(ctx().all_reduce("mean", both)))
+
+    for name, args in ((step, ()), (alone, ()), (of_two, (own_rows(strategy3),))):
+        assert warnings_of(strategy3.run, name, (jax.random.key(0), *args)) == [], name
 
 
 # -- a loss that was combined before it was differentiated
@@ -505,7 +563,7 @@ def test_an_update_of_what_was_updated_is_judged_by_itself(strategy3):
 
     [warning] = warnings_of(lambda: strategy3.run(step, args=(own_rows(strategy3),)))
     assert "computed the same gradients, from no data" in str(warning.message)
-    assert "Or the batch reaches nothing that is trained" in str(warning.message)
+    assert "why the batch reaches nothing that is trained" in str(warning.message)
 
 
 # -- a value of all replicas beside a gradient

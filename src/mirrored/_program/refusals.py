@@ -75,8 +75,10 @@ def check_gradients(marks: Sequence[tuple[Mark, State]], num_replicas: int) -> N
     for where in dict.fromkeys(means):
         user_code.warn(_MEAN_OF_SHARES.format(where=where, num_replicas=num_replicas), _errors.FactorOfReplicasWarning)
     gradients = given + summed
-    if num_replicas > 1 and gradients and all(state.is_same and state.advice.said is Said.SHARE for _, state in gradients):
-        user_code.warn(_SAME_WORK.format(where=_place(gradients[0][0]), num_replicas=num_replicas))
+    averaged = [(note, state) for note, state in marks if note.purpose is Purpose.MEAN and state.advice.gradient]
+    if num_replicas > 1 and all(_is_same_work(note, state) for note, state in gradients + averaged):
+        for note, _ in (gradients + averaged)[:1]:
+            user_code.warn(_SAME.format(what=_WORK, where=_place(note), num_replicas=num_replicas))
     sums: dict[tuple[str, int], list[tuple[Mark, State]]] = {}  # by line and optimizer
     for note, state in gradients:
         if note.purpose is not Purpose.MEAN_GRADIENT:
@@ -87,9 +89,15 @@ def check_gradients(marks: Sequence[tuple[Mark, State]], num_replicas: int) -> N
             user_code.warn(message.format(where=place, num_replicas=num_replicas, share=share), _errors.FactorOfReplicasWarning)
 
 
+def _is_same_work(note: Mark, state: State) -> bool:
+    """Tell whether a gradient is combined rightly, and is the same on all replicas without that."""
+    is_mean = note.purpose in (Purpose.MEAN, Purpose.MEAN_GRADIENT)
+    return state.is_same and is_mean is not (state.advice.said is Said.SHARE)
+
+
 def _place(note: Mark) -> str:
-    """Return the verb that sums a gradient, and its line."""
-    return f"{note.name if note.purpose in _SUMS else 'apply_gradients'} at {note.where}"
+    """Return the verb that combines a gradient, and its line."""
+    return f"{'apply_gradients' if note.purpose in GIVEN_TO_OPTIMIZERS else note.name} at {note.where}"
 
 
 def check_noise(findings: Findings) -> None:
@@ -150,7 +158,7 @@ def _complaint(note: Mark, states: list[State], num_replicas: int) -> str:
         return _BENT_SUM
     is_unspoken = not said.isdisjoint((Said.CONSTANT, Said.NOTHING))
     if num_replicas > 1 and is_unspoken and all(state.is_same for state in states):
-        return _SAME_DATA
+        return _SAME.replace("{what}", _FACTOR)
     if not is_unspoken or note.purpose is Purpose.SUMMED_GRADIENT:
         return ""
     if any(state.advice.curved for state in states):
@@ -237,17 +245,17 @@ _DIVIDED_AGAIN = (
     "every replica adds to the loss of each example as it is: `return losses + penalty`. A gradient in a loss is "
     "combined first: mr.get_replica_context().all_reduce('sum', gradient)."
 )
-_SAME_DATA = (
-    "all {num_replicas} replicas computed the same gradients, from no data that differs by replica, and {where} sums them: the "
-    "update is {num_replicas} times that of one device, unless the loss was divided by the number of replicas. Either an array "
-    "was passed to strategy.run, which goes whole to every replica: give each its part of the batch with "
-    "strategy.distribute_dataset(dataset). Or the batch reaches nothing that is trained: see jax.lax.stop_gradient."
+_SAME = (
+    "all {num_replicas} replicas computed the same gradients, from no data that differs by replica, and {where} {what}. An array "
+    "passed to strategy.run goes whole to every replica, and of one key all draw the same rows. Write one of these lines, or see "
+    "why the batch reaches nothing that is trained, as by jax.lax.stop_gradient:\n"
+    "    for x in strategy.distribute_dataset(dataset):  # gives each replica its part of the batch\n"
+    "    key = ctx.rng(key)  # gives each its own key: draw global_batch_size // ctx.num_replicas_in_sync rows of it"
 )
-_SAME_WORK = (
-    "all {num_replicas} replicas computed the same gradients, which {where} sums, from no data that differs by replica: the "
-    "update is right, and each replica has done the whole work. Either an array was passed to strategy.run, which goes whole to "
-    "every replica: write for x in strategy.distribute_dataset(dataset). Or the batch reaches nothing that is trained."
+_FACTOR = (
+    "sums them: the update is {num_replicas} times that of one device, unless the loss was divided by the number of replicas"
 )
+_WORK = "combines them: the numbers are right, and each replica has done the whole work"
 _COMBINED_LOSS = (
     "the loss was combined over the replicas before it was differentiated, so each gradient already stands for "
     "all replicas, and {where} sums them again: the update is R times too large "

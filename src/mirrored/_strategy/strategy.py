@@ -371,16 +371,16 @@ class Strategy:
         If R does not divide n, the replicas really see different numbers of rows; a replica may get none.
 
         Args:
-            dataset: yields global batches, nests of arrays with the same number of rows. It is a grain dataset,
-                `mr.data.tfrecord_dataset`, `strategy.make_numpy_dataset(arrays).batch(n)`, a Hugging Face dataset
-                after `.batch(n)`, a torch DataLoader, or any iterable that can be iterated again.
+            dataset: yields global batches, nests of arrays with equally many rows. It is a grain dataset, a torch DataLoader,
+                `mr.data.tfrecord_dataset`, `strategy.make_numpy_dataset(arrays).batch(n)`, a Hugging Face dataset with
+                `.batch(n)`, any iterable that can be iterated again, or a function that makes an iterator, once a pass.
             options: see `mr.InputOptions`.
 
         Returns:
             A dataset of the same length that yields nests of PerReplica values.
 
         Raises:
-            TypeError: when `dataset` is no such iterable.
+            TypeError: when `dataset` is none of these.
             ValueError: when the policy in `options` cannot divide its files among the workers.
 
         >>> rows = strategy.make_numpy_dataset((np.arange(7), np.arange(7) % 2)).batch(4)

@@ -23,6 +23,7 @@ from ._passes import Elements
 from ._sharing.agree import InputWorker
 from ._sharing.plan import SharingPlan
 from ._sharing.steps import LocalReplicas
+from ._sources.counted import check_function, is_function
 from ._sources.not_batches import why_share, why_single_rows
 from ._sources.numpy_dataset import NumpyDataset
 from ._sources.sizes import num_batches, num_groups
@@ -180,15 +181,20 @@ def check_dataset(dataset: object, verb: str, policy: AutoShardPolicy | str = Au
             f"{verb} got {type(dataset).__name__}, one set of arrays; expected a dataset that yields {batches}: {example}."
         )
     if isinstance(dataset, collections.abc.Iterator):
+        name = getattr(dataset, "__name__", "")
+        name = name if name.isidentifier() else "make_batches"
         raise TypeError(
-            f"{verb} got {shown(dataset)}, an iterator that can be used only once; a second epoch would be empty. Pass "
-            "an object whose __iter__ starts anew: a list of batches, a dataset, or a class with `def __iter__(self): yield ...`."
+            f"{verb} got {shown(dataset)}, an iterator that can be used only once; a second epoch would be empty. Pass the "
+            f"function that makes one for each epoch, without calling it: {name}; or with arguments lambda: {name}(...)."
         )
+    if is_function(dataset):
+        check_function(dataset, verb)
+        return
     is_iterable = isinstance(dataset, collections.abc.Iterable) or hasattr(type(dataset), "__getitem__")
     if not is_iterable or isinstance(dataset, str | bytes):
         raise TypeError(
             f"{verb} got {shown(dataset)} of type {type(dataset).__name__}; expected an iterable of {batches}, for "
-            f"example {example}."
+            f"example {example}, or a function that makes an iterator."
         )
     shared_by_user = verb == "distribute_datasets_from_function" or policy is AutoShardPolicy.OFF
     if reason := why_single_rows(dataset, size) or (None if shared_by_user else why_share(dataset)):

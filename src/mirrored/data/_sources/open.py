@@ -10,13 +10,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
-import jax
 import numpy as np
 
 from ..._typing import PyTree
 from . import grain
+from .counted import BatchesByNumber, FunctionDataset, is_function
 from .numpy_dataset import NumpyDataset
-from .verbs import applied, rows_of
+from .verbs import applied
 
 #: A position as JSON text, or an exception that says why there is none.
 Position: TypeAlias = str | Exception
@@ -73,44 +73,6 @@ class Source:
             iterator.close()
 
 
-class _SequenceIterator:
-    """An iterator over batches that a dataset gives by number."""
-
-    def __init__(self, batches: Any, is_copied: bool) -> None:
-        self._batches, self._is_copied = batches, is_copied
-        self._next = self._first_rows = 0
-
-    def __iter__(self) -> _SequenceIterator:
-        return self
-
-    def __next__(self) -> PyTree:
-        if self._next >= len(self._batches):
-            raise StopIteration
-        self._next += 1
-        batch = self._batches[self._next - 1]
-        if self._next == 1:
-            self._first_rows = rows_of(batch)
-        if self._is_copied:  # the dataset keeps these arrays, and a function may change its argument in place, as in `x /= 255`
-            return jax.tree.map(lambda leaf: leaf.copy() if type(leaf) is np.ndarray else leaf, batch)
-        return batch
-
-    def get_state(self) -> dict[str, int]:
-        return {"next": self._next, "first_rows": self._first_rows}
-
-    def set_state(self, state: dict[str, int]) -> None:
-        position = state["next"]
-        if not 0 <= position <= len(self._batches):
-            raise ValueError(f"batch {position} of {len(self._batches)}")
-        self._first_rows = rows_of(self._batches[0]) if position else 0
-        if state.get("first_rows", self._first_rows) != self._first_rows:
-            raise ValueError(
-                f"it counts batches, whose first had {state['first_rows']} rows, and here it has {self._first_rows}: rows would "
-                "be used twice, or left out. Make batches of the same size, or use strategy.make_numpy_dataset(arrays).batch(n), "
-                "whose position counts rows"
-            )
-        self._next = position
-
-
 def open_source(dataset: Any, state: Any = None, maps: Sequence[Callable[..., PyTree]] = ()) -> Source:
     """Start an iterator over a dataset's global batches, at its beginning or at a position; apply `maps` to each batch."""
     own = dataset
@@ -124,7 +86,7 @@ def open_source(dataset: Any, state: Any = None, maps: Sequence[Callable[..., Py
         if grain.is_pipeline(own):
             return grain.open_pipeline(own)
         if is_sequence(own):
-            return _SequenceIterator(own, is_copied=bool(maps))
+            return BatchesByNumber(own, is_copied=bool(maps))
         return iter(own)
 
     iterator = start() if state is None else _resume(own, start, state)
@@ -147,7 +109,9 @@ def is_hugging_face(dataset: object) -> bool:
 
 
 def adapted(dataset: Any) -> Any:
-    """Return a dataset whose elements hold arrays: without a format, a Hugging Face dataset yields lists."""
+    """Return a dataset that can be iterated, and whose elements hold arrays: a Hugging Face dataset has lists by default."""
+    if is_function(dataset):
+        return FunctionDataset(dataset)
     is_stream = hasattr(dataset, "load_state_dict")  # each pass copies it, with the epoch that the user set
     is_set = (getattr(dataset, "format", None) or {}).get("type") is not None
     return dataset.with_format("numpy") if is_hugging_face(dataset) and not (is_stream or is_set) else dataset
@@ -187,7 +151,8 @@ def _no_position(dataset: object) -> TypeError:
     return TypeError(
         f"{type(dataset).__name__} has no position that could be saved: neither its iterators have get_state and set_state nor "
         "itself state_dict and load_state_dict. Use strategy.make_numpy_dataset(arrays), a list of batches, a grain dataset, "
-        "mr.data.tfrecord_dataset, a Hugging Face dataset or torchdata's StatefulDataLoader."
+        "mr.data.tfrecord_dataset, a Hugging Face dataset or torchdata's StatefulDataLoader. Or let a resume pass over the "
+        "batches that were taken: strategy.distribute_dataset(lambda: iter(dataset))."
     )
 
 

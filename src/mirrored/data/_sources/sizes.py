@@ -105,7 +105,7 @@ def why_no_batch(dataset: object, gave_some: bool) -> str:
     if gave_some:
         return (
             f"{name} gave no batch in this pass, and gave some in an earlier one: it can be gone through only once. Let its "
-            "__iter__ begin anew each time: open the files, or call the generator function, in there."
+            "__iter__, or the function, begin anew each time: open the files, or call the generator function, in there."
         )
     return (
         f"{name} gave no batch with rows. It may have no files or records, a filter may leave all of them out, or they are fewer "
