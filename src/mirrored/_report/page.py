@@ -30,6 +30,8 @@ h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; } p { margin: .4rem 0; }
 th, td { text-align: left; vertical-align: top; padding: .4rem .8rem .4rem 0; border-bottom: 1px solid var(--line);
   overflow-wrap: break-word; min-width: 4.5rem; }
 th { color: var(--quiet); font-weight: 600; white-space: nowrap; }
+@media (max-width: 40rem) { th, td { padding-right: .35rem; min-width: 2.8rem; font-size: .75rem; } th { white-space: normal; }
+  td:last-child { min-width: 4.2rem; } td:last-child, td code { overflow-wrap: anywhere; } }
 .picture { max-width: 40rem; margin: .6rem 0 1.2rem; }
 .part, .bus { background: var(--accent); color: var(--onaccent); border-radius: 5px; }
 .worker { border: 1px solid var(--line); border-radius: 8px; padding: .4rem .8rem .8rem; margin: .5rem 0; color: var(--quiet); }

@@ -62,7 +62,7 @@ def function(fn: Callable[P, ResultT]) -> Callable[P, ResultT]:
     >>> float(train_step(x)), float(train_step(x))
     (6.0, 12.0)
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/function
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/function
     """
     if not callable(fn):
         raise TypeError(f"mr.function got {shown(fn)}; expected a function: @mr.function above def train_step(batch): ...")
