@@ -93,9 +93,9 @@ OFFERS = {
     """,
     "_models": """
         equinox.places_in_modules keras.build_by keras.in_scope keras.refusing_new_variables keras.traced_until_found
-        keras_fit.describe keras_variables.has_strangers keras_variables.own_variable keras_variables.state_of
-        nnx.arrays_by_name nnx.holds_objects nnx.is_object nnx.run_with_objects nnx.set_arrays nnx.variables_of
-        replaced.over_replicas
+        keras_fit.describe keras_variables.has_strangers keras_variables.is_keras_variable
+        keras_variables.own_variable keras_variables.state_of nnx.arrays_by_name nnx.holds_objects nnx.is_object
+        nnx.run_with_objects nnx.set_arrays nnx.variables_of replaced.over_replicas
     """,
     "_program": """
         advice.Said cache.Programs cache.listeners call.Call call.argument_names call.array_leaves call.check_replicas

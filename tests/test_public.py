@@ -57,7 +57,8 @@ def test_public_names_and_methods_are_documented_with_examples() -> None:
         assert f"mirrored.{name}" in api and inspect.getdoc(thing), name
         if not (inspect.isclass(thing) and issubclass(thing, Exception)) and thing is not mr.Strategy:
             assert ">>>" in inspect.getdoc(thing), f"{name} has no example"
-            assert "Source: " in inspect.getdoc(thing) or name not in TENSORFLOW_NAMES, f"{name} names no source"
+            page = re.search(r"^In TensorFlow: https://www\.tensorflow\.org/\S+$", inspect.getdoc(thing), re.MULTILINE)
+            assert page or name not in TENSORFLOW_NAMES, f"{name} does not name TensorFlow's page"
     for name in TESTING:
         thing = getattr(testing, name)
         assert f"mirrored.testing.{name}" in api, name

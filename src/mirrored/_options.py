@@ -58,7 +58,7 @@ class AutoShardPolicy(NamedChoice):
     >>> mr.AutoShardPolicy.FILE
     <AutoShardPolicy.FILE: 'FILE'>
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/data/experimental/AutoShardPolicy
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/data/experimental/AutoShardPolicy
     """
 
     AUTO = "AUTO"
@@ -87,7 +87,7 @@ class InputOptions:
     >>> mr.InputOptions(drop_remainder=True, auto_shard_policy="data")
     InputOptions(drop_remainder=True, prefetch=2, auto_shard_policy=<AutoShardPolicy.DATA: 'DATA'>)
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/InputOptions
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/distribute/InputOptions
     """
 
     drop_remainder: bool = False
@@ -112,7 +112,7 @@ class CommunicationImplementation(NamedChoice):
     >>> mr.CommunicationImplementation.RING
     <CommunicationImplementation.RING: 'RING'>
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/CommunicationImplementation
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/CommunicationImplementation
     """
 
     AUTO = "AUTO"
@@ -139,7 +139,7 @@ class CommunicationOptions:
     >>> mr.CommunicationOptions(implementation="ring", timeout_seconds=120)
     CommunicationOptions(implementation=<CommunicationImplementation.RING: 'RING'>, bytes_per_pack=0, timeout_seconds=120)
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/CommunicationOptions
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/CommunicationOptions
     """
 
     implementation: CommunicationImplementation | CommunicationName = CommunicationImplementation.AUTO
@@ -193,7 +193,7 @@ class NcclAllReduce(AllReduce):
     >>> mr.NcclAllReduce(num_packs=2)
     mr.NcclAllReduce(num_packs=2)
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/NcclAllReduce
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/distribute/NcclAllReduce
     """
 
 
@@ -211,7 +211,7 @@ class HierarchicalCopyAllReduce(AllReduce):
     >>> mr.HierarchicalCopyAllReduce()
     mr.HierarchicalCopyAllReduce(num_packs=1)
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/HierarchicalCopyAllReduce
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/distribute/HierarchicalCopyAllReduce
     """
 
 
@@ -237,7 +237,7 @@ class ReductionToOneDevice:
     >>> int(strategy.reduce("sum", x))
     11
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ReductionToOneDevice
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/distribute/ReductionToOneDevice
     """
 
     reduce_to_device: Any = None
@@ -263,7 +263,7 @@ class ReduceOp(NamedChoice):
     >>> mr.ReduceOp.SUM
     <ReduceOp.SUM: 'SUM'>
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ReduceOp
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/distribute/ReduceOp
     """
 
     SUM = "SUM"
@@ -281,7 +281,7 @@ class VariableSynchronization(NamedChoice):
     >>> mr.VariableSynchronization.ON_READ.name
     'ON_READ'
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/VariableSynchronization
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/VariableSynchronization
     """
 
     AUTO = "AUTO"
@@ -301,7 +301,7 @@ class VariableAggregation(NamedChoice):
     >>> mr.VariableAggregation.MEAN.name
     'MEAN'
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/VariableAggregation
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/VariableAggregation
     """
 
     NONE = "NONE"

@@ -50,7 +50,7 @@ def compute_average_loss(
     >>> float(strategy.reduce("sum", strategy.run(step, args=(x,))))
     1.5
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/nn/compute_average_loss
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/nn/compute_average_loss
     """
     replicas = _replicas("compute_average_loss")
     losses = _as_floats(per_example_loss, "per_example_loss")
@@ -84,7 +84,7 @@ def scale_regularization_loss(regularization_loss: _ArrayLike) -> jax.Array:
     >>> float(strategy.run(lambda: mr.losses.scale_regularization_loss(6.0)))
     3.0
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/nn/scale_regularization_loss
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/nn/scale_regularization_loss
     """
     replicas = _replicas("scale_regularization_loss")
     loss = jnp.sum(_as_numbers(regularization_loss, "regularization_loss"))
@@ -179,7 +179,7 @@ def already_divided(loss: _ArrayLike) -> jax.Array:
     >>> float(strategy.reduce("sum", strategy.run(step, args=(x,))))
     3.0
 
-    Source: https://www.tensorflow.org/tutorials/distribute/custom_training
+    In TensorFlow: https://www.tensorflow.org/tutorials/distribute/custom_training
     """
     _replicas("already_divided")
     return _share(_scalar(loss, "already_divided"), "")
@@ -207,7 +207,7 @@ def as_share(value: _PyTree) -> _PyTree:
     >>> float(strategy.run(step, args=(x,)))
     -24.0
 
-    Source: https://www.tensorflow.org/tutorials/distribute/custom_training
+    In TensorFlow: https://www.tensorflow.org/tutorials/distribute/custom_training
     """
     _replicas("as_share")
     return jax.tree.map(lambda number: _share(_as_numbers(number, "a value given to as_share"), ""), value)

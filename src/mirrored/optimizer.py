@@ -70,7 +70,7 @@ class Optimizer:
     >>> round(float(w), 6)
     0.85
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/keras/optimizers/Optimizer
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/keras/optimizers/Optimizer
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Optimizer:
         >>> float(strategy.reduce("sum", loss)), round(float(w), 6), int(optimizer.iterations)
         (1.5, 0.85, 1)
 
-        Source: https://www.tensorflow.org/api_docs/python/tf/keras/optimizers/Optimizer
+        In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/keras/optimizers/Optimizer
         """
         if not callable(loss):
             raise TypeError(

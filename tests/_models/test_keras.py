@@ -150,3 +150,28 @@ def test_another_backend_is_refused_in_a_scope_and_a_late_import_is_told(strateg
     monkeypatch.delitem(sys.modules, "keras")
     with pytest.warns(UserWarning, match="keras was imported inside"), strategy2.scope():
         sys.modules["keras"] = keras
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_state_of_arrays_goes_through_a_stateless_step_and_keras_variables_are_named(num_replicas: int) -> None:
+    strategy = mr.MirroredStrategy([f"cpu:{index}" for index in range(num_replicas)])
+    [batch] = strategy.distribute_dataset([np.arange(8, dtype=np.float32).reshape(4, 2)])
+    with strategy.scope():
+        layer, optimizer = keras.layers.Dense(1, kernel_initializer="ones", name="fc"), keras.optimizers.SGD(0.5)
+        layer.build((None, 2))
+        optimizer.build(layer.trainable_variables)
+
+    def step(weights: Any, slots: Any, x: Any) -> Any:
+        loss = lambda weights: mr.losses.compute_average_loss(layer.stateless_call(weights, [], x)[0].sum(1))  # noqa: E731
+        return optimizer.stateless_apply(slots, jax.grad(loss)(weights), weights)
+
+    state = [[variable.value for variable in one.variables] for one in (layer, optimizer)]
+    [kernel, bias], _ = strategy.run(step, args=(*state, batch))
+    assert np.asarray(kernel).ravel().tolist() == [-0.5, -1.0] and np.asarray(bias).tolist() == [-0.5]
+    named = r"the argument `weights\[0\]` is a variable of Keras, 'fc/kernel', and so are 3 more\..*v\.value for v"
+    for refused in (step, jax.jit(step)):
+        with pytest.raises(TypeError, match=named):
+            strategy.run(refused, args=(layer.variables, optimizer.variables, batch))
+    with pytest.raises(TypeError, match=r"was given a variable, at .*test_keras\.py:\d+; these take arrays only, and of Keras'"):
+        strategy.run(lambda: jax.grad(lambda weights: weights[0].sum())(layer.variables))
+    assert np.asarray(layer.kernel).ravel().tolist() == [1.0, 1.0], "what passes through a step is no variable"

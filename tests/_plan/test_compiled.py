@@ -210,7 +210,7 @@ def test_values_are_refused_and_all_else_works_outside_of_steps(tmp_path) -> Non
         with pytest.raises(mr.PlanError, match="the plan ends here"):
             reading()
     page = mr.report(strategy, tmp_path / "plan.html").read_text()
-    assert "<h2>Plan</h2><pre>plan for 8 replicas" in page and "trained variables" in page
+    assert "<h2>Plan</h2><pre>fits; plan for 8 replicas" in page and "trained variables" in page
     assert json.loads(json.dumps(mr.plan(strategy).as_dict()))["devices"] == 8
 
 
@@ -286,7 +286,11 @@ def plan_script(tmp_path, *options, **words):
 def test_the_command_plans_a_script_as_it_is(name, tmp_path) -> None:
     done = plan_script(tmp_path, "--topology", "v5e:8x8", strategy=name)
     assert done.returncode == 0, done.stderr
-    assert "plan for 64 replicas" in done.stdout and "1 all-reduce of 4.0 MiB" in done.stdout and "efficiency" in done.stdout
+    assert (
+        done.stdout.startswith("fits; plan for 64 replicas")
+        and "1 all-reduce of 4.0 MiB" in done.stdout
+        and "efficiency" in done.stdout
+    )
     assert "mirrored plan: compiling main.<locals>.step" in done.stderr and "train.py:19: the plan ends here" in done.stderr
 
 

@@ -46,7 +46,9 @@ def test_the_text_says_memory_work_collectives_and_that_times_are_estimated() ->
     text = str(plan_with(dataclasses.replace(GPT, collectives=sent), devices=8))
     assert "gpt of int32[1,16,513] (compiled in 7.0 s)" in text
     assert "9.5 GiB of 131.3 GiB: 512.0 MiB trained variables, 1.0 GiB other state, 32.1 KiB arguments" in text
-    assert "1 all-reduce of 4.0 MiB, alone, with 0 matrix products later; 1 all-gather of 1.0 MiB, beside other work" in text
+    assert "1 all-reduce of 4.0 MiB, beside no other work; 1 all-gather of 1.0 MiB, beside other work" in text
+    last = dataclasses.replace(GPT, collectives=(Sent("all-reduce", 2**20, False, 1),))
+    assert "1 all-reduce of 1.0 MiB, beside no other work, before 1 matrix product\n" in str(plan_with(last))
     assert "estimated    16" in text and "limited by memory" in text and "efficiency   1: 100%, 8:" in text
 
 
@@ -61,6 +63,11 @@ def test_a_program_that_does_not_fit_says_by_how_much_and_what_saves_memory() ->
     text = str(plan_with(large, kind="NVIDIA H100 80GB HBM3"))
     assert "it needs 88.0 GiB of 80.0 GiB" in text and "shard_state" not in text
     assert plan_with(GPT).fits(GPT)
+    firsts = [
+        str(made).splitlines()[0] for made in (plan_with(GPT), plan_with(GPT, large, kind="TPU v5 lite"), plan_with(kind="?"))
+    ]
+    unknown = "compiles (this kind of device has no known memory)"
+    assert firsts == [f"{said}; plan for test" for said in ("fits", "does not fit: gpt", unknown)]
 
 
 def test_a_plan_is_data_too() -> None:
@@ -68,7 +75,7 @@ def test_a_plan_is_data_too() -> None:
     [program] = made["programs"]
     assert program["memory"]["peak"] == GPT.memory.peak and program["estimate"]["seconds"] > 0
     assert set(program["efficiency"]) == {"1", "8", "64", "256"} and made["chip"]["name"] == "H200"
-    assert "<pre>plan for test" in plan_with(GPT)._repr_html_()
+    assert "<pre>fits; plan for test" in plan_with(GPT)._repr_html_()
 
 
 def test_an_unknown_device_has_no_estimates() -> None:

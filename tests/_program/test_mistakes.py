@@ -74,12 +74,12 @@ MISTAKES = {
     "-=": (lambda w, x: in_place(w), UnboundLocalError, "local variable 'w'.*, at {here}", r"w\.assign_sub\(x\)"),
     "value()": (lambda w, x: w.value(), TypeError, "called like a function, at {here}", r"variable\.read_value\(\)"),
     "pmean": (lambda w, x: jax.lax.pmean(x, "batch"), NameError, "no axis 'batch', at {here}", r"pmean\(x, 'replica'\)"),
-    "lax": (lambda w, x: jax.lax.exp(w), TypeError, r"jax\.lax, .* given a mr\.Variable, at {here}", r"exp\(variable\.value\)"),
+    "lax": (lambda w, x: jax.lax.exp(w), TypeError, r"jax\.lax, .* given a variable, at {here}", r"exp\(variable\.value\)"),
     "index of an array": (
-        lambda w, x: x[:, w], TypeError, r"index of an array, was given a mr\.Variable, at {here}", r"x\[:, variable\.value\]",
+        lambda w, x: x[:, w], TypeError, r"index of an array, was given a variable, at {here}", r"x\[:, variable\.value\]",
     ),
     "index in at": (lambda w, x: x.at[w].set(0.0), TypeError, r"index of an array, .* at {here}", r"x\[:, variable\.value\]"),
-    "lax of two": (lambda w, x: jax.lax.mul(x[0, 0], w), TypeError, r"given a mr\.Variable, at {here}", r"variable\.value"),
+    "lax of two": (lambda w, x: jax.lax.mul(x[0, 0], w), TypeError, r"given a variable, at {here}", r"variable\.value"),
     "apply_updates": (
         lambda w, x: optax.apply_updates({"w": w}, {"w": x[0, 0]}), TypeError, r"optax\.apply_updates, .* at {here}",
         r"mr\.Optimizer\(tx, variables\) .* jax\.tree\.map\(jnp\.asarray, variables\), .* variable\.assign\(new\)",

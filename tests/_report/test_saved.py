@@ -66,7 +66,7 @@ def test_files_of_workers_are_one_page(facts: Facts, tmp_path: Path, capsys: pyt
     rows = [re.sub("<[^>]*>", " ", row).split() for row in table.split("<tr>")[2:]]
     assert [row[:2] for row in rows] == [["0", "30"], ["2", "32"]] and "50%" in rows[1]
     assert launch.main(["report", str(tmp_path / "report.2.json"), "-o", str(tmp_path / "to" / "two.html")]) == 0
-    assert "32 steps of strategy.run" in (tmp_path / "to" / "two.html").read_text()
+    assert "The last 32 steps of strategy.run" in (tmp_path / "to" / "two.html").read_text()
 
 
 def test_what_is_no_run_is_one_line(facts: Facts, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -515,7 +515,8 @@ class PrivateGradients(Program):
         return jax.tree.map(lambda g: jnp.tensordot(jnp.minimum(1, 1 / norms), g, 1), gradients)
 
     def step(self, carry: Any, b: Batch) -> tuple[Any, dict[str, Any]]:
-        total, rows = ctx().all_reduce("sum", (self.clipped_sum(self.values(), b), b["y"].shape[0]))
+        own = mr.losses.as_share(self.clipped_sum(self.values(), b))
+        total, rows = ctx().all_reduce("sum", (own, b["y"].shape[0]))
         self.optimizer.apply_gradients(jax.tree.map(lambda g: g / rows, total), aggregate=False)
         return carry, {}
 

@@ -78,7 +78,7 @@ class Checkpoint:
     30 30.0 [10, 20, 30]
     >>> folder.cleanup()
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/train/CheckpointManager
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/train/CheckpointManager
     """
 
     def __init__(

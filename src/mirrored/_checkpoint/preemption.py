@@ -66,7 +66,7 @@ class PreemptionHandler:
     ...         preemption.after_step(step)
     >>> folder.cleanup()
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/PreemptionCheckpointHandler
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/PreemptionCheckpointHandler
     """
 
     def __init__(self, checkpoint: Checkpoint, *, strategy: Strategy | None = None) -> None:

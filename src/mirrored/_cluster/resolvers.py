@@ -24,7 +24,7 @@ class ClusterResolver(abc.ABC):
     >>> isinstance(mr.TFConfigClusterResolver(), mr.ClusterResolver)
     True
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/ClusterResolver
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/ClusterResolver
     """
 
     @abc.abstractmethod
@@ -63,7 +63,7 @@ class SimpleClusterResolver(ClusterResolver):
     >>> resolver.cluster_spec().as_dict(), resolver.task_type, resolver.task_id
     ({'worker': ['10.0.0.1:2222', '10.0.0.2:2222']}, 'worker', 1)
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/SimpleClusterResolver
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/SimpleClusterResolver
     """
 
     def __init__(self, cluster_spec: ClusterSpec | Mapping[str, Sequence[str]], task_type: str, task_id: int) -> None:
@@ -88,7 +88,7 @@ class TFConfigClusterResolver(ClusterResolver):
     >>> mr.TFConfigClusterResolver(environment={"TF_CONFIG": config}).task_id
     1
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/TFConfigClusterResolver
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/TFConfigClusterResolver
     """
 
     def __init__(self, *, environment: Mapping[str, str] | None = None) -> None:
@@ -116,7 +116,7 @@ class SlurmClusterResolver(ClusterResolver):
     >>> mr.SlurmClusterResolver(environment=step).cluster_spec().as_dict()
     {'worker': ['n2:8888', 'n2:8889', 'n10:8888']}
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/SlurmClusterResolver,
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/SlurmClusterResolver,
     which sorts the hosts as text.
     """
 
@@ -148,7 +148,7 @@ class KubernetesClusterResolver(ClusterResolver):
     >>> mr.KubernetesClusterResolver(num_workers=2, subdomain="pods", environment=pod).cluster_spec().as_dict()
     {'worker': ['digits-0.pods:8476', 'digits-1.pods:8476']}
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/KubernetesClusterResolver,
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/KubernetesClusterResolver,
     which asks the API and sorts the pods as text.
     """
 

@@ -38,7 +38,7 @@ class ClusterSpec:
     >>> spec.jobs, spec.job("worker")
     (['chief', 'worker'], ('10.0.0.2:2222',))
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/train/ClusterSpec
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/train/ClusterSpec
     """
 
     tasks: tuple[tuple[str, tuple[str | None, ...]], ...] = ()

@@ -77,7 +77,7 @@ class Plan:
     """The plan of a strategy; `print(plan)` shows it, and `as_dict()` returns it as data.
 
     >>> print(mr.plan(strategy))  # doctest: +SKIP
-    plan for 256 replicas (planned: 256 x TPU v5 lite, 64 hosts)
+    fits; plan for 256 replicas (planned: 256 x TPU v5 lite, 64 hosts)
 
     Attributes:
         devices: the number of devices, on `num_hosts` hosts; `chip` has their published rates, or is None if none are known.
@@ -129,7 +129,11 @@ class Plan:
         return made
 
     def __str__(self) -> str:
-        return "\n".join([f"plan for {self.title}", *(_describe(self, program) for program in self.programs)])
+        too_large = [program.name for program in self.programs if not self.fits(program)]
+        fits = "fits" if self.chip is not None else "compiles (this kind of device has no known memory)"
+        verdict = f"does not fit: {', '.join(dict.fromkeys(too_large))}" if too_large else fits
+        first = f"{verdict}; plan for {self.title}"
+        return "\n".join([first, *(_describe(self, program) for program in self.programs)])
 
     def _repr_html_(self) -> str:
         return _html.element("pre", str(self))
@@ -247,7 +251,8 @@ def _describe_sent(collectives: Sequence[Sent]) -> str:
     described = []
     for (kind, is_overlapped), each in kinds.items():
         number, size = sum(sent.times for sent in each), sum(sent.times * sent.num_bytes for sent in each)
-        how = "beside other work" if is_overlapped else f"alone, with {each[0].later} matrix products later"
+        rest = f", before {counted(each[0].later, 'matrix product')}" if each[0].later else ""
+        how = "beside other work" if is_overlapped else f"beside no other work{rest}"
         described.append(f"{counted(number, kind)} of {bytes_in_words(size)}, {how}")
     return "; ".join(described) or "nothing"
 

@@ -21,7 +21,7 @@ from .._jax.tracing import is_wide
 from .._replicas import in_flight, placement
 from .._replicas.mesh import PlannedMesh, ReplicaMesh
 from .._replicas.per_replica import PerReplica
-from .._text import bytes_in_words
+from .._text import bytes_in_words, counted
 from .._typing import PyTree, Shape
 from .._variables import equal_copies, storage
 from .._variables.variable import spec_of
@@ -46,7 +46,9 @@ def describe_program(program: StepProgram) -> str:
         sizes.setdefault(name_of_collective(collective), []).append(collective.num_bytes)
     communication = ", ".join(f"{len(b)} {name} of {bytes_in_words(sum(b))}" for name, b in sizes.items()) or "no communication"
     communication += program.joined.describe()
-    return f"{program.name}: {len(lifted.written)} variables written, {len(lifted.read_only)} read; {communication}"
+    return (
+        f"{program.name}: {counted(len(lifted.written), 'variable')} written, {len(lifted.read_only)} only read; {communication}"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +146,7 @@ class Program:
         try:
             if self.calls_host:
                 outputs = storage.overwrite_when_done(self._until_done, self.home, read_only, arrays, self.constants)
+                self.has_run = True
             elif self.has_run:
                 outputs = storage.overwrite(self.compiled, self.home, read_only, arrays, self.constants)
             else:

@@ -8,7 +8,7 @@ import functools
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -68,14 +68,26 @@ class Steps:
             key, functions, given = key_of(function, args, kwargs)
             program = self.programs.get(key, functions, args if is_plain and not kwargs else None)
             if program is None or not is_plain:
-                self.spent.last = None
-                coming = of_last_batch((tuple(args), kwargs)) if program is None and is_plain and (args or kwargs) else None
-                return self._run_otherwise(strategy, program, take_apart(function, args, kwargs), coming)
+                self.spent.last, is_new = None, program is None and is_plain
+                coming = of_last_batch((tuple(args), kwargs)) if is_new and (args or kwargs) else None
+                with self._compiling() if is_new else contextlib.nullcontext():
+                    return self._run_otherwise(strategy, program, take_apart(function, args, kwargs), coming)
             names = lambda: argument_names(take_apart(function, args, kwargs))  # noqa: E731
             arrays = place(self._mesh, given, lambda: array_leaves(key), names)
+        if not program.has_run:
+            with self._compiling():
+                return program.run(arrays)
         result = program.run(arrays)
         self._took(start, waited_before)
         return result
+
+    @contextlib.contextmanager
+    def _compiling(self) -> Iterator[None]:
+        """Count the time of a block as a compilation."""
+        start, self.spent.last = time.perf_counter(), None
+        yield
+        self.spent.num_compiled += 1
+        self.spent.compiling += time.perf_counter() - start
 
     def _took(self, start: float, waited_before: float) -> None:
         """Note the time of a warm step, and of the rest of the loop before it."""
@@ -87,11 +99,8 @@ class Steps:
         end, input, devices = time.perf_counter(), waited.input, waited.devices
         if (before := spent.last) is not None:
             last, last_input, last_devices = before
-            spent.num_steps += 1
-            spent.wall += end - last
-            spent.input += input - last_input
-            spent.devices += devices - last_devices
-            spent.python += end - start - (devices - waited_before)
+            inside = end - start - (devices - waited_before)
+            spent.steps.append((end - last, input - last_input, devices - last_devices, inside))
         spent.last = end, input, devices
 
     def _run_otherwise(self, strategy: object, program: StepProgram | None, call: Call, coming: Any) -> PyTree:

@@ -36,7 +36,7 @@ class ReplicaContext:
     >>> int(strategy.run(step))
     3
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ReplicaContext
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/distribute/ReplicaContext
     """
 
     __slots__ = ("_axis", "_knows_id", "_strategy")

@@ -107,7 +107,7 @@ def in_cross_replica_context() -> bool:
     ...     mr.in_cross_replica_context()
     True
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/in_cross_replica_context
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/distribute/in_cross_replica_context
     """
     frame = current()
     return frame is not None and frame.strategy is not None and frame.replica is None

@@ -53,7 +53,7 @@ class PerReplica:
     ...
     mirrored.PerReplicaError: PerReplica does not support `+` ...
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedValues
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedValues
     """
 
     __slots__ = ("__weakref__", "_array", "_carried", "_origin", "_proven", "_rank", "_shapes")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import time
+from collections import deque
 from collections.abc import Iterator
 
 from .._process import last_profiles, times
@@ -13,6 +15,8 @@ from .mesh import ReplicaMesh
 
 #: The fewest steps for which shares are shown.
 MIN_STEPS = 20
+#: How many of the last steps are remembered.
+LAST_STEPS = 1000
 #: The key of the time outside collectives.
 COMPUTATION = "computation"
 
@@ -25,16 +29,15 @@ def forget_pause() -> None:
 
 @dataclasses.dataclass(eq=False)
 class Spent:
-    """The seconds of a strategy's warm steps; each step counts from the end of the one before.
+    """The seconds of a strategy's compilations, and of its last warm steps; each step counts from the end of the one before.
 
-    A step that compiles does not count, nor does the next one. Only the first thread that takes steps counts.
+    A program's first run is a compilation: it is no step, and neither is the next run. Steps of one thread count, the first's.
     """
 
-    num_steps: int = 0
-    wall: float = 0.0  # of all steps, from end to end
-    input: float = 0.0  # see `_process.Waited`
-    devices: float = 0.0
-    python: float = 0.0  # inside `strategy.run`, without waiting
+    num_compiled: int = 0
+    compiling: float = 0.0  # of all compilations, with tracing, proof and the first run
+    #: Of each step: from end to end; waiting for input and devices (`_process.Waited`); inside `strategy.run`, without waiting.
+    steps: deque[tuple[float, float, float, float]] = dataclasses.field(default_factory=lambda: deque(maxlen=LAST_STEPS))
     #: `_process.waited` and the clock at the end of the last step; None if the next step begins a series.
     last: tuple[float, float, float] | None = None
     thread: int = 0  # the thread that takes the steps; 0 before the first
@@ -43,19 +46,32 @@ class Spent:
     def __post_init__(self) -> None:
         times.add(self)
 
+    def wall(self) -> float:
+        """Return the seconds of the steps."""
+        return sum(wall for wall, *_ in self.steps)
+
+    def median(self) -> float:
+        """Return the seconds of a steady step; 0 before the first."""
+        return statistics.median([wall for wall, *_ in self.steps] or [0.0])
+
     def shares(self) -> dict[str, float]:
-        """Return the shares of the time, by what it was spent on; {} after too few steps."""
-        if self.num_steps < MIN_STEPS or self.wall <= 0:
+        """Return the shares of the steps' time, by what it was spent on; {} after too few steps."""
+        wall = self.wall()
+        if len(self.steps) < MIN_STEPS or wall <= 0:
             return {}
-        parts = {"waiting for input": self.input, "waiting for devices": self.devices, "Python and dispatch": self.python}
-        parts["between the steps"] = max(self.wall - sum(parts.values()), 0.0)
-        return {name: seconds / self.wall for name, seconds in parts.items()}
+        input, devices, python = (sum(step[part] for step in self.steps) for part in (1, 2, 3))
+        parts = {"waiting for input": input, "waiting for devices": devices, "Python and dispatch": python}
+        parts["between the steps"] = max(wall - sum(parts.values()), 0.0)
+        return {name: seconds / wall for name, seconds in parts.items()}
 
     def in_words(self) -> Iterator[str]:
-        """Yield a line about the shares, and if most time passes between steps, what it may be; nothing after too few steps."""
+        """Yield a line about compilations, one about the steps' shares, and if most time passes between steps, what it may be."""
+        if self.num_compiled:
+            yield f"time of {counted(self.num_compiled, 'compilation')}: {self.compiling:.3g} s, which no step below has"
         if shares := self.shares():
             listed = ", ".join(f"{share:.0%} {name}" for name, share in shares.items())
-            yield f"time of {self.num_steps} steps, {1e3 * self.wall / self.num_steps:.3g} ms each: {listed}"
+            median = f"with a median of {1e3 * self.median():.3g} ms"
+            yield f"time of the last {len(self.steps)} steps, {self.wall():.3g} s {median}: {listed}"
             if shares["between the steps"] > 0.5:
                 yield "  between the steps: your own code, and its wait for each result that it reads, as float(loss) does"
 

@@ -29,7 +29,7 @@ from .._variables.variable import live_variables, spec_of
 from ..data._dataset import DistributedDataset, batch_rows
 
 #: The version of the files' format.
-_VERSION = 2
+_VERSION = 3
 
 
 class Replica(NamedTuple):
@@ -93,7 +93,8 @@ class Facts:
         num_workers: the number of processes.
         adds_up_by: the option whose function replaces sums over replicas; "" without one.
         datasets, programs, variables: those that are alive.
-        num_steps, step_seconds, shares: the number of warm steps, the time of one, and the parts of that time.
+        num_compiled, compile_seconds: how many programs of steps were compiled, and the time of all compilations.
+        num_steps, step_seconds, shares: the number of the last warm steps, the median of their times, and the parts of the time.
         profiled: the last profile of this process's devices; None without one.
         comparison: the last comparison of copies; None before the first.
         warnings: this process's warnings, and how often each came.
@@ -110,6 +111,8 @@ class Facts:
     datasets: tuple[Split, ...]
     programs: tuple[Compiled, ...]
     variables: tuple[StateEntry, ...]
+    num_compiled: int
+    compile_seconds: float
     num_steps: int
     step_seconds: float
     shares: dict[str, float]
@@ -137,8 +140,10 @@ def facts_of(strategy: Strategy) -> Facts:
             StateEntry(spec.name, spec.shape, str(spec.dtype), math.prod(spec.shape) * spec.dtype.itemsize, spec.is_on_read)
             for spec in map(spec_of, live_variables(mesh))
         ),
-        num_steps=spent.num_steps,
-        step_seconds=spent.wall / max(spent.num_steps, 1),
+        num_compiled=spent.num_compiled,
+        compile_seconds=spent.compiling,
+        num_steps=len(spent.steps),
+        step_seconds=spent.median(),
         shares=spent.shares(),
         profiled=last_profile(mesh, spent.since),
         comparison=last_comparisons.get(mesh),

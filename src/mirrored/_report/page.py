@@ -30,6 +30,8 @@ h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; } p { margin: .4rem 0; }
 th, td { text-align: left; vertical-align: top; padding: .4rem .8rem .4rem 0; border-bottom: 1px solid var(--line);
   overflow-wrap: break-word; min-width: 4.5rem; }
 th { color: var(--quiet); font-weight: 600; white-space: nowrap; }
+@media (max-width: 40rem) { th, td { padding-right: .35rem; min-width: 2.8rem; font-size: .75rem; } th { white-space: normal; }
+  td:last-child { min-width: 4.2rem; } td:last-child, td code { overflow-wrap: anywhere; } }
 .picture { max-width: 40rem; margin: .6rem 0 1.2rem; }
 .part, .bus { background: var(--accent); color: var(--onaccent); border-radius: 5px; }
 .worker { border: 1px solid var(--line); border-radius: 8px; padding: .4rem .8rem .8rem; margin: .5rem 0; color: var(--quiet); }
@@ -118,7 +120,7 @@ def _programs(facts: Facts) -> Html:
     if not facts.programs:
         return _quiet("No program was compiled yet. A step is compiled when strategy.run first calls it.")
     rows = [(element("code", p.name), p.num_written, p.num_read, p.cause or "first call of the function") for p in facts.programs]
-    return _table(("function", "writes", "reads", "compiled because"), rows)
+    return _table(("function", "writes", "only reads", "compiled because"), rows)
 
 
 def _profiled(facts: Facts) -> Html:
@@ -136,28 +138,30 @@ def _profiled(facts: Facts) -> Html:
 
 
 def _steps(facts: Facts) -> Html:
+    compiled = _quiet(f"{counted(facts.num_compiled, 'compilation')} of steps: {facts.compile_seconds:.3g} s.")
     if not facts.shares:
-        return _quiet("Too few steps of strategy.run were taken to say where their time goes.")
-    each = f"{counted(facts.num_steps, 'step')} of strategy.run, {1e3 * facts.step_seconds:.3g} ms each"
+        return join([compiled, _quiet("Too few steps of strategy.run were taken to say where their time goes.")])
+    each = f"The last {counted(facts.num_steps, 'step')} of strategy.run, with a median of {1e3 * facts.step_seconds:.3g} ms"
     note = (
-        ", without those that were compiled. The loop waits for devices when it is ahead of them; between the steps is the time "
-        "of your own program, and of results that it reads."
+        ", without compilations. The loop waits for devices when it is ahead of them; between the steps is the time of your own "
+        "program, and of results that it reads."
     )
-    return join([_quiet(each + note), pictures.shares(facts.shares)])
+    return join([compiled, _quiet(each + note), pictures.shares(facts.shares)])
 
 
 def _steps_of_all(workers: Sequence[Facts]) -> Html:
     """Show the workers' steps side by side, so that readers find the worker that delays the others."""
     names = list(dict.fromkeys(name for facts in workers for name in facts.shares))
     rows = [
-        (f.worker, f.num_steps, f"{1e3 * f.step_seconds:.3g} ms", *(f"{f.shares[n]:.0%}" if f.shares else "" for n in names))
+        [f.worker, f.num_steps, f"{1e3 * f.step_seconds:.3g} ms", f"{f.compile_seconds:.3g} s"]
+        + [f"{f.shares[name]:.0%}" if f.shares else "" for name in names]
         for f in workers
     ]
     note = (
-        "Steps of strategy.run without those that were compiled. Workers take their steps together, so look for the one that "
+        "The last steps of strategy.run, without compilations. Workers take their steps together, so look for the one that "
         "waits least."
     )
-    return join([_quiet(note), _table(("worker", "steps", "each", *names), rows)])
+    return join([_quiet(note), _table(("worker", "steps", "median", "compilations", *names), rows)])
 
 
 def _profiles(workers: Sequence[Facts]) -> Html:

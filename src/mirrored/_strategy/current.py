@@ -31,7 +31,7 @@ def get_strategy() -> Strategy:
     ...     mr.get_strategy().num_replicas_in_sync
     2
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/get_strategy
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/distribute/get_strategy
     """
     frame = frames.current()
     return frame.strategy if frame is not None and frame.strategy is not None else _default_strategy()
@@ -43,7 +43,7 @@ def has_strategy() -> bool:
     >>> mr.has_strategy()
     False
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/has_strategy
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/distribute/has_strategy
     """
     frame = frames.current()
     return frame is not None and frame.strategy is not None
@@ -60,7 +60,7 @@ def get_replica_context() -> ReplicaContext:
     ...     print(mr.get_replica_context())
     None
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/get_replica_context
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/distribute/get_replica_context
     """
     frame = frames.current()
     if frame is None or (frame.strategy is None and frame.axis is None):

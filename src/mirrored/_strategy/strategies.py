@@ -63,7 +63,7 @@ class MirroredStrategy(Strategy):
     >>> mr.MirroredStrategy(["cpu:0", "cpu:1"], num_replicas=8)
     mr.MirroredStrategy(8 replicas on 2 devices (cpu:0, cpu:1), together)
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/MirroredStrategy
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/distribute/MirroredStrategy
     """
 
     @user_code.shorten_errors
@@ -107,7 +107,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     >>> strategy.num_workers, strategy.is_chief
     (1, True)
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/MultiWorkerMirroredStrategy
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/distribute/MultiWorkerMirroredStrategy
     """
 
     @user_code.shorten_errors
@@ -246,7 +246,7 @@ class OneDeviceStrategy(Strategy):
     >>> mr.OneDeviceStrategy("cpu:0").num_replicas_in_sync
     1
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/OneDeviceStrategy
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/distribute/OneDeviceStrategy
     """
 
     @user_code.shorten_errors

@@ -71,7 +71,7 @@ class Strategy:
     Do not make one directly. Its subclasses differ only in their devices: `mr.MirroredStrategy`, `mr.OneDeviceStrategy`,
     `mr.MultiWorkerMirroredStrategy`, and the default strategy that `mr.get_strategy()` returns outside every scope.
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy
     """
 
     _coordination = Coordination()
@@ -196,7 +196,7 @@ class Strategy:
         ...     mr.get_strategy() is strategy
         True
 
-        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#scope
+        In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#scope
         """
         return _Scope(self._entered)
 
@@ -253,7 +253,7 @@ class Strategy:
           0: [10. 10.],
           1: [20. 20.])
 
-        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#run
+        In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#run
         """
         try:
             if type(args) is not tuple or kwargs is not None or not callable(fn):
@@ -301,7 +301,7 @@ class Strategy:
         >>> strategy.reduce("sum", x), strategy.reduce("mean", x, axis=0)
         (Array([2., 4.], dtype=float32), Array(1.5, dtype=float32))
 
-        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#reduce
+        In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#reduce
         """
         op = ReduceOp.parse(reduce_op, "reduce_op")
         self._check_current("reduce")
@@ -334,7 +334,7 @@ class Strategy:
         >>> strategy.gather(x, axis=0).shape
         (3,)
 
-        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#gather
+        In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#gather
         """
         frames.require_cross_replica("gather", "Use mr.get_replica_context().all_gather(value, axis) there.")
         self._check_current("gather")
@@ -355,7 +355,7 @@ class Strategy:
         >>> strategy.local_results(x), strategy.local_results(7)
         ((Array(0, dtype=int32), Array(1, dtype=int32)), (7,))
 
-        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#experimental_local_results
+        In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#experimental_local_results
         """
         frames.require_cross_replica("local_results", "The value there is this replica's own already.")
         self._check_current("local_results")
@@ -389,7 +389,7 @@ class Strategy:
         [[0, 1], [2, 3]]
         [[4, 5], [6]]
 
-        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#experimental_distribute_dataset
+        In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#experimental_distribute_dataset
         """
         options, worker = self._checked_input(options, "distribute_dataset")
         check_dataset(dataset, "distribute_dataset", options.auto_shard_policy)
@@ -424,7 +424,7 @@ class Strategy:
         [[0, 1], [2, 3]]
         [[4], []]
 
-        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#distribute_datasets_from_function
+        In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#distribute_datasets_from_function
         """
         if not callable(dataset_fn):
             raise TypeError(f"dataset_fn is {shown(dataset_fn)}; expected a function of a mr.InputContext.")
@@ -464,7 +464,7 @@ class Strategy:
         >>> sorted(np.concatenate(list(dataset)).tolist())
         [0, 1, 2, 3, 4, 5]
 
-        Source: https://www.tensorflow.org/versions/r1.15/api_docs/python/tf/distribute/Strategy
+        In TensorFlow: https://www.tensorflow.org/versions/r1.15/api_docs/python/tf/distribute/Strategy
         """
         return NumpyDataset(stacked_lists(numpy_input))
 
@@ -485,7 +485,7 @@ class Strategy:
           0: [],
           1: [1.])
 
-        Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#experimental_distribute_values_from_function
+        In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#experimental_distribute_values_from_function
         """
         if not callable(value_fn):
             raise TypeError(f"value_fn is {shown(value_fn)}; expected a function of a mr.ValueContext.")

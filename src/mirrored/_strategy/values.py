@@ -35,7 +35,7 @@ class ValueContext:
     >>> print(mr.ValueContext(2, 4))
     ValueContext(replica_id_in_sync_group=2, num_replicas_in_sync=4)
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/ValueContext
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/ValueContext
     """
 
     replica_id_in_sync_group: int = 0

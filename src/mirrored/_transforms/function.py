@@ -23,6 +23,7 @@ from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh, default_mesh, replicas_of
 from .._replicas.per_replica import PerReplica
 from .._replicas.placement import check_later
+from .._replicas.spent import forget_pause
 from .._text import shown
 from .._typing import PyTree, UserFunction
 from .._variables.variable import spec_of
@@ -61,7 +62,7 @@ def function(fn: Callable[P, ResultT]) -> Callable[P, ResultT]:
     >>> float(train_step(x)), float(train_step(x))
     (6.0, 12.0)
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/function
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/function
     """
     if not callable(fn):
         raise TypeError(f"mr.function got {shown(fn)}; expected a function: @mr.function above def train_step(batch): ...")
@@ -128,6 +129,8 @@ class FunctionProgram(Program):
 
     def run(self, arrays: list[Any]) -> PyTree:
         plan = self.lifted.plan
+        if not self.has_run:  # it is compiled, which belongs to no step
+            forget_pause()
         results = zip(self.execute(arrays), plan.shapes, plan.stacked, strict=True)
         return plan.rebuild([PerReplica(array, shapes) if is_stacked else array for array, shapes, is_stacked in results])
 

@@ -91,7 +91,7 @@ def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -
     >>> float(value), gradient
     (8.0, Array([4., 2.], dtype=float32))
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/GradientTape
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/GradientTape
     """
     if not callable(fn):
         raise TypeError(f"mr.value_and_grad got {shown(fn)}; expected a function that returns a loss.")

@@ -56,7 +56,7 @@ class ScatterMethods:
         >>> print(v.scatter_update([0, 2], [10.0, 30.0]).value)
         [10.  2. 30.]
 
-        Source: https://www.tensorflow.org/api_docs/python/tf/Variable#scatter_update
+        In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/Variable#scatter_update
         """
         return self._scatter("scatter_update", "set", indices, updates)
 

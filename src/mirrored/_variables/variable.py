@@ -92,7 +92,7 @@ class Variable(ScatterMethods, _Array):
     >>> seen.numpy(), w.numpy()
     (array(20, dtype=int32), array([1., 1., 1.], dtype=float32))
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/Variable
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/Variable
     """
 
     __slots__ = ("__weakref__", "_slot", "_spec")

@@ -47,7 +47,7 @@ class DistributedDataset:
       0: [0 1],
       1: [2])
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedDataset
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedDataset
     """
 
     def __init__(self, mesh: ReplicaMesh, options: InputOptions, worker: InputWorker, plan: SharingPlan) -> None:

@@ -20,7 +20,7 @@ class InputContext:
     >>> context.get_per_replica_batch_size(64), list(range(10))[context.input_pipeline_id :: context.num_input_pipelines]
     (16, [1, 3, 5, 7, 9])
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/InputContext
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/distribute/InputContext
     """
 
     num_input_pipelines: int = 1

@@ -54,7 +54,7 @@ class DistributedIterator:
     >>> [batch.values[0].tolist() for batch in resumed]
     [[2, 3]]
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedIterator
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedIterator
     """
 
     def __init__(self, elements: Elements, layout: LocalReplicas, mesh: ReplicaMesh, prefetch: int) -> None:

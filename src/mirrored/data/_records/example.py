@@ -48,7 +48,7 @@ def parse_example(records: bytes | Sequence[bytes], spec: Mapping[str, Feature])
     >>> batch["image"].shape, batch["label"]
     ((3, 2, 2), array([0, 1, 2]))
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/io/parse_example
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/io/parse_example
     """
     _check_spec(spec)
     if isinstance(records, bytes):
@@ -218,7 +218,7 @@ def make_example(features: Mapping[str, Any]) -> bytes:
     >>> mr.data.parse_example(record, {"weights": mr.data.FixedLenFeature((2,), np.float32)})
     {'weights': array([0.5 , 0.25], dtype=float32)}
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/train/Example
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/train/Example
     """
     if not isinstance(features, Mapping):
         raise TypeError(f"features is {type(features).__name__}; expected a dict of values by name.")

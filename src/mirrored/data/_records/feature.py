@@ -31,7 +31,7 @@ class FixedLenFeature:
     >>> mr.data.FixedLenFeature((28, 28, 1), np.uint8).shape
     (28, 28, 1)
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/io/FixedLenFeature
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/io/FixedLenFeature
     """
 
     shape: tuple[int, ...]
@@ -80,7 +80,7 @@ class VarLenFeature:
     >>> mr.data.parse_example([example], {"words": mr.data.VarLenFeature(bytes)})
     {'words': [array([b'to', b'be'], dtype=object)]}
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/io/RaggedFeature
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/io/RaggedFeature
     """
 
     dtype: Any

@@ -51,7 +51,7 @@ def tfrecord_dataset(
     3
     [[b'one', b'two'], [b'three']]
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/data/TFRecordDataset
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/data/TFRecordDataset
     """
     if isinstance(max_record_bytes, bool) or not isinstance(max_record_bytes, int) or max_record_bytes < 0:
         raise ValueError(f"max_record_bytes is {max_record_bytes!r}; expected a number of bytes, for example {MAX_RECORD_BYTES}.")
@@ -76,7 +76,7 @@ def write_tfrecords(path: str | os.PathLike[str], records: Iterable[bytes], comp
     ...     mr.data.write_tfrecords(os.path.join(folder, "train-0.tfrecord"), (bytes([i]) for i in range(5)))
     5
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/io/TFRecordWriter
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/io/TFRecordWriter
     """
     compression = _checked_compression(compression)
     if not isinstance(path, str | os.PathLike) or isinstance(os.fspath(path), bytes):

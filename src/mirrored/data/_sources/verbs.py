@@ -25,7 +25,7 @@ class PerReplicaSpec:
     >>> strategy.distribute_dataset([{"x": np.zeros((6, 3), "float32")}]).element_spec
     {'x': PerReplicaSpec(shape=(None, 3), dtype=dtype('float32'))}
 
-    Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedDataset#element_spec
+    In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedDataset#element_spec
     """
 
     shape: tuple[int | None, ...]
