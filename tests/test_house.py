@@ -475,20 +475,20 @@ def test_sizes() -> None:
 #: was not there. The ground is together, and so are small wings that stand for one thing. `python tests/test_house.py` prints
 #: today's.
 BUDGETS = {
-    "_program": 4987,  # 4,000
-    "_jax": 1621,  # 1,300
-    "_replicas": 2826,  # 2,100
+    "_program": 5038,  # 4,000
+    "_jax": 1741,  # 1,300
+    "_replicas": 2937,  # 2,100
     "_variables": 1957,  # 1,700
-    "_models": 1247,  # 1,050
+    "_models": 1250,  # 1,050
     "_updates": 262,  # 250
     "_strategy": 1184,  # 1,100
-    "_transforms": 611,  # 600
-    "data": 3609,  # 3,200
+    "_transforms": 614,  # 600
+    "data": 3717,  # 3,200
     "_workers": 2514,  # 1,700
     "_cluster": 1546,  # 1,080
     "_checkpoint": 2069,  # 1,800
-    "_report": 976,  # 800
-    "_plan": 605,  # a feature of its own
+    "_report": 985,  # 800
+    "_plan": 610,  # a feature of its own
     "_testing": 771,  # 750
     "losses optimizer": 697,  # 600
     "_command launch": 1401,  # 1,000
