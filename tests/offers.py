@@ -50,7 +50,7 @@ OFFERS = {
         arrays.as_array arrays.cast arrays.check_leaf arrays.check_losses arrays.check_range arrays.converted_number
         arrays.host_array arrays.is_numeric arrays.is_sparse arrays.is_wrapped arrays.refuse_mask arrays.strong
         collectives.AxesLike collectives.MAX_ARRAYS_PER_PACK collectives.PACK_BELOW_BYTES collectives.ReplicaAxis
-        collectives.aggregate collectives.all_reduce collectives.check_axis collectives.divide
+        collectives.aggregate collectives.all_reduce collectives.check_axis
         collectives.normalize_axes collectives.pad_to collectives.sum_in_one_buffer context.ReplicaContext
         context.axis_of context.check_call context.current_replica context.knows_id context.own_parts
         cross_replica.Task cross_replica.aggregate_stack cross_replica.aggregated cross_replica.broadcast_stack

@@ -3,7 +3,7 @@
 MUTANTS = [
     ("_replicas/cross_replica.py", "axis) < rows", "axis) <= rows",
      "tests/_replicas/test_cross_replica.py::test_the_padding_is_never_seen_whatever_is_in_it_nor_taken_for_data"),
-    ("_replicas/collectives.py", "mean = total / float(count)", "mean = total / count",
+    ("_replicas/reductions.py", "mean = total / float(count)", "mean = total / count",
      "tests/_replicas/test_cross_replica.py::test_a_mean_neither_overflows_nor_rounds_to_zero"),
     ("_replicas/placement.py", "on_difference(position, sorted(", "on_difference(column, sorted(",
      "tests/_replicas/test_placement.py::test_workers_that_differ_are_named"),

@@ -21,6 +21,7 @@ from .._replicas import frames
 from .._replicas.arrays import converted_number, host_array, strong
 from .._replicas.mesh import PlannedMesh, ReplicaMesh, default_mesh
 from .._replicas.per_replica import PerReplica
+from .._replicas.reductions import reduction_of
 from .._typing import ArrayLike, Shape
 from .tree import is_tree
 
@@ -47,11 +48,16 @@ class VariableSpec:
     trainable: bool
 
     def __post_init__(self) -> None:
-        is_combined = self.aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN)
-        if is_combined and jnp.issubdtype(self.dtype, jax.dtypes.extended):
+        reduction = reduction_of(self.aggregation)
+        if reduction is not None and jnp.issubdtype(self.dtype, jax.dtypes.extended):
             raise ValueError(
                 f"variable {self.name!r} has dtype {self.dtype} and aggregation {self.aggregation.name}, but random keys cannot "
-                "be added. Use aggregation='only_first_replica' or 'none'."
+                "be added or compared. Use aggregation='only_first_replica' or 'none'."
+            )
+        if reduction is not None and not reduction.adds and jnp.issubdtype(self.dtype, jnp.complexfloating):
+            raise ValueError(
+                f"variable {self.name!r} has dtype {self.dtype} and aggregation {self.aggregation.name}, but complex numbers "
+                "have no largest. Keep their magnitude: mr.Variable(abs(x), ...)."
             )
         if self.aggregation is VariableAggregation.MEAN and not jnp.issubdtype(self.dtype, jnp.inexact):
             raise ValueError(
