@@ -67,8 +67,8 @@ OFFERS = {
         per_replica.proven_of per_replica.require_whole per_replica.stack_of per_replica.stack_shapes
         per_replica.uneven_shapes placement.check_later placement.checksum placement.mirror placement.mirror_constants
         placement.own_copy placement.refuse_argument placement.stack planned.CompiledOnly planned.Planned
-        platforms.PLATFORMS platforms.XLAS_WAY spent.COMPUTATION spent.DeviceTime spent.Spent spent.forget_pause
-        spent.last_profile spent.waited
+        platforms.PLATFORMS platforms.XLAS_WAY reductions.REDUCTIONS reductions.divide reductions.reduction_of
+        spent.COMPUTATION spent.DeviceTime spent.Spent spent.forget_pause spent.last_profile spent.waited
     """,
     "_variables": """
         access.all_copies access.claimed access.copied access.lent access.load access.store

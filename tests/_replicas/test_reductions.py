@@ -9,7 +9,7 @@ import pytest
 import mirrored as mr
 from mirrored._options import ReduceOp
 from mirrored._replicas.reductions import REDUCTIONS
-from tests.strategies import all_reduce, ctx, number, strategy_of, values_of, variable
+from strategies import all_reduce, ctx, number, strategy_of, values_of, variable
 
 OPS = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min}
 SIZES = {1: [3], 2: [2, 1], 3: [2, 2, 0]}  # rows of each replica: even only with one, none on the last of three

@@ -293,8 +293,7 @@ class Strategy:
             Mirrored arrays, in the structure of `value`.
 
         Raises:
-            ValueError: for another operation, an axis that a leaf does not have, a SUM that its integers do not hold, or a MAX
-                over no rows on any replica.
+            ValueError: for another operation, an axis that a leaf has not, a SUM that integers do not hold, a MAX of no rows.
             UnevenReplicasError: (a ValueError) when shapes differ along an axis that is not reduced.
             TypeError: for a leaf that holds no numbers.
 
