@@ -15,7 +15,7 @@ import pytest
 from strategies import strategy_of, variable
 
 import mirrored as mr
-from mirrored._replicas import collectives, cross_replica, reductions
+from mirrored._replicas import cross_replica, reductions
 from mirrored.testing import count_programs
 
 DTYPES = ["float32", "int32", "uint8", "bool", "float16", "bfloat16", "complex64"]

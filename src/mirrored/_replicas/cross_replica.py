@@ -27,7 +27,7 @@ from .collectives import accumulate, bits_of, groups_of, join_rows, move_packed
 from .per_replica import PerReplica, uneven_shapes
 from .planned import is_for_plan, shapes_of
 from .platforms import PLATFORMS, XLAS_WAY
-from .reductions import REDUCTIONS, Arrays, Axes, Reduction, accumulator_dtype, run_with_derivative
+from .reductions import REDUCTIONS, Arrays, Axes, Reduction, accumulator_dtype, padded, run_with_derivative
 
 #: The most arrays in one buffer. More of them compile longer and run no faster (benchmarks/all_reduce.py).
 MAX_ARRAYS_TOGETHER = 25
@@ -41,32 +41,15 @@ def reduce_stack(
     if ops is None or not reduction.adds:
         run = functools.partial(_over_stack, shapes, _count_of(stack, axes, shapes))
         return run_with_derivative(run, reduction, [stack], [(0, *own_axes)])[0]
-    [own] = _real_parts(reduction, stack, own_axes, 0, shapes)
+    [own] = reduction.parts(stack, own_axes, 0, shapes)
     return reduction.finish([accumulate(ops, own)], _count_of(stack, axes, shapes), stack.dtype)
 
 
 def _over_stack(
     shapes: tuple[Shape, ...] | None, count: int, reduction: Reduction, stacks: Arrays, axes: Sequence[Axes]
 ) -> list[jax.Array]:
-    parts = [_real_parts(reduction, stack, own, count, shapes) for stack, own in zip(stacks, axes, strict=True)]
+    parts = [reduction.parts(stack, own, count, shapes) for stack, own in zip(stacks, axes, strict=True)]
     return [reduction.finish(own, count, stack.dtype) for own, stack in zip(parts, stacks, strict=True)]
-
-
-def _real_parts(
-    reduction: Reduction, stack: jax.Array, axes: Axes, count: int, shapes: tuple[Shape, ...] | None
-) -> list[jax.Array]:
-    """Return the arrays to combine, over axes of the stack, without what pads its arrays."""
-    parts = [_padded(part, shapes, reduction.padding(part.dtype)) for part in reduction.begin(stack, count)]
-    return [reduction.combine(part, axes) if axes else part for part in parts]
-
-
-def _padded(stack: jax.Array, shapes: tuple[Shape, ...] | None, padding: int | np.ndarray) -> jax.Array:
-    """Put a number in the place of the missing rows of a stack whose arrays have different shapes."""
-    for axis, sizes in enumerate(zip(*(shapes or ()), strict=True), 1):
-        rows = jnp.array(sizes).reshape(-1, *(1,) * (stack.ndim - 1))
-        is_real = jax.lax.broadcasted_iota(jnp.int32, stack.shape, axis) < rows
-        stack = jnp.where(is_real, stack, jnp.full_like(stack, padding))
-    return stack
 
 
 def _count_of(stack: jax.Array, axes: Axes, shapes: tuple[Shape, ...] | None) -> int:
@@ -250,9 +233,9 @@ def _may_travel(array: jax.Array, task: Task, whole: NamedSharding) -> bool:
     if task.function is gather_stack:
         return not jnp.issubdtype(array.dtype, jax.dtypes.extended)
     op, axes, _, ops = task.static
-    if not REDUCTIONS[op].adds:
-        return False
-    return ops is None and (array.shape[0] == whole.num_devices or not axes)  # else the additions would change their order
+    return (
+        ops is None and REDUCTIONS[op].adds and (array.shape[0] == whole.num_devices or not axes)
+    )  # else the additions would change their order
 
 
 def _reduce_packed(stacks: Sequence[jax.Array], static: Sequence[tuple[Any, ...]]) -> list[jax.Array]:
@@ -260,7 +243,7 @@ def _reduce_packed(stacks: Sequence[jax.Array], static: Sequence[tuple[Any, ...]
     counts, parts = [], []
     for stack, (op, axes, shapes, _) in zip(stacks, static, strict=True):
         counts.append(_count_of(stack, axes, shapes))
-        parts.append(_real_parts(REDUCTIONS[op], stack, tuple(axis + 1 for axis in axes), counts[-1], shapes))
+        parts.append(REDUCTIONS[op].parts(stack, tuple(axis + 1 for axis in axes), counts[-1], shapes))
     totals = iter(_move_small([part for own in parts for part in own], lambda stack: jnp.sum(stack, axis=0, dtype=stack.dtype)))
     return [
         REDUCTIONS[op].finish([next(totals) for _ in own], count, stack.dtype)
@@ -335,7 +318,7 @@ def _sums_fit(sums: Sequence[_Sum]) -> jax.Array:
     for array, axes, shapes, copies in sums:
         stack = broadcast_stack(array, copies) if copies else array
         count = _count_of(stack, axes, shapes)
-        wide = _padded(stack, shapes, 0).astype(accumulator_dtype(ReduceOp.SUM, stack.dtype))
+        wide = padded(stack, shapes, 0).astype(accumulator_dtype(ReduceOp.SUM, stack.dtype))
         bits = jnp.iinfo(wide.dtype).bits
         digits.append(shifts := range(0, bits, max(bits - 1 - max(count - 1, 0).bit_length(), 1)))
         for shift in shifts:

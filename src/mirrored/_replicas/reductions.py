@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from .._jax.marks import Purpose
 from .._options import ReduceOp, VariableAggregation
+from .._typing import Shape
 
 Axes = tuple[int, ...]
 Arrays = Sequence[jax.Array]
@@ -26,31 +27,30 @@ psum = jax.lax.psum  # JAX's own: while a step is traced, the public names are `
 
 
 class Reduction(NamedTuple):
-    """How values become one: as arrays that may be combined in any order, over axes of their own and over the replicas.
+    """How values become one: as arrays that may be combined in any order, over axes of their own and over the replicas."""
 
-    Attributes:
-        begin: makes the arrays to combine, element by element, given how many values become one.
-        padding: the number that takes the place of a missing row in an array of a dtype, and changes no result.
-        combine: combines an array over axes of its own.
-        across: does the same over the replicas, in a step.
-        finish: makes the result of the combined arrays, how many values became one, and the values' dtype.
-        repeated: makes the result for so many replicas with the same value of the result for one.
-        adds: whether the arrays are added up: then a user's function may do it, and JAX knows the derivative.
-        marks: for the advice: of a value in a step, and of all replicas' values in merged code; None: it has nothing to say.
-    """
+    begin: Callable[[jax.Array, int], list[jax.Array]]  # makes the arrays, given how many values become one
+    padding: Callable[[DTypeLike], Any]  # takes the place of a missing row in such an array, and changes no result
+    combine: Callable[[jax.Array, Axes], jax.Array]  # over axes of such an array
+    across: Callable[[Any, str], Any]  # over the replicas, in a step
+    finish: Callable[[Arrays, int, DTypeLike], jax.Array]  # makes the result, given how many values became one, and their dtype
+    repeated: Callable[[jax.Array, int], jax.Array]  # of the result for one replica, if so many have the same value
+    adds: bool  # the arrays are added up: then a user's function may do it, and JAX knows the derivative
+    marks: tuple[Purpose, Purpose] | None  # for the advice, of a value in a step, and of all values in merged code
 
-    begin: Callable[[jax.Array, int], list[jax.Array]]
-    padding: Callable[[DTypeLike], int | np.ndarray]
-    combine: Callable[[jax.Array, Axes], jax.Array]
-    across: Callable[[Any, str], Any]
-    finish: Callable[[Arrays, int, DTypeLike], jax.Array]
-    repeated: Callable[[jax.Array, int], jax.Array] = lambda result, _: result
-    adds: bool = True
-    marks: tuple[Purpose, Purpose] | None = None
+    def parts(self, array: jax.Array, axes: Axes, count: int, shapes: tuple[Shape, ...] | None = None) -> list[jax.Array]:
+        """Return the arrays to combine over the replicas; `shapes` are those of the rows of a padded stack."""
+        parts = [padded(part, shapes, self.padding(part.dtype)) for part in self.begin(array, count)]
+        return [self.combine(part, axes) if axes else part for part in parts]
 
-    def parts(self, array: jax.Array, axes: Axes, count: int) -> list[jax.Array]:
-        """Return the arrays to combine over the replicas; `finish` makes the result of them."""
-        return [self.combine(part, axes) if axes else part for part in self.begin(array, count)]
+
+def padded(stack: jax.Array, shapes: tuple[Shape, ...] | None, padding: Any) -> jax.Array:
+    """Put a number in the place of the missing rows of a stack whose arrays have different shapes."""
+    for axis, sizes in enumerate(zip(*(shapes or ()), strict=True), 1):
+        rows = jnp.array(sizes).reshape(-1, *(1,) * (stack.ndim - 1))
+        is_real = jax.lax.broadcasted_iota(jnp.int32, stack.shape, axis) < rows
+        stack = jnp.where(is_real, stack, jnp.full_like(stack, padding))
+    return stack
 
 
 # -- SUM and MEAN
@@ -106,135 +106,97 @@ def divide(total: jax.Array, count: int, dtype: DTypeLike) -> jax.Array:
     return mean.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else mean
 
 
-# -- MAX and MIN
+# -- MAX, and MIN, which is the MAX in the reverse order
 
 
-def require_order(dtype: DTypeLike) -> None:
-    """Refuse a dtype whose values have no largest."""
-    if dtype != jnp.bool_ and not (jnp.issubdtype(dtype, jnp.number) and not jnp.issubdtype(dtype, jnp.complexfloating)):
+def _ranks(is_min: bool, array: jax.Array, _: int) -> list[jax.Array]:
+    """Return integers in the order of the values. XLA's own comparison over the devices loses NaN, which is the last here.
+
+    The bits of a floating point number are its rank, but those of negative ones run backwards.
+    """
+    dtype = array.dtype
+    if dtype != jnp.bool_ and not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
         raise TypeError(
             f"values of dtype {dtype} have no largest and no smallest; expected real numbers or bools. Of complex numbers "
             "compare the magnitudes, abs(x)."
         )
-
-
-def _ranks(wins: Callable[[DTypeLike], np.ndarray], array: jax.Array, _: int) -> list[jax.Array]:
-    """Return integers in the order of the values; NaN gets the one that `wins`.
-
-    A float's bits are its rank, but those of negative ones run backwards. XLA's own comparison over the devices loses a NaN.
-    """
-    require_order(array.dtype)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        return [array.astype(jnp.int32) if array.dtype.itemsize < 4 else array]  # NCCL compares no 16 bits
-    wide = array.astype(jnp.promote_types(array.dtype, jnp.float32))
-    bits = _flipped(jax.lax.bitcast_convert_type(wide, f"int{8 * wide.dtype.itemsize}"))
-    return [jnp.where(jnp.isnan(wide), wins(bits.dtype), bits)]
+    if not jnp.issubdtype(dtype, jnp.floating):
+        rank = array.astype(jnp.int32) if dtype.itemsize < 4 else array  # NCCL compares no 16 bits
+        return [~rank if is_min else rank]
+    wide = array.astype(jnp.promote_types(dtype, jnp.float32))
+    rank = _flipped(jax.lax.bitcast_convert_type(wide, f"int{8 * wide.dtype.itemsize}"))
+    return [jnp.where(jnp.isnan(wide), jnp.iinfo(rank.dtype).max, ~rank if is_min else rank)]
 
 
 def _flipped(bits: jax.Array) -> jax.Array:
     return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
 
 
-def _of_rank(ranks: Sequence[jax.Array], count: int, dtype: DTypeLike) -> jax.Array:
+def _of_rank(is_min: bool, ranks: Arrays, count: int, dtype: DTypeLike) -> jax.Array:
     if not count:
         raise ValueError(
             "there is no largest and no smallest value of no rows: the axis that is reduced has the length 0 on every replica. "
             "Leave the empty batch out, or give the axis a row that does not count, such as -jnp.inf for a largest value."
         )
-    [rank] = ranks
+    rank = ~ranks[0] if is_min else ranks[0]
     if not jnp.issubdtype(dtype, jnp.floating):
         return rank.astype(dtype)
-    wide = jnp.promote_types(dtype, jnp.float32)
-    return jax.lax.bitcast_convert_type(_flipped(rank), wide).astype(dtype)
+    return jax.lax.bitcast_convert_type(_flipped(rank), jnp.promote_types(dtype, jnp.float32)).astype(dtype)
 
 
-def _least(dtype: DTypeLike) -> np.ndarray:
+def _first_rank(dtype: DTypeLike) -> np.ndarray:
     return np.array(jnp.iinfo(dtype).min, dtype)
 
 
-def _most(dtype: DTypeLike) -> np.ndarray:
-    return np.array(jnp.iinfo(dtype).max, dtype)
+def _last(ranks: jax.Array, axes: Axes) -> jax.Array:
+    return jnp.max(ranks, axis=axes, initial=_first_rank(ranks.dtype))
 
 
-def _largest(ranks: jax.Array, axes: Axes) -> jax.Array:
-    return jnp.max(ranks, axis=axes, initial=_least(ranks.dtype))
+def _ordered(is_min: bool) -> Reduction:
+    begin, finish = functools.partial(_ranks, is_min), functools.partial(_of_rank, is_min)
+    return Reduction(begin, _first_rank, _last, jax.lax.pmax, finish, lambda result, _: result, False, None)
 
 
-def _smallest(ranks: jax.Array, axes: Axes) -> jax.Array:
-    return jnp.min(ranks, axis=axes, initial=_most(ranks.dtype))
+# -- the table
 
 
-# -- any of them
-
-#: Reduces arrays over axes of each, and over the replicas.
-Run = Callable[[Reduction, Arrays, Sequence[Axes]], list[jax.Array]]
+def _times(result: jax.Array, count: int) -> jax.Array:
+    return result * jnp.asarray(count).astype(result.dtype)
 
 
-def run_with_derivative(run: Run, reduction: Reduction, arrays: Arrays, axes: Sequence[Axes]) -> list[jax.Array]:
-    """Reduce arrays by `run`, which also adds up what the derivative needs."""
-    return run(reduction, arrays, axes) if reduction.adds else _compare(run, reduction, tuple(axes), list(arrays))
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def _compare(run: Run, reduction: Reduction, axes: Sequence[Axes], arrays: Arrays) -> list[jax.Array]:
-    return run(reduction, arrays, axes)
-
-
-@_compare.defjvp
-def _derivative(
-    run: Run, reduction: Reduction, axes: Sequence[Axes], primals: tuple[Arrays], tangents: tuple[Any]
-) -> tuple[list[jax.Array], list[Any]]:
-    """As for `jnp.max`, it is the mean of the derivatives of the values that equal the result."""
-    [arrays], [given] = primals, tangents
-    results = _compare(run, reduction, axes, arrays)
-    floats = [place for place, array in enumerate(arrays) if jnp.issubdtype(array.dtype, jnp.floating)]
-    own = [axes[place] for place in floats]
-    equal = [arrays[k] == jnp.expand_dims(results[k], axes[k]) for k in floats]
-    changes = run(REDUCTIONS[ReduceOp.SUM], [jnp.where(e, given[k], 0) for k, e in zip(floats, equal, strict=True)], own)
-    counts = run(REDUCTIONS[ReduceOp.SUM], [e.astype(results[k].dtype) for k, e in zip(floats, equal, strict=True)], own)
-    moved: list[Any] = [np.zeros(result.shape, jax.dtypes.float0) for result in results]
-    for place, change, count in zip(floats, changes, counts, strict=True):
-        moved[place] = change / count
-    return results, moved
-
-
+_SUMS, _MEANS = (Purpose.SUM, Purpose.SUM_OF_ALL), (Purpose.MEAN, Purpose.MEAN)
 REDUCTIONS = {
-    ReduceOp.SUM: Reduction(
-        begin=_addends,
-        padding=lambda _: 0,
-        combine=_added,
-        across=psum,
-        finish=lambda totals, count, dtype: totals[0],
-        repeated=lambda result, count: result * jnp.asarray(count).astype(result.dtype),
-        marks=(Purpose.SUM, Purpose.SUM_OF_ALL),
-    ),
-    ReduceOp.MEAN: Reduction(
-        begin=_addends_of_mean,
-        padding=lambda _: 0,
-        combine=_added,
-        across=psum,
-        finish=_mean,
-        marks=(Purpose.MEAN, Purpose.MEAN),
-    ),
-    ReduceOp.MAX: Reduction(
-        begin=functools.partial(_ranks, _most),
-        padding=_least,
-        combine=_largest,
-        across=jax.lax.pmax,
-        finish=_of_rank,
-        adds=False,
-    ),
-    ReduceOp.MIN: Reduction(
-        begin=functools.partial(_ranks, _least),
-        padding=_most,
-        combine=_smallest,
-        across=jax.lax.pmin,
-        finish=_of_rank,
-        adds=False,
-    ),
+    ReduceOp.SUM: Reduction(_addends, lambda _: 0, _added, psum, lambda totals, *_: totals[0], _times, True, _SUMS),
+    ReduceOp.MEAN: Reduction(_addends_of_mean, lambda _: 0, _added, psum, _mean, lambda result, _: result, True, _MEANS),
+    ReduceOp.MAX: _ordered(is_min=False),
+    ReduceOp.MIN: _ordered(is_min=True),
 }
 
 
 def reduction_of(mode: VariableAggregation) -> Reduction | None:
     """Return the reduction by which a variable's values become one; None if none does."""
     return REDUCTIONS[ReduceOp[mode.name]] if mode.name in ReduceOp.__members__ else None
+
+
+#: Reduces arrays over axes of each, and over the replicas.
+Run = Callable[[Reduction, Arrays, Sequence[Axes]], list[jax.Array]]
+
+
+def run_with_derivative(run: Run, reduction: Reduction, arrays: Arrays, axes: Sequence[Axes]) -> list[jax.Array]:
+    """Reduce arrays. As for `jnp.max`, the derivative of a largest value is the mean of those of all values that equal it."""
+    is_float = [jnp.issubdtype(array.dtype, jnp.floating) for array in arrays]
+    if reduction.adds or not any(is_float):
+        return run(reduction, arrays, axes)
+    if not all(is_float):
+        return [run_with_derivative(run, reduction, [array], [own])[0] for array, own in zip(arrays, axes, strict=True)]
+    compare = jax.custom_jvp(lambda *arrays: run(reduction, arrays, axes))
+
+    @compare.defjvp
+    def derivative(values: Arrays, tangents: Arrays) -> tuple[list[jax.Array], list[jax.Array]]:
+        results, total = compare(*values), REDUCTIONS[ReduceOp.SUM]
+        equal = [value == jnp.expand_dims(result, own) for value, result, own in zip(values, results, axes, strict=True)]
+        changes = run(total, [jnp.where(is_it, tangent, 0) for is_it, tangent in zip(equal, tangents, strict=True)], axes)
+        counts = run(total, [is_it.astype(value.dtype) for is_it, value in zip(equal, values, strict=True)], axes)
+        return results, [change / count for change, count in zip(changes, counts, strict=True)]
+
+    return compare(*arrays)

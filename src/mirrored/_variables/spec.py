@@ -49,15 +49,11 @@ class VariableSpec:
 
     def __post_init__(self) -> None:
         reduction = reduction_of(self.aggregation)
-        if reduction is not None and jnp.issubdtype(self.dtype, jax.dtypes.extended):
+        is_refused = [jax.dtypes.extended] if reduction is None or reduction.adds else [jax.dtypes.extended, jnp.complexfloating]
+        if reduction is not None and any(jnp.issubdtype(self.dtype, kind) for kind in is_refused):
             raise ValueError(
-                f"variable {self.name!r} has dtype {self.dtype} and aggregation {self.aggregation.name}, but random keys cannot "
-                "be added or compared. Use aggregation='only_first_replica' or 'none'."
-            )
-        if reduction is not None and not reduction.adds and jnp.issubdtype(self.dtype, jnp.complexfloating):
-            raise ValueError(
-                f"variable {self.name!r} has dtype {self.dtype} and aggregation {self.aggregation.name}, but complex numbers "
-                "have no largest. Keep their magnitude: mr.Variable(abs(x), ...)."
+                f"variable {self.name!r} has dtype {self.dtype} and aggregation {self.aggregation.name}, but such values cannot "
+                f"be {'added' if reduction.adds else 'compared'}. Use aggregation='only_first_replica' or 'none'."
             )
         if self.aggregation is VariableAggregation.MEAN and not jnp.issubdtype(self.dtype, jnp.inexact):
             raise ValueError(
