@@ -67,6 +67,8 @@ POWERS = frozenset({"integer_pow"})
 ONE_TO_ONE = frozenset({"optimization_barrier"})
 #: Collectives that give every replica the same result if they run over the whole axis.
 MAKE_SAME = frozenset({"psum", "pmax", "pmin", "all_gather", "pbroadcast", "psum_invariant", "all_gather_invariant"})
+#: Collectives that compare.
+COMPARE = frozenset({"pmax", "pmin"})
 #: Collectives that add up.
 SUMS = frozenset({"psum", "psum_invariant"})
 #: Primitives that name the replica axis, but do not communicate. All others that name it are collectives.

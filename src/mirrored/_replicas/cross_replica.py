@@ -233,9 +233,8 @@ def _may_travel(array: jax.Array, task: Task, whole: NamedSharding) -> bool:
     if task.function is gather_stack:
         return not jnp.issubdtype(array.dtype, jax.dtypes.extended)
     op, axes, _, ops = task.static
-    return (
-        ops is None and REDUCTIONS[op].adds and (array.shape[0] == whole.num_devices or not axes)
-    )  # else the additions would change their order
+    keeps_order = array.shape[0] == whole.num_devices or not axes  # of the additions
+    return ops is None and REDUCTIONS[op].adds and keeps_order
 
 
 def _reduce_packed(stacks: Sequence[jax.Array], static: Sequence[tuple[Any, ...]]) -> list[jax.Array]:

@@ -177,10 +177,9 @@ def _carried_sum(op: ReduceOp, value: PerReplica, mesh: ReplicaMesh) -> jax.Arra
     if known is None or known[2] is not mesh:
         return None
     result = {ReduceOp.SUM: known[0], ReduceOp.MEAN: known[1]}.get(op)
-    if result is None:
-        return None
-    is_gone = not isinstance(result, jax.core.Tracer) and (result.is_deleted() or stack_of(value).is_deleted())
-    return None if is_gone else result
+    if result is None or isinstance(result, jax.core.Tracer):
+        return result
+    return None if result.is_deleted() or stack_of(value).is_deleted() else result
 
 
 def _refuse_stack(leaf: object, verb: str) -> None:
