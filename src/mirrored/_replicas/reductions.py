@@ -30,7 +30,7 @@ class Reduction(NamedTuple):
     """How values become one: as arrays that may be combined in any order, over axes of their own and over the replicas."""
 
     begin: Callable[[jax.Array, int], list[jax.Array]]  # makes the arrays, given how many values become one
-    padding: Callable[[DTypeLike], Any]  # takes the place of a missing row in such an array, and changes no result
+    padding: Callable[[DTypeLike], int | np.ndarray]  # takes the place of a missing row in such an array, and changes no result
     combine: Callable[[jax.Array, Axes], jax.Array]  # over axes of such an array
     across: Callable[[Any, str], Any]  # over the replicas, in a step
     finish: Callable[[Arrays, int, DTypeLike], jax.Array]  # makes the result, given how many values became one, and their dtype
@@ -44,7 +44,7 @@ class Reduction(NamedTuple):
         return [self.combine(part, axes) if axes else part for part in parts]
 
 
-def padded(stack: jax.Array, shapes: tuple[Shape, ...] | None, padding: Any) -> jax.Array:
+def padded(stack: jax.Array, shapes: tuple[Shape, ...] | None, padding: int | np.ndarray) -> jax.Array:
     """Put a number in the place of the missing rows of a stack whose arrays have different shapes."""
     for axis, sizes in enumerate(zip(*(shapes or ()), strict=True), 1):
         rows = jnp.array(sizes).reshape(-1, *(1,) * (stack.ndim - 1))
