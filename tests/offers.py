@@ -17,7 +17,7 @@ OFFERS = {
         jaxprs.linear_operands jaxprs.loop_of jaxprs.meshes_in jaxprs.names_around jaxprs.num_bytes
         jaxprs.primitives_in jaxprs.transforms_of marks.Mark marks.Purpose marks.mark marks.mark_p primitives.ADDITIONS
         primitives.ADDITIVE primitives.ADD_TO_FIRST primitives.AGAIN primitives.AXIS_SUMS primitives.BILINEAR
-        primitives.BROADCASTS primitives.COMMUTATIVE primitives.CONVERSIONS primitives.CONVOLUTIONS
+        primitives.BROADCASTS primitives.COMMUTATIVE primitives.COMPARE primitives.CONVERSIONS primitives.CONVOLUTIONS
         primitives.CUSTOM_DERIVATIVE primitives.DERIVATIVE_SUMS primitives.DEVICE_MAPS primitives.DEVICE_RANDOM
         primitives.DIVISIONS primitives.DOT_PRODUCTS primitives.DRAWS primitives.ELEMENTWISE primitives.FILLS
         primitives.HOST_CALLBACKS primitives.HOST_EFFECTS primitives.KEEP_AXES primitives.LOOPS primitives.MAKE_SAME
@@ -52,7 +52,7 @@ OFFERS = {
         arrays.as_array arrays.cast arrays.check_leaf arrays.check_losses arrays.check_range arrays.converted_number
         arrays.host_array arrays.is_numeric arrays.is_sparse arrays.is_wrapped arrays.refuse_mask arrays.strong
         collectives.AxesLike collectives.MAX_ARRAYS_PER_PACK collectives.PACK_BELOW_BYTES collectives.ReplicaAxis
-        collectives.aggregate collectives.all_reduce collectives.check_axis collectives.divide
+        collectives.aggregate collectives.all_reduce collectives.check_axis
         collectives.normalize_axes collectives.pad_to collectives.sum_in_one_buffer context.ReplicaContext
         context.axis_of context.check_call context.current_replica context.knows_id context.own_parts
         cross_replica.Task cross_replica.aggregate_stack cross_replica.aggregated cross_replica.broadcast_stack
@@ -69,9 +69,9 @@ OFFERS = {
         per_replica.proven_of per_replica.require_whole per_replica.stack_of per_replica.stack_shapes
         per_replica.uneven_shapes placement.check_later placement.checksum placement.mirror placement.mirror_constants
         placement.own_copy placement.refuse_argument placement.stack planned.CompiledOnly planned.Planned
-        platforms.PLATFORMS platforms.XLAS_WAY rows_drawn.key_of
-        spent.COMPUTATION spent.DeviceTime spent.Spent spent.forget_pause
-        spent.last_profile spent.waited
+        platforms.PLATFORMS platforms.XLAS_WAY reductions.REDUCTIONS reductions.divide reductions.reduction_of
+        rows_drawn.key_of spent.COMPUTATION spent.DeviceTime spent.Spent spent.forget_pause spent.last_profile
+        spent.waited
     """,
     "_variables": """
         access.all_copies access.claimed access.copied access.lent access.load access.store

@@ -86,7 +86,7 @@ WORDS_OF = {
     "TRACED": r"under a JAX transformation",
     "NOT_IN_A_STEP": r"was called inside a step that strategy\.run is running",
     "NO_NUMBERS": r"expected arrays or numbers, in any nest",
-    "KNOWN_OPS": r"expected one of 'sum', 'mean' or a member of mr\.ReduceOp, for example mr\.ReduceOp\.SUM",
+    "KNOWN_OPS": r"expected one of 'sum', 'mean', 'max', 'min' or a member of mr\.ReduceOp, for example mr\.ReduceOp\.SUM",
     "KEY_LINES": r"the rows .* are numpy arrays\. Write jax\.random\.key_data\(keys\) .*wrap_key_data\(data, impl='rbg'\) in the",
     "NO_MASKS": r"masked array, and no device holds masks\. Write array\.filled\(value\)",
 }
@@ -171,7 +171,7 @@ Strategy.run
     in_three(lambda: step(lambda: 1)) => StrategyMismatchError: ^run of .*2 replicas.* in the scope of .*3 replicas
 Strategy.reduce
     in_three(lambda: two.reduce("sum", 1.0)) => StrategyMismatchError: ^reduce of .*2 replicas.* in the scope of .*3 replicas
-    two.reduce("min", x) => ValueError: reduce_op is 'min'; KNOWN_OPS
+    two.reduce("median", x) => ValueError: reduce_op is 'median'; KNOWN_OPS
     two.reduce("", x) => ValueError: reduce_op is ''; KNOWN_OPS
     two.reduce(3, x) => TypeError: reduce_op is 3.*; KNOWN_OPS
     two.reduce(None, x) => TypeError: reduce_op is None.*; KNOWN_OPS
@@ -300,7 +300,7 @@ Variable
     mr.Variable(1.0, name=3) => TypeError: name is 3; expected a non-empty string
     mr.Variable(1.0, synchronization="sometimes") => ValueError: is 'sometimes'; expected one of 'auto', .*'on_read'
     mr.Variable(1.0, synchronization="none") => ValueError: synchronization NONE is not supported\. Use 'on_write'
-    mr.Variable(1.0, aggregation="max") => ValueError: aggregation is 'max'; expected one of 'none', 'sum', 'mean'
+    mr.Variable(1.0, aggregation="last") => ValueError: aggregation is 'last'; expected one of 'none', 'sum', 'mean'
     mr.Variable(1, name="v", aggregation="mean") => ValueError: 'v' has dtype int32 and aggregation MEAN.*dtype='float32'
     mr.Variable(x) => PerReplicaError: the initial value is a PerReplica, one value per replica
     step(lambda: mr.Variable(1.0, name="v")) => ContextError: 'v' was created inside a step

@@ -6,9 +6,9 @@ import mirrored as mr
 from mirrored._text import version_of
 
 ENUMS = {
-    mr.ReduceOp: ["SUM", "MEAN"],
+    mr.ReduceOp: ["SUM", "MEAN", "MAX", "MIN"],
     mr.VariableSynchronization: ["AUTO", "NONE", "ON_WRITE", "ON_READ"],
-    mr.VariableAggregation: ["NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA"],
+    mr.VariableAggregation: ["NONE", "SUM", "MEAN", "MAX", "MIN", "ONLY_FIRST_REPLICA"],
     mr.CommunicationImplementation: ["AUTO", "RING", "NCCL", "MPI"],
     mr.AutoShardPolicy: ["AUTO", "FILE", "DATA", "OFF"],
 }

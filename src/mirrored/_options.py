@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, Self, TypeAlias
 
 from . import _tf_names
 
 #: The names that users may pass for the members of the enums below; any other case works too.
-ReduceOpName: TypeAlias = Literal["sum", "mean", "SUM", "MEAN"]
+ReduceOpName: TypeAlias = Literal["sum", "mean", "max", "min", "SUM", "MEAN", "MAX", "MIN"]
 SynchronizationName: TypeAlias = Literal["auto", "on_write", "on_read", "AUTO", "ON_WRITE", "ON_READ"]
-AggregationName: TypeAlias = Literal["none", "sum", "mean", "only_first_replica", "NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA"]
+AggregationName: TypeAlias = Literal[
+    "none", "sum", "mean", "max", "min", "only_first_replica", "NONE", "SUM", "MEAN", "MAX", "MIN", "ONLY_FIRST_REPLICA"
+]
 CommunicationName: TypeAlias = Literal["auto", "ring", "nccl", "mpi", "AUTO", "RING", "NCCL", "MPI"]
 ShardPolicyName: TypeAlias = Literal["auto", "file", "data", "off", "AUTO", "FILE", "DATA", "OFF"]
 
@@ -29,13 +31,15 @@ class NamedChoice(enum.Enum):
     """An enum that accepts its members' names in any case, and lists them in its errors."""
 
     @classmethod
-    def parse(cls, given: object, argument: str) -> Self:
-        if isinstance(given, cls):
-            return given
-        if isinstance(given, str) and (member := cls.__members__.get(given.upper())) is not None:
-            return member
-        names = ", ".join(repr(member.name.lower()) for member in cls)
-        error = ValueError if isinstance(given, str) else TypeError
+    def parse(cls, given: object, argument: str, among: Iterable[Self] = ()) -> Self:
+        choices = tuple(among) or tuple(cls)
+        if given in choices:
+            return given  # type: ignore[return-value]
+        for member in choices:
+            if isinstance(given, str) and given.upper() == member.name:
+                return member
+        names = ", ".join(repr(member.name.lower()) for member in choices)
+        error = ValueError if isinstance(given, str | cls) else TypeError
         raise error(
             f"{argument} is {given!r}; expected one of {names} or a member of mr.{cls.__name__}, "
             f"for example mr.{cls.__name__}.{next(iter(cls)).name}."
@@ -258,7 +262,10 @@ CrossDeviceOps = NcclAllReduce | HierarchicalCopyAllReduce | ReductionToOneDevic
 
 
 class ReduceOp(NamedChoice):
-    """The operation that combines values: `SUM` or `MEAN`. You may pass the names everywhere, in any case.
+    """The operation that combines values: `SUM`, `MEAN`, `MAX` or `MIN`. You may pass the names everywhere, in any case.
+
+    `MAX` and `MIN`, which TensorFlow has not, are of real numbers and bools, and keep their dtype. As with `jnp.max`, NaN wins,
+    and values that tie share the gradient.
 
     >>> mr.ReduceOp.SUM
     <ReduceOp.SUM: 'SUM'>
@@ -268,6 +275,8 @@ class ReduceOp(NamedChoice):
 
     SUM = "SUM"
     MEAN = "MEAN"
+    MAX = "MAX"
+    MIN = "MIN"
 
 
 class VariableSynchronization(NamedChoice):
@@ -295,7 +304,7 @@ class VariableAggregation(NamedChoice):
 
     * `NONE`: not at all. A mirrored variable then takes only values that are provably the same on every
       replica; a sync-on-read variable cannot be read outside a replica.
-    * `SUM`, `MEAN`: over all replicas.
+    * `SUM`, `MEAN`, `MAX`, `MIN`: over all replicas. TensorFlow has no `MAX` and `MIN`.
     * `ONLY_FIRST_REPLICA`: the value of replica 0.
 
     >>> mr.VariableAggregation.MEAN.name
@@ -307,4 +316,6 @@ class VariableAggregation(NamedChoice):
     NONE = "NONE"
     SUM = "SUM"
     MEAN = "MEAN"
+    MAX = "MAX"
+    MIN = "MIN"
     ONLY_FIRST_REPLICA = "ONLY_FIRST_REPLICA"

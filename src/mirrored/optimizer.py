@@ -334,7 +334,7 @@ def _checked_gradient(gradient: object, variable: Variable) -> Any:
 def _parse_aggregate(aggregate: Aggregate) -> ReduceOp | Literal[False] | None:
     if isinstance(aggregate, bool):
         return ReduceOp.SUM if aggregate else False
-    return None if aggregate is None else ReduceOp.parse(aggregate, "aggregate")
+    return None if aggregate is None else ReduceOp.parse(aggregate, "aggregate", among=_SAID)
 
 
 def _one_value(

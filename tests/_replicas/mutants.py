@@ -5,7 +5,7 @@ MUTANTS = [
      "tests/_replicas/test_rows_drawn.py::test_what_is_not_by_rows_differs_by_replica_and_is_one_devices_on_the_first"),
     ("_replicas/cross_replica.py", "axis) < rows", "axis) <= rows",
      "tests/_replicas/test_cross_replica.py::test_the_padding_is_never_seen_whatever_is_in_it_nor_taken_for_data"),
-    ("_replicas/collectives.py", "mean = total / float(count)", "mean = total / count",
+    ("_replicas/reductions.py", "mean = total / float(count)", "mean = total / count",
      "tests/_replicas/test_cross_replica.py::test_a_mean_neither_overflows_nor_rounds_to_zero"),
     ("_replicas/placement.py", "on_difference(position, sorted(", "on_difference(column, sorted(",
      "tests/_replicas/test_placement.py::test_workers_that_differ_are_named"),

@@ -15,7 +15,7 @@ import pytest
 from strategies import strategy_of, variable
 
 import mirrored as mr
-from mirrored._replicas import collectives, cross_replica
+from mirrored._replicas import cross_replica, reductions
 from mirrored.testing import count_programs
 
 DTYPES = ["float32", "int32", "uint8", "bool", "float16", "bfloat16", "complex64"]
@@ -139,7 +139,7 @@ def test_a_mean_neither_overflows_nor_rounds_to_zero(strategy3, per_replica):
     assert cross_replica.aggregate_stack(jnp.array([[True], [True]]), mr.VariableAggregation.SUM).dtype == jnp.bool_
     half = cross_replica.aggregate_stack(jnp.full((8, 1), 60000, jnp.float16), mr.VariableAggregation.MEAN)
     assert half.dtype == jnp.float16 and half[0] == 60000
-    assert collectives.divide(jnp.float32(2.0**33), 2**32, jnp.dtype("float32")) == 2.0, "more than an int32 counts"
+    assert reductions.divide(jnp.float32(2.0**33), 2**32, jnp.dtype("float32")) == 2.0, "more than an int32 counts"
 
 
 def test_gather_takes_any_dtype_and_random_keys_even_and_uneven(strategy3, per_replica):

@@ -339,7 +339,7 @@ def test_names_and_hints():
     modes = mr.VariableSynchronization
     assert (named.synchronization, second.synchronization) == (modes.ON_WRITE, modes.ON_READ)
     assert variable(0.0, aggregation="Mean").aggregation is mr.VariableAggregation.MEAN
-    with pytest.raises(ValueError, match="random keys cannot be added"):
+    with pytest.raises(ValueError, match="such values cannot be added"):
         variable(jax.random.key(0), aggregation="sum")
 
 

@@ -195,7 +195,7 @@ def _find_difference(leaf: Any, saved: Snapshot, path: str) -> Iterator[str]:
         yield (
             f"was saved as {count} values, one for each replica, with aggregation NONE, so there is no single value for {here}"
             + (f" on {spec_of(leaf).mesh.num_replicas} replicas" if on_read_here else "")
-            + f". Restore on {count} replicas, or save it with aggregation 'sum', 'mean' or 'only_first_replica'"
+            + f". Restore on {count} replicas, or save it with an aggregation, such as 'sum' or 'max'"
         )
     elif "copies" in entry and (total := saved.arrays[entry["value"]]).dtype != (copies := saved.arrays[entry["copies"]]).dtype:
         yield (

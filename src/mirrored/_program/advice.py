@@ -183,9 +183,11 @@ def marked(
     return _with(old, gradient=Gradient.NONE) if note.purpose in GIVEN_TO_OPTIMIZERS else old, True
 
 
-def combined(is_sum: bool, given: Advised, is_of_step: bool) -> Advice:
+def combined(name: str, given: Advised, is_of_step: bool) -> Advice:
     """Return the advice for the result of a collective that makes a value the same on all replicas."""
-    old = given.advice
+    old, is_sum = given.advice, name in primitives.SUMS
+    if name in primitives.COMPARE:  # a largest share or gradient is none
+        return NOTHING
     if not given.is_mirrored:
         return Advice(min(old.said, Said.COMBINED)) if is_sum else Advice(old.said, gradient=_combined(old.gradient))
     # In a backward pass also what was computed from a combined share, such as the derivative of its logarithm.

@@ -224,4 +224,4 @@ class _Pass(Analysis[State]):
         if name not in primitives.MAKE_SAME or jaxprs.is_over_groups(equation):
             return varying(f"`{name}` at {where}, which gives each replica its own part", given.advice.said)
         sameness = given.sameness if given.is_mirrored else Sameness.REDUCED
-        return State(sameness, advice=advice.combined(name in primitives.SUMS, given, is_of_step))
+        return State(sameness, advice=advice.combined(name, given, is_of_step))

@@ -19,12 +19,13 @@ from .._jax import interpreter, tracing
 from .._models import nnx
 from .._options import ReductionToOneDevice
 from .._replicas import frames, in_flight, placement
-from .._replicas.collectives import ReplicaAxis, divide
+from .._replicas.collectives import ReplicaAxis
 from .._replicas.context import ReplicaContext, own_parts
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica
 from .._replicas.platforms import PLATFORMS, XLAS_WAY
+from .._replicas.reductions import divide
 from .._replicas.spent import Spent, waited
 from .._typing import PyTree, UserFunction
 from .._variables.access import claimed, load, store

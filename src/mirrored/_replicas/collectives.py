@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from .._errors import UnevenReplicasError
 from .._jax import user_code
@@ -19,10 +18,8 @@ from .._jax.marks import Mark, Purpose, mark
 from .._options import ReduceOp, ReductionToOneDevice, VariableAggregation
 from .._typing import REPLICA_AXIS, ArrayLike, PyTree, Shape
 from .arrays import as_array, is_wrapped
+from .reductions import REDUCTIONS, Arrays, Axes, Reduction, accumulator_dtype, psum, run_with_derivative
 
-_psum = jax.lax.psum  # JAX's own psum: while a step is traced, the public name is `named`'s, for the sums that users write
-
-Axes = tuple[int, ...]
 #: Axes as users give them.
 AxesLike = int | Sequence[int] | None
 
@@ -32,8 +29,6 @@ PACK_BELOW_BYTES = 128 * 1024
 #: The most arrays in one buffer. XLA's time to compile a concatenation grows steeply with their number: with all
 #: small gradients of a 40-layer MLP in one buffer the first step took twice as long (benchmarks/compile_time.py).
 MAX_ARRAYS_PER_PACK = 8
-#: The MEAN of up to so many integers is exact: the sum of their remainders fits 32 bits. More are added as floating point.
-_MAX_EXACT_COUNT = 46_340
 
 
 class Sizes(Protocol):
@@ -79,11 +74,12 @@ class ReplicaAxis:
         is_packed = self.packs or self.bytes_per_pack
         return groups_of(arrays, self.bytes_per_pack) if is_packed else [[position] for position in range(len(arrays))]
 
-    def sum(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    def sum(self, arrays: Arrays, across: Callable[..., Any] = psum) -> list[jax.Array]:
+        """Combine arrays over the replicas: add them up, or as `across` does."""
         if not self.bound:
             return list(arrays)
         note = Mark(Purpose.OPERAND, "", "")
-        return _psum(list(arrays) if self.sizes is None else [mark(array, note) for array in arrays], REPLICA_AXIS)
+        return across(list(arrays) if self.sizes is None else [mark(array, note) for array in arrays], REPLICA_AXIS)
 
     def stack(self, array: jax.Array) -> jax.Array:
         """Return the values of all replicas along a new leading axis."""
@@ -98,14 +94,16 @@ class ReplicaAxis:
 def all_reduce(
     op: ReduceOp, tree: PyTree, axis: ReplicaAxis, array_axes: AxesLike = None, verb: str = "all_reduce", by_rows: bool = True
 ) -> PyTree:
-    """Combine a tree over the replicas, and over axes of each leaf, in one collective for each dtype that is added.
+    """Combine a tree over the replicas, and over axes of each leaf, in one collective for each dtype.
 
     In an uneven step, a MEAN over the replicas alone weighs each replica by its rows and ignores one without rows; with
     `by_rows=False` all replicas weigh the same.
     """
+    reduction = REDUCTIONS[op]
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_wrapped)
     arrays = [as_array(leaf, verb) for leaf in leaves]
-    arrays = noted(Purpose[op.name], arrays, verb)
+    if reduction.marks is not None:
+        arrays = noted(reduction.marks[0], arrays, verb)
     axes = [normalize_axes(array_axes, array.ndim, verb) for array in arrays]
     if by_rows and op is ReduceOp.MEAN and axis.sizes is not None and not any(axes):
         if axis.ops is not None:
@@ -114,23 +112,29 @@ def all_reduce(
                 f"{axis.ops} has an accumulation_fn, which knows no weights. Combine with 'sum'; give all replicas one weight, "
                 "ctx.all_reduce('mean', value, by_rows=False); or leave the odd rows out: mr.InputOptions(drop_remainder=True)."
             )
-        counts = [axis.rows()[1]] * len(arrays)
-        parts = [[array] for array in weigh_by_rows(arrays, axis)]
+        weighed = _packed(REDUCTIONS[ReduceOp.SUM], weigh_by_rows(arrays, axis), axis)
+        results = [reduction.finish([total], axis.rows()[1], a.dtype) for total, a in zip(weighed, arrays, strict=True)]
     else:
-        counts = [
-            sum(axis.each(math.prod(array.shape[a] for a in own))) if own else axis.size
-            for array, own in zip(arrays, axes, strict=True)
-        ]
-        # A count of 0 lets `local_sums` leave integers whole, for the user's function.
-        exact = [0] * len(arrays) if axis.ops is not None else counts
-        parts = [local_sums(op, array, own, count) for array, own, count in zip(arrays, axes, exact, strict=True)]
+        results = run_with_derivative(functools.partial(_over_replicas, axis), reduction, arrays, axes)
+    return jax.tree.unflatten(treedef, results if reduction.marks is None else noted(Purpose.TOTAL, results, verb))
+
+
+def _over_replicas(axis: ReplicaAxis, reduction: Reduction, arrays: Arrays, axes: Sequence[Axes]) -> list[jax.Array]:
+    """Reduce arrays over axes of each, and over the replicas."""
+    ops = axis.ops if reduction.adds else None
+    counts = [
+        sum(axis.each(math.prod(array.shape[a] for a in own))) if own else axis.size
+        for array, own in zip(arrays, axes, strict=True)
+    ]
+    # A count of 0 lets `parts` leave integers whole, for the user's function.
+    exact = counts if ops is None else [0] * len(arrays)
+    parts = [reduction.parts(array, own, count) for array, own, count in zip(arrays, axes, exact, strict=True)]
     flat = [part for own in parts for part in own]
-    totals = iter(_packed_sum(flat, axis) if axis.ops is None else [accumulate(axis.ops, axis.stack(part)) for part in flat])
-    results = [
-        finish(op, [next(totals) for _ in own], count, array.dtype)
+    totals = iter(_packed(reduction, flat, axis) if ops is None else [accumulate(ops, axis.stack(part)) for part in flat])
+    return [
+        reduction.finish([next(totals) for _ in own], count, array.dtype)
         for own, count, array in zip(parts, counts, arrays, strict=True)
     ]
-    return jax.tree.unflatten(treedef, noted(Purpose.TOTAL, results, verb))
 
 
 def noted(purpose: Purpose, arrays: Sequence[jax.Array], verb: str) -> list[jax.Array]:
@@ -245,36 +249,8 @@ def bits_of(array: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(array, f"uint{jnp.finfo(array.dtype).bits}")
 
 
-def local_sums(op: ReduceOp, array: jax.Array, axes: Axes, count: int) -> list[jax.Array]:
-    """Return the arrays to add up over the replicas; `finish` makes the result from their sums.
-
-    A MEAN of integers adds up their quotients and remainders by the count: converted to floating point, 16777217 would be
-    rounded to 16777216 before the addition.
-    """
-    dtype = accumulator_dtype(op, array.dtype)
-    if op is ReduceOp.MEAN and jnp.issubdtype(array.dtype, jnp.integer) and 0 < count <= _MAX_EXACT_COUNT:
-        wide = array.astype(jnp.int32) if array.dtype.itemsize < 4 else array
-        values = [jax.lax.div(wide, jnp.full_like(wide, count)), jax.lax.rem(wide, jnp.full_like(wide, count))]
-    else:
-        values = [array.astype(dtype)]
-    return [jnp.sum(own, axis=axes, dtype=own.dtype) if axes else own for own in values]
-
-
-def finish(op: ReduceOp, totals: Sequence[jax.Array], count: int, dtype: DTypeLike) -> jax.Array:
-    """Make the result of a reduction from `totals`: the sums over the replicas of the arrays from `local_sums`."""
-    if op is ReduceOp.SUM:
-        return totals[0]
-    if len(totals) == 1:
-        return divide(totals[0], count, dtype)
-    quotient, remainder = totals
-    divisor = jnp.full_like(remainder, count)
-    whole, rest = quotient + jax.lax.div(remainder, divisor), jax.lax.rem(remainder, divisor)
-    mean_dtype = accumulator_dtype(op, dtype)
-    return whole.astype(mean_dtype) + rest.astype(mean_dtype) / count
-
-
-def _packed_sum(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
-    """Sum arrays over the replicas: small ones of one dtype in flat buffers, large ones as they are.
+def _packed(reduction: Reduction, arrays: Arrays, axis: ReplicaAxis) -> list[jax.Array]:
+    """Combine arrays over the replicas: small ones of one dtype in flat buffers, large ones as they are.
 
     XLA joins all operands of one dtype into one collective, but not several dtypes. Complex numbers travel as pairs of real
     ones, because XLA on CPU ends the process when it adds up a complex constant.
@@ -282,13 +258,13 @@ def _packed_sum(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Arra
     real = [jnp.stack([array.real, array.imag]) if jnp.iscomplexobj(array) else array for array in arrays]
     # A single replica sends nothing; XLA would compile its buffers longer than all the rest.
     groups = axis.groups(real) if axis.size > 1 else [[position] for position in range(len(real))]
-    sums = move_packed(real, groups, axis.sum)
+    sums = move_packed(real, groups, functools.partial(axis.sum, across=reduction.across))
     return [jax.lax.complex(total[0], total[1]) if jnp.iscomplexobj(a) else total for total, a in zip(sums, arrays, strict=True)]
 
 
 def sum_in_one_buffer(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Sum arrays of one dtype over the replicas, in one collective."""
-    return move_packed(arrays, [list(range(len(arrays)))], lambda buffers: _psum(buffers, REPLICA_AXIS))
+    return move_packed(arrays, [list(range(len(arrays)))], lambda buffers: psum(buffers, REPLICA_AXIS))
 
 
 def move_packed(
@@ -344,29 +320,6 @@ def groups_of(arrays: Sequence[Any], bytes_per_pack: int, max_arrays: int = MAX_
         group.append(position)
         filling[array.dtype] = group, held + (num_bytes if bytes_per_pack else 1)
     return groups
-
-
-def accumulator_dtype(op: ReduceOp, dtype: DTypeLike) -> Any:
-    """Return the dtype in which values are added: for a SUM that of `jnp.sum`, for a MEAN one that does not round it to 0."""
-    if dtype == jnp.bool_:
-        dtype = np.dtype(np.int32)
-    if not jnp.issubdtype(dtype, jnp.number):
-        raise TypeError(
-            f"values of dtype {dtype} cannot be added over the replicas; expected numbers. To bring them together use "
-            "strategy.gather(x, axis=0), or ctx.all_gather(x, axis=0) in a step."
-        )
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return dtype if op is ReduceOp.SUM else jnp.promote_types(dtype, jnp.float32)
-    if op is ReduceOp.MEAN:
-        return jnp.result_type(float)
-    widest = jax.dtypes.canonicalize_dtype(np.uint64 if jnp.issubdtype(dtype, jnp.unsignedinteger) else np.int64)
-    return widest if np.dtype(dtype).itemsize < widest.itemsize else dtype  # JAX promotes no integers of 4 or 2 bits
-
-
-def divide(total: jax.Array, count: int, dtype: DTypeLike) -> jax.Array:
-    """Finish a MEAN: the mean of integers is floating point, every other one has the dtype of its values."""
-    mean = total / float(count)  # an int of 2**31 or more does not fit JAX's default int
-    return mean.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else mean
 
 
 def check_axis(axis: object, ndim: int, verb: str) -> int:

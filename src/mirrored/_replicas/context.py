@@ -72,15 +72,16 @@ class ReplicaContext:
         """Combine each leaf of `value` element by element over the replicas; all replicas get the result.
 
         Each dtype that is added takes one collective for the whole tree. A MEAN adds floating point numbers in float32, and
-        integers as integers, so that only its result is rounded. The gradient of `all_reduce(op)` is `all_reduce(op)` of the
-        incoming gradient, as in TensorFlow.
+        integers as integers, so that only its result is rounded. The gradient of a SUM or MEAN is the same of the incoming
+        gradient, as in TensorFlow; that of a MAX or MIN is the SUM of it, shared by the values that are the result.
 
         Args:
-            reduce_op: `"sum"` or `"mean"`, in any case. A SUM has the dtype of `jnp.sum`, and wraps around if that is an
-                integer's and does not hold it. A MEAN of integers is floating point; one of float16
+            reduce_op: `"sum"`, `"mean"`, `"max"` or `"min"`, in any case. A SUM has the dtype of `jnp.sum`, and wraps around if
+                that is an integer's and does not hold it. A MEAN of integers is floating point; one of float16
                 or bfloat16 is added in float32. In a step with an uneven batch, a MEAN weighs each replica by its rows and
                 ignores one without rows: so the mean of the replicas' means is the mean over all rows. A replica's rows are
-                the sizes in which its PerReplica arguments differ from those of other replicas.
+                the sizes in which its PerReplica arguments differ from those of other replicas. For a MAX of rows, of which a
+                replica may have none, write `ctx.strategy.reduce("max", x, axis=0)`.
             value: arrays of any dtypes and Python numbers, in any nest. None stays None.
             by_rows: False gives all replicas the same weight in a mean. With an even batch it changes nothing.
 

@@ -23,10 +23,11 @@ from .._options import ReduceOp, ReductionToOneDevice, VariableAggregation
 from .._typing import Shape
 from .._workers import joint_programs
 from . import in_flight
-from .collectives import Axes, accumulate, accumulator_dtype, bits_of, finish, groups_of, join_rows, local_sums, move_packed
+from .collectives import accumulate, bits_of, groups_of, join_rows, move_packed
 from .per_replica import PerReplica, uneven_shapes
 from .planned import is_for_plan, shapes_of
 from .platforms import PLATFORMS, XLAS_WAY
+from .reductions import REDUCTIONS, Arrays, Axes, Reduction, accumulator_dtype, padded, run_with_derivative
 
 #: The most arrays in one buffer. More of them compile longer and run no faster (benchmarks/all_reduce.py).
 MAX_ARRAYS_TOGETHER = 25
@@ -36,31 +37,34 @@ def reduce_stack(
     stack: jax.Array, op: ReduceOp, axes: Axes, shapes: tuple[Shape, ...] | None, ops: ReductionToOneDevice | None = None
 ) -> jax.Array:
     """Reduce the real rows over `axes` of each replica's value, then over the replicas, by the user's function if any."""
-    stack, count = zero_padding(stack, axes, shapes)
-    own_axes = tuple(axis + 1 for axis in axes)
-    if ops is None:
-        return finish(op, local_sums(op, stack, (0, *own_axes), count), count, stack.dtype)
-    [own] = local_sums(op, stack, own_axes, 0)
-    return finish(op, [accumulate(ops, own)], count, stack.dtype)
+    reduction, own_axes = REDUCTIONS[op], tuple(axis + 1 for axis in axes)
+    if ops is None or not reduction.adds:
+        run = functools.partial(_over_stack, shapes, _count_of(stack, axes, shapes))
+        return run_with_derivative(run, reduction, [stack], [(0, *own_axes)])[0]
+    [own] = reduction.parts(stack, own_axes, 0, shapes)
+    return reduction.finish([accumulate(ops, own)], _count_of(stack, axes, shapes), stack.dtype)
 
 
-def zero_padding(stack: jax.Array, axes: Axes, shapes: tuple[Shape, ...] | None) -> tuple[jax.Array, int]:
-    """Return the stack with zeros as padding, and the number of elements that each element of the result combines."""
-    for axis, sizes in enumerate(zip(*(shapes or ()), strict=True), 1):
-        rows = jnp.array(sizes).reshape(-1, *(1,) * (stack.ndim - 1))
-        is_real = jax.lax.broadcasted_iota(jnp.int32, stack.shape, axis) < rows
-        stack = jnp.where(is_real, stack, jnp.zeros_like(stack))
+def _over_stack(
+    shapes: tuple[Shape, ...] | None, count: int, reduction: Reduction, stacks: Arrays, axes: Sequence[Axes]
+) -> list[jax.Array]:
+    parts = [reduction.parts(stack, own, count, shapes) for stack, own in zip(stacks, axes, strict=True)]
+    return [reduction.finish(own, count, stack.dtype) for own, stack in zip(parts, stacks, strict=True)]
+
+
+def _count_of(stack: jax.Array, axes: Axes, shapes: tuple[Shape, ...] | None) -> int:
+    """Return the number of elements that each element of the result combines."""
     true_shapes = shapes or (stack.shape[1:],) * stack.shape[0]
-    return stack, sum(math.prod(shape[a] for a in axes) for shape in true_shapes)
+    return sum(math.prod(shape[a] for a in axes) for shape in true_shapes)
 
 
 def reduce_mirrored(value: jax.Array, op: ReduceOp, axes: Axes, num_replicas: int, ops: ReductionToOneDevice | None) -> jax.Array:
-    """Reduce a value that is the same on each replica: the SUM is R times the value, the MEAN is the value, bit for bit."""
-    if ops is not None:
+    """Reduce a value that is the same on each replica: the SUM is R times the value, all others the value, bit for bit."""
+    reduction = REDUCTIONS[op]
+    if ops is not None and reduction.adds:
         return reduce_stack(broadcast_stack(value, num_replicas), op, axes, None, ops)
-    count = math.prod(value.shape[a] for a in axes)
-    result = finish(op, local_sums(op, value, axes, count), count, value.dtype)
-    return result * jnp.asarray(num_replicas).astype(result.dtype) if op is ReduceOp.SUM else result
+    run = functools.partial(_over_stack, None, math.prod(value.shape[a] for a in axes))
+    return reduction.repeated(run_with_derivative(run, reduction, [value], [axes])[0], num_replicas)
 
 
 def gather_stack(stack: jax.Array, axis: int, shapes: tuple[Shape, ...] | None, whole: NamedSharding | None) -> jax.Array:
@@ -228,20 +232,20 @@ def _may_travel(array: jax.Array, task: Task, whole: NamedSharding) -> bool:
         return False
     if task.function is gather_stack:
         return not jnp.issubdtype(array.dtype, jax.dtypes.extended)
-    _, axes, _, ops = task.static
-    return ops is None and (array.shape[0] == whole.num_devices or not axes)  # else the additions would change their order
+    op, axes, _, ops = task.static
+    keeps_order = array.shape[0] == whole.num_devices or not axes  # of the additions
+    return ops is None and REDUCTIONS[op].adds and keeps_order
 
 
 def _reduce_packed(stacks: Sequence[jax.Array], static: Sequence[tuple[Any, ...]]) -> list[jax.Array]:
     """Reduce each stack as `reduce_stack` does, with the sums over the replicas in few buffers."""
     counts, parts = [], []
     for stack, (op, axes, shapes, _) in zip(stacks, static, strict=True):
-        real, count = zero_padding(stack, axes, shapes)
-        counts.append(count)
-        parts.append(local_sums(op, real, tuple(axis + 1 for axis in axes), count))
+        counts.append(_count_of(stack, axes, shapes))
+        parts.append(REDUCTIONS[op].parts(stack, tuple(axis + 1 for axis in axes), counts[-1], shapes))
     totals = iter(_move_small([part for own in parts for part in own], lambda stack: jnp.sum(stack, axis=0, dtype=stack.dtype)))
     return [
-        finish(op, [next(totals) for _ in own], count, stack.dtype)
+        REDUCTIONS[op].finish([next(totals) for _ in own], count, stack.dtype)
         for stack, own, count, (op, *_) in zip(stacks, parts, counts, static, strict=True)
     ]
 
@@ -297,10 +301,12 @@ def _doubtful_sums(arrays: Sequence[jax.Array], tasks: Sequence[Task]) -> list[_
         if function not in (reduce_stack, reduce_mirrored) or jnp.issubdtype(array.dtype, jnp.inexact):
             continue
         op, axes, about, ops = static
+        if op is not ReduceOp.SUM or ops is not None:
+            continue
         shapes, copies, shape = (about, 0, array.shape) if function is reduce_stack else (None, about, (about, *array.shape))
         count = shape[0] * math.prod(shape[axis + 1] for axis in axes)
         held = 8 * accumulator_dtype(ReduceOp.SUM, array.dtype).itemsize
-        if op is ReduceOp.SUM and ops is None and 8 * array.dtype.itemsize + max(count - 1, 0).bit_length() > held:
+        if 8 * array.dtype.itemsize + max(count - 1, 0).bit_length() > held:
             found.append((array, axes, shapes, copies))
     return found
 
@@ -309,8 +315,9 @@ def _sums_fit(sums: Sequence[_Sum]) -> jax.Array:
     """Tell of each SUM whether its dtype holds it, from sums of digits that are so small that none of these wraps around."""
     parts, digits = list[jax.Array](), list[range]()
     for array, axes, shapes, copies in sums:
-        real, count = zero_padding(broadcast_stack(array, copies) if copies else array, axes, shapes)
-        wide = real.astype(accumulator_dtype(ReduceOp.SUM, real.dtype))
+        stack = broadcast_stack(array, copies) if copies else array
+        count = _count_of(stack, axes, shapes)
+        wide = padded(stack, shapes, 0).astype(accumulator_dtype(ReduceOp.SUM, stack.dtype))
         bits = jnp.iinfo(wide.dtype).bits
         digits.append(shifts := range(0, bits, max(bits - 1 - max(count - 1, 0).bit_length(), 1)))
         for shift in shifts:

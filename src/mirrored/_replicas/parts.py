@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding
 
 from .._options import ReduceOp
 from .._typing import REPLICA_AXIS, Shape
-from .collectives import ReplicaAxis, divide, move_packed, weigh_by_rows
+from .collectives import ReplicaAxis, move_packed, weigh_by_rows
+from .reductions import divide
 
 #: For more replicas at once XLA makes an all-reduce and a slice on TPUs; for groups of neighbours, and then across the groups,
 #: reduce-scatters (16 to 256 chips of v5e, v5p and v6e).
@@ -58,11 +59,12 @@ def num_real(shape: Shape, axis: ReplicaAxis) -> Any:
 
 def reduce_scatter(op: ReduceOp, arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
     """Combine arrays over the replicas, and return this replica's part of each; a MEAN weighs by rows, as in `all_reduce`."""
-    values = arrays if op is ReduceOp.SUM else weigh_by_rows(arrays, axis)
+    is_mean = {ReduceOp.SUM: False, ReduceOp.MEAN: True}[op]  # an optimizer takes no other
+    values = weigh_by_rows(arrays, axis) if is_mean else arrays
     rows = [split_parts(value, axis.size) for value in values]
     scatter = functools.partial(_scatter, axis.lanes) if axis.bound else operator.itemgetter(0)
     own = move_packed(rows, axis.groups(values), lambda packs: list(map(scatter, packs)), num_kept=1)
-    if op is ReduceOp.SUM:
+    if not is_mean:
         return own
     _, count = axis.rows()
     return [divide(total, count, array.dtype) for total, array in zip(own, arrays, strict=True)]

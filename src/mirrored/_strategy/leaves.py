@@ -11,7 +11,7 @@ import jax
 
 from .._errors import PerReplicaError, StrategyMismatchError
 from .._jax import user_code
-from .._jax.marks import Mark, Purpose, mark
+from .._jax.marks import Mark, mark
 from .._options import ReduceOp, ReductionToOneDevice, VariableSynchronization
 from .._program.advice import Said
 from .._program.refusals import check_outside
@@ -19,6 +19,7 @@ from .._replicas import arrays, collectives, cross_replica, frames, host_memory,
 from .._replicas.cross_replica import Task
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica, carried_sums, proven_of, require_whole, stack_of, uneven_shapes
+from .._replicas.reductions import REDUCTIONS
 from .._typing import REPLICA_AXIS, PyTree
 from .._variables.access import all_copies, lent
 from .._variables.variable import Variable, local_arrays, note_use, spec_of, use_value
@@ -47,10 +48,12 @@ class Leaves:
 
     def reduce(self, op: ReduceOp, tree: PyTree, axis: collectives.AxesLike) -> PyTree:
         values = (tree,) if type(tree) is PerReplica else jax.tree.leaves(tree, is_leaf=arrays.is_wrapped)
-        is_mean, is_plain = op is ReduceOp.MEAN, axis is None
+        is_mean, is_plain, marks = op is ReduceOp.MEAN, axis is None, REDUCTIONS[op].marks
         for state in filter(None, map(proven_of, values)):
+            if marks is None:
+                break
             if state.advice.said is Said.SHARE or (is_plain and state.of_uneven) if is_mean else state.advice.gradient:
-                note = Mark(Purpose[op.name], "strategy.reduce", user_code.user_line())
+                note = Mark(marks[0], "strategy.reduce", user_code.user_line())
                 check_outside([(note, proven_of(value)) for value in values], self.mesh.num_replicas)
                 break
         if axis is None and type(tree) is PerReplica and (found := _carried_sum(op, tree, self.mesh)) is not None:
@@ -173,9 +176,10 @@ def _carried_sum(op: ReduceOp, value: PerReplica, mesh: ReplicaMesh) -> jax.Arra
     known = carried_sums(value)
     if known is None or known[2] is not mesh:
         return None
-    result = known[op is ReduceOp.MEAN]
-    is_gone = not isinstance(result, jax.core.Tracer) and (result.is_deleted() or stack_of(value).is_deleted())
-    return None if is_gone else result
+    result = {ReduceOp.SUM: known[0], ReduceOp.MEAN: known[1]}.get(op)
+    if result is None or isinstance(result, jax.core.Tracer):
+        return result
+    return None if result.is_deleted() or stack_of(value).is_deleted() else result
 
 
 def _refuse_stack(leaf: object, verb: str) -> None:
@@ -192,10 +196,8 @@ def _refuse_stack(leaf: object, verb: str) -> None:
 
 def _noted(stack: jax.Array, task: Task) -> jax.Array:
     """Mark for the proof a stack that merged code adds up over all replicas."""
-    if task.function is not cross_replica.reduce_stack:
-        return stack
-    purpose = Purpose.SUM_OF_ALL if task.static[0] is ReduceOp.SUM else Purpose.MEAN
-    return mark(stack, Mark(purpose, "strategy.reduce", user_code.user_line()))
+    marks = REDUCTIONS[task.static[0]].marks if task.function is cross_replica.reduce_stack else None
+    return stack if marks is None else mark(stack, Mark(marks[1], "strategy.reduce", user_code.user_line()))
 
 
 def _is_merged() -> bool:

@@ -279,13 +279,13 @@ class Strategy:
         With `axis=None` it combines element by element over the replicas. With an axis (usually 0, the batch), it
         combines along that axis in each replica, then over the replicas; MEAN divides by the true number of rows, even
         if the replicas have different numbers. A mirrored value, a number or a host array counts as the same value on
-        each replica: its SUM is R times the value, its MEAN is the value. A MEAN of integers is floating point. A SUM
+        each replica: its SUM is R times the value, any other is the value. A MEAN of integers is floating point. A SUM
         has the dtype of `jnp.sum`; one of 32-bit integers waits for them, and is refused where it would wrap around.
 
         Inside a step it is `all_reduce`, and no SUM is refused.
 
         Args:
-            reduce_op: `"sum"` or `"mean"`, in any case, or `mr.ReduceOp`.
+            reduce_op: `"sum"`, `"mean"`, `"max"` or `"min"`, in any case, or `mr.ReduceOp`.
             value: a PerReplica, array, number or variable, or a nest of them.
             axis: an axis or several of each replica's value; negative counts from the end.
 
@@ -293,7 +293,7 @@ class Strategy:
             Mirrored arrays, in the structure of `value`.
 
         Raises:
-            ValueError: for another operation, an axis that a leaf does not have, or a SUM that its integers do not hold.
+            ValueError: for another operation, an axis that a leaf has not, a SUM that integers do not hold, a MAX of no rows.
             UnevenReplicasError: (a ValueError) when shapes differ along an axis that is not reduced.
             TypeError: for a leaf that holds no numbers.
 

@@ -15,6 +15,7 @@ from .._options import VariableAggregation
 from .._replicas import frames
 from .._replicas.arrays import cast, host_array
 from .._replicas.per_replica import PerReplica
+from .._replicas.reductions import reduction_of
 from . import storage
 from .spec import Given, VariableSpec
 
@@ -98,7 +99,9 @@ class ScatterMethods:
         in_replica = frame is not None and frame.replica is not None
         rows, new = _checked(spec, method, indices, updates)
         is_merged = spec.aggregation is not VariableAggregation.NONE and not (in_replica and spec.is_on_read)
-        if is_merged and operation in _WHOLE:
+        reduction = reduction_of(spec.aggregation)
+        is_compared = in_replica and reduction is not None and not reduction.adds  # also with the zeros of other rows
+        if is_merged and operation in _WHOLE and not is_compared:
             return self._write(method, jnp.zeros(spec.shape, spec.dtype).at[rows].add(new), _WHOLE[operation])
         if is_merged and in_replica and spec.aggregation is not VariableAggregation.ONLY_FIRST_REPLICA:
             raise ValueError(

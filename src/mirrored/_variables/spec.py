@@ -21,6 +21,7 @@ from .._replicas import frames
 from .._replicas.arrays import converted_number, host_array, strong
 from .._replicas.mesh import PlannedMesh, ReplicaMesh, default_mesh
 from .._replicas.per_replica import PerReplica
+from .._replicas.reductions import reduction_of
 from .._typing import ArrayLike, Shape
 from .tree import is_tree
 
@@ -47,11 +48,12 @@ class VariableSpec:
     trainable: bool
 
     def __post_init__(self) -> None:
-        is_combined = self.aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN)
-        if is_combined and jnp.issubdtype(self.dtype, jax.dtypes.extended):
+        reduction = reduction_of(self.aggregation)
+        is_refused = [jax.dtypes.extended] if reduction is None or reduction.adds else [jax.dtypes.extended, jnp.complexfloating]
+        if reduction is not None and any(jnp.issubdtype(self.dtype, kind) for kind in is_refused):
             raise ValueError(
-                f"variable {self.name!r} has dtype {self.dtype} and aggregation {self.aggregation.name}, but random keys cannot "
-                "be added. Use aggregation='only_first_replica' or 'none'."
+                f"variable {self.name!r} has dtype {self.dtype} and aggregation {self.aggregation.name}, but such values cannot "
+                f"be {'added' if reduction.adds else 'compared'}. Use aggregation='only_first_replica' or 'none'."
             )
         if self.aggregation is VariableAggregation.MEAN and not jnp.issubdtype(self.dtype, jnp.inexact):
             raise ValueError(

@@ -74,7 +74,7 @@ class Variable(ScatterMethods, _Array):
         trainable: a hint for optimizers and libraries. Default: True unless sync-on-read.
         dtype: convert the initial value to it. Default: its own.
         synchronization: `"auto"` or `"on_write"` (mirrored), or `"on_read"`.
-        aggregation: `"none"`, `"sum"`, `"mean"` or `"only_first_replica"`: how the replicas' values become
+        aggregation: `"none"`, `"sum"`, `"mean"`, `"max"`, `"min"` or `"only_first_replica"`: how the replicas' values become
             one, when a mirrored variable is written in a step and when a sync-on-read variable is read.
 
     Raises:
@@ -239,7 +239,7 @@ class Variable(ScatterMethods, _Array):
         if self._spec.aggregation is _NONE:
             raise ValueError(
                 f"variable {self.name!r} has one value per replica and aggregation NONE, so it has no single value "
-                "outside a step. Give it aggregation='sum', 'mean' or 'only_first_replica', or look at all of "
+                "outside a step. Give it an aggregation, such as 'sum' or 'max', or look at all of "
                 "them with strategy.local_results(variable)."
             )
         if frame is not None and frame.axis is not None:
