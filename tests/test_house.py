@@ -475,13 +475,13 @@ def test_sizes() -> None:
 #: was not there. The ground is together, and so are small wings that stand for one thing. `python tests/test_house.py` prints
 #: today's.
 BUDGETS = {
-    "_program": 5038,  # 4,000
-    "_jax": 1741,  # 1,300
-    "_replicas": 2937,  # 2,100
-    "_variables": 1957,  # 1,700
+    "_program": 5041,  # 4,000
+    "_jax": 1742,  # 1,300
+    "_replicas": 3102,  # 2,100
+    "_variables": 1962,  # 1,700
     "_models": 1250,  # 1,050
     "_updates": 262,  # 250
-    "_strategy": 1184,  # 1,100
+    "_strategy": 1186,  # 1,100
     "_transforms": 614,  # 600
     "data": 3717,  # 3,200
     "_workers": 2514,  # 1,700
@@ -494,7 +494,7 @@ BUDGETS = {
     "_command launch": 1401,  # 1,000
     "__init__ __main__ _public testing": 126,
     "_process": 100,  # was in _replicas, _jax, _strategy and _models
-    "_env _errors _html _libraries _options _text _tf_names _typing": 1079,  # 950
+    "_env _errors _html _libraries _options _text _tf_names _typing": 1090,  # 950
 }
 #: So much smaller a wing may be before its budget is to be lowered.
 MAX_SLACK = 30

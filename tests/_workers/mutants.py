@@ -1,7 +1,7 @@
 """Damages to how workers notice what goes wrong: no hang without a message, no wrong number."""
 
 MUTANTS = [
-    ("_workers/guard.py", "if any(self._progress.trail.contradicts(", "if all(self._progress.trail.contradicts(",
+    ("_workers/guard.py", "        if parted:\n", "        if parted and len(parted) == len(view.positions):\n",
      "tests/_workers/test_guard.py::test_programs_in_another_order_end_the_job_with_one_wherever_the_workers_are"),
     ("_workers/guard.py", "require_same_history(self._await_ends(), self._shutdown.trails)", "bool(self._await_ends())",
      "tests/_workers/test_guard.py::test_no_job_ends_well_whose_workers_have_done_different_things"),
