@@ -3,7 +3,7 @@
 MUTANTS = [
     ("_replicas/rows_drawn.py", " and list(least) == sorted(least, reverse=True)", "",
      "tests/_replicas/test_rows_drawn.py::test_what_is_not_by_rows_differs_by_replica_and_is_one_devices_on_the_first"),
-    ("_replicas/cross_replica.py", "axis) < rows", "axis) <= rows",
+    ("_replicas/reductions.py", "axis) < rows", "axis) <= rows",
      "tests/_replicas/test_cross_replica.py::test_the_padding_is_never_seen_whatever_is_in_it_nor_taken_for_data"),
     ("_replicas/reductions.py", "mean = total / float(count)", "mean = total / count",
      "tests/_replicas/test_cross_replica.py::test_a_mean_neither_overflows_nor_rounds_to_zero"),
