@@ -141,5 +141,5 @@ def test_a_step_pays_almost_nothing() -> None:
         progress.enter("train", b"train")
         progress.witness = witness
 
-    # 0.1 us on an idle machine; the limit, of the processor's time, leaves room for a busy one.
-    assert min(timeit.repeat(step, number=10_000, repeat=5, timer=time.process_time)) / 10_000 < 1e-6
+    # 0.5 us on an idle machine; the limit, of the processor's time, leaves room for a busy one.
+    assert min(timeit.repeat(step, number=10_000, repeat=5, timer=time.process_time)) / 10_000 < 3e-6
