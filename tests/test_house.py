@@ -475,8 +475,8 @@ def test_sizes() -> None:
 #: was not there. The ground is together, and so are small wings that stand for one thing. `python tests/test_house.py` prints
 #: today's.
 BUDGETS = {
-    "_program": 5041,  # 4,000
-    "_jax": 1742,  # 1,300
+    "_program": 5057,  # 4,000
+    "_jax": 1750,  # 1,300
     "_replicas": 3102,  # 2,100
     "_variables": 1962,  # 1,700
     "_models": 1250,  # 1,050

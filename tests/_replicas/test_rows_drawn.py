@@ -141,3 +141,25 @@ def test_a_step_says_its_rows_where_its_arguments_do_not(strategy3: mr.MirroredS
 
     expected = jax.vmap(lambda key: jax.random.bits(key, (6, 2)))(jax.random.split(KEY, 2))
     np.testing.assert_array_equal(np.concatenate([np.asarray(value) for value in loop(z).values], axis=1), expected)
+
+
+def test_explain_tells_which_draws_belong_to_rows(strategy3: mr.Strategy) -> None:
+    def step(x: jax.Array) -> jax.Array:
+        by_rows, own = ctx().rng(KEY), ctx().rng(KEY, by_rows=False)
+        layer = lambda x, key: (x + jax.random.normal(key, x.shape), None)  # noqa: E731
+        x, _ = jax.lax.scan(layer, x, jax.random.split(by_rows, 2))
+        return x * jax.random.bernoulli(by_rows, 0.5, x.shape) + jax.random.uniform(own) + jax.random.uniform(KEY)
+
+    def silent(x: jax.Array) -> jax.Array:
+        return x * 2
+
+    for num_rows in (6, 7):
+        [x] = strategy3.distribute_dataset([np.zeros((num_rows, 2), np.float32)])
+        for function in (step, silent):
+            strategy3.run(function, args=(x,))
+    steps, others = ([line for line in strategy3.explain().splitlines() if f".{name}:" in line] for name in ("step", "silent"))
+    assert len(steps) == len(others) == 2
+    assert all(
+        "; draws of random numbers: 2 by rows, 1 other on each replica, 1 the same on all replicas" in line for line in steps
+    )
+    assert not any("draws" in line for line in others)

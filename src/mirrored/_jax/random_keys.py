@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.extend.core
 import jax.extend.random
 import jax.numpy as jnp
 import numpy as np
 
-THREEFRY = "threefry2x32"
+THREEFRY, _TAG_OF_TYPE = "threefry2x32", "fry_by_rows"
 #: Folded in before the number of a replica, so that no number that a user folds in makes the same key.
 _TAG = 0x6D697272
 #: A number that may be known only while a step runs.
@@ -27,6 +28,13 @@ def are_counted(keys: jax.Array) -> bool:
     """Tell whether the elements of a draw with these keys are numbered."""
     is_new = jnp.issubdtype(keys.dtype, jax.dtypes.prng_key)
     return is_new and jax.config.jax_threefry_partitionable and jax.random.key_impl(keys) in (THREEFRY, _BY_ROWS)
+
+
+def draws_by_rows(equation: jax.extend.core.JaxprEqn) -> bool:
+    """Tell whether a draw has a key by rows."""
+    return (
+        equation.primitive.name == "random_bits" and str(getattr(equation.invars[0].aval, "dtype", "")) == f"key<{_TAG_OF_TYPE}>"
+    )
 
 
 def by_rows(keys: jax.Array, before: Count, rows: Count, replica: Count, is_for_all: Count) -> jax.Array:
@@ -115,5 +123,5 @@ _BY_ROWS: Any = jax.extend.random.define_prng_impl(
     fold_in=lambda data, number: _joined(jax.random.key_data(jax.random.fold_in(_plain(data), number)), data[2:]),
     random_bits=_bits,
     name="threefry2x32_by_rows",
-    tag="fry_by_rows",
+    tag=_TAG_OF_TYPE,
 )

@@ -6,6 +6,7 @@ this file warns wrongly, and cannot let copies differ. docs/design/mirror-proof.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from typing import Protocol
 import jax
 import numpy as np
 
-from .._jax import jaxprs, primitives
+from .._jax import jaxprs, primitives, random_keys
 from .._jax.jaxprs import Equation
 from .._jax.marks import Mark, Purpose
 from . import noise as noises
@@ -74,9 +75,15 @@ class Advised(Protocol):
         """Whether the value is the same on all replicas."""
 
 
+@dataclasses.dataclass
+class Drawn:
+    """The random numbers of a step, one in a loop once."""
+
+    kinds: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # of the draws
+    met: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # on own rows: the lines of the draw and of these
+
+
 NOTHING = Advice()
-#: Noise that has met a replica's rows: the lines of the draw and of the rows. None while a loop's fixed point is searched.
-Met = list[tuple[str, str]] | None
 _with = dataclasses.replace
 
 
@@ -116,9 +123,12 @@ def operation(
     inputs: Sequence[Advised],
     state: Advised,
     line: Callable[[Equation], str],
-    met: Met,
+    drawn: Drawn | None,
 ) -> Advice:
-    """Return the advice for a primitive's results, given the joined state of its operands; add noise that meets rows to `met`."""
+    """Return the advice for a primitive's results, given the joined state of its operands.
+
+    Notes random numbers in `drawn`, which is None while the fixed point of a loop is searched.
+    """
     name, new = equation.primitive.name, state.advice
     has_gradient = any(one.advice.gradient for one in inputs)
     places = [0] if name in primitives.SPREADS else jaxprs.linear_operands(equation)  # also of an integer, as in `jnp.pad`
@@ -130,7 +140,7 @@ def operation(
     if not all(jax.numpy.issubdtype(getattr(atom.aval, "dtype", np.float32), np.inexact) for atom in equation.outvars):
         new = _with(new, said=min(new.said, Said.NOTHING), has_share=False, gradient=Gradient.NONE)
     if name in primitives.DRAWS or new.noise is not None:
-        new = _with(new, noise=_noise(equation, inputs, state, line, met))
+        new = _with(new, noise=_noise(equation, inputs, state, line, drawn))
     return new if new.old is None else _with(new, old=_old(name, [one.advice for one in inputs], new.old))
 
 
@@ -139,19 +149,23 @@ def _noise(
     inputs: Sequence[Advised],
     state: Advised,
     line: Callable[[Equation], str],
-    met: Met,
+    drawn: Drawn | None,
 ) -> Noise | None:
     """Return the noise in the result of an operation, or note that it meets a replica's own rows there."""
+    is_draw = equation.primitive.name in primitives.DRAWS
+    if is_draw and drawn is not None:
+        other = "the same on all replicas" if state.is_mirrored else "other on each replica"
+        drawn.kinds["by rows" if random_keys.draws_by_rows(equation) else other] += 1
     if state.is_mirrored:
-        if equation.primitive.name in primitives.DRAWS:
+        if is_draw:
             return noises.drawn(equation, line(equation))
         return noises.result_of(equation, [one.advice.noise for one in inputs])
     operands = [(one, one.advice.noise, atom) for one, atom in zip(inputs, equation.invars, strict=True)]
     own = [one for one, _, atom in operands if not one.is_mirrored and noises.has_rows(atom)]
     has_rows = not all(one.advice.gradient for one in own)  # a gradient has none
-    if met is not None and equation.primitive.name in primitives.ELEMENTWISE and has_rows:
+    if drawn is not None and equation.primitive.name in primitives.ELEMENTWISE and has_rows:
         lines = [its.where for _, its, atom in operands if its is not None and its.is_for_rows(atom)]
-        met.extend((where, line(equation)) for where in lines)
+        drawn.met.extend((where, line(equation)) for where in lines)
     return None
 
 

@@ -46,6 +46,8 @@ def describe_program(program: StepProgram) -> str:
         sizes.setdefault(name_of_collective(collective), []).append(collective.num_bytes)
     communication = ", ".join(f"{len(b)} {name} of {bytes_in_words(sum(b))}" for name, b in sizes.items()) or "no communication"
     communication += program.joined.describe()
+    draws = ", ".join(f"{count} {kind}" for kind, count in sorted(program.findings.drawn.kinds.items()))
+    communication += f"; draws of random numbers: {draws}" if draws else ""
     return (
         f"{program.name}: {counted(len(lifted.written), 'variable')} written, {len(lifted.read_only)} only read; {communication}"
     )

@@ -86,7 +86,7 @@ class Findings:
     outputs: list[State] = dataclasses.field(default_factory=list)
     marks: list[tuple[Mark, State]] = dataclasses.field(default_factory=list)  # of shares those that divide another one
     has_collective: bool = False
-    noises: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # on rows: the lines of the draw and of the rows
+    drawn: advice.Drawn = dataclasses.field(default_factory=advice.Drawn)
     varying: set[jaxprs.Var] = dataclasses.field(default_factory=set)  # results, also of inner jaxprs, that may differ
 
 
@@ -177,8 +177,8 @@ class _Pass(Analysis[State]):
         inside = () if name in primitives.SIMPLE else jaxprs.inside(equation)
         if inside:
             self.refuse_collectives(equation, inside)
-        joined, met = join(inputs), None if self.findings is None else self.findings.noises
-        state = State(joined.sameness, joined.origin, advice.operation(equation, inputs, joined, self.line, met))
+        joined, drawn = join(inputs), None if self.findings is None else self.findings.drawn
+        state = State(joined.sameness, joined.origin, advice.operation(equation, inputs, joined, self.line, drawn))
         if state.sameness is Sameness.VARYING:
             return state
         if name in primitives.PURE and all(map(jaxprs.is_plain, inside)):

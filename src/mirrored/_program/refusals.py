@@ -102,7 +102,7 @@ def _place(note: Mark) -> str:
 
 def check_noise(findings: Findings) -> None:
     """Warn of random numbers that are the same on all replicas and are combined with each one's own rows."""
-    for drawn, met in dict(findings.noises).items():
+    for drawn, met in dict(findings.drawn.met).items():
         user_code.warn(
             f"the random numbers drawn at {drawn} are the same on all replicas, because their key is, and at {met} they are "
             "combined with each replica's own rows, so that examples on different replicas get the same noise. Make the key the "

@@ -60,7 +60,7 @@ def lift_uneven(
     lines_of = zip(*(lifted.write_lines for lifted in traces), strict=True)
     lines = tuple(next((line for line in lines if line != "<unknown>"), lines[0]) for lines in lines_of)
     merged = dataclasses.replace(traces[0], closed=closed, shown=closed, write_lines=lines, plan=plan)
-    findings = proof.prove(closed.jaxpr, states_of(merged))
+    findings = dataclasses.replace(proof.prove(closed.jaxpr, states_of(merged)), drawn=found[largest].drawn)
     of_kinds = zip(*(one.outputs[: merged.num_results] for one in found), strict=True)
     for position, (state, own) in enumerate(zip(findings.outputs, of_kinds, strict=False)):
         if not state.is_mirrored and all(one.is_mirrored for one in own):
