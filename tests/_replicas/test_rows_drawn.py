@@ -73,18 +73,18 @@ def test_rows_draw_what_one_device_draws_for_them(num_rows: int, num_devices: in
         np.testing.assert_array_equal(np.asarray(drawn[name]), np.asarray(value), err_msg=name)
 
 
-#: The lengths of arguments on three replicas, and shapes that have other numbers on each; one of two axes of which the first has
-#: length 1 is the same on all, unless it is here.
+#: The lengths of arguments on three replicas, and shapes that have other numbers on each; one of which the first two axes
+#: have length 1 is the same on all, unless it is here.
 OTHERS: list[tuple[tuple[tuple[int, ...], ...], list[tuple[int, ...]]]] = [
-    (((4, 4, 4),), [(), (1,), (3,), (8, 2)]),
-    (((1, 1, 1),), [(), (1,), (1, 5)]),
-    (((4, 4, 4), (1, 1, 1)), [(4,), (1, 5)]),
-    ((), [(), (3,), (1, 5)]),
-    (((4, 3, 3), (8, 6, 6), (5, 5, 5)), [(), (1,), (3, 2), (4,), (5,), (12,)]),
-    (((2, 1, 1),), [(), (1,), (2,), (1, 5)]),
+    (((4, 4, 4),), [(), (1,), (3,), (1, 5), (8, 2)]),
+    (((1, 1, 1),), [(), (1,), (1, 1, 5)]),
+    (((4, 4, 4), (1, 1, 1)), [(4,), (1, 1, 5)]),
+    ((), [(), (3,), (1, 1, 5)]),
+    (((4, 3, 3), (8, 6, 6), (5, 5, 5)), [(), (1,), (1, 5), (3, 2), (4,), (5,), (12,)]),
+    (((2, 1, 1),), [(), (1,), (2,), (1, 1, 5)]),
     (((3, 1, 0),), [(), (1,), (3,)]),
-    (((2, 6, 1),), [(), (1,), (2,), (6,), (1, 5)]),  # a worker's own rows
-    (((4, 3, 3), (5, 5, 4)), [(), (3,), (5,), (1, 5)]),
+    (((2, 6, 1),), [(), (1,), (2,), (6,), (1, 1, 5)]),  # a worker's own rows
+    (((4, 3, 3), (5, 5, 4)), [(), (3,), (5,), (1, 1, 5)]),
 ]
 
 
@@ -94,7 +94,7 @@ def test_what_is_not_by_rows_differs_by_replica_and_is_one_devices_on_the_first(
         axis = ReplicaAxis(3, lengths=lengths, sizes=cast("Any", object()) if is_uneven else None)
         return jax.random.bits(key_of(KEY, axis, index, None), shape).ravel()
 
-    cases = [(lengths, shape) for lengths, shapes in OTHERS for shape in {(1, 5), *shapes}]
+    cases = [(lengths, shape) for lengths, shapes in OTHERS for shape in {(1, 1, 5), *shapes}]
     draw_all = lambda index: [draw(shape, lengths, index) for lengths, shape in cases]  # noqa: E731
     expected = jax.jit(lambda: [jax.random.bits(KEY, shape).ravel() for _, shape in cases])()
     for (lengths, shape), drawn, first in zip(cases, jax.jit(jax.vmap(draw_all))(jnp.arange(3)), expected, strict=True):
@@ -117,8 +117,12 @@ def test_a_step_says_its_rows_where_its_arguments_do_not(strategy3: mr.MirroredS
     def without_rows(n: int = 4) -> jax.Array:
         return jax.random.bits(ctx().rng(KEY), (n, 2))
 
-    def masked(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jax.random.bits(ctx().rng(KEY), (1, 2)), jax.random.bits(ctx().rng(KEY, rows=1), (1, 2))
+    def masked(x: jax.Array) -> list[jax.Array]:
+        """Draw as Flax' attention draws a mask for all rows, and for a microbatch of one row, which is never one for all."""
+        own, of_one = ctx().rng(KEY), ctx().rng(KEY, rows=1)
+        return [
+            jax.random.bits(key, shape).reshape(1, 2) for key, shape in ((own, (1, 1, 2)), (own, (1, 2)), (of_one, (1, 1, 2)))
+        ]
 
     bits = {n: np.asarray(jax.random.bits(KEY, (n, 2))).tolist() for n in (1, 3, 7, 8, 12)}
     gathered = lambda result: np.concatenate([np.asarray(value) for value in result.values]).tolist()  # noqa: E731
@@ -129,8 +133,8 @@ def test_a_step_says_its_rows_where_its_arguments_do_not(strategy3: mr.MirroredS
     keys = np.concatenate([np.asarray(jax.random.key_data(value)) for value in strategy3.run(of_each, args=(z,)).values], axis=1)
     expected = jax.vmap(lambda key: jax.random.split(key, 6))(jax.random.split(KEY, 2))
     np.testing.assert_array_equal(keys, jax.random.key_data(expected))
-    shared, own = strategy3.run(masked, args=(z,))
-    assert gathered(shared) == bits[1] * 3 and gathered(own) == bits[3]
+    shared, *of_rows = map(gathered, strategy3.run(masked, args=(z,)))
+    assert shared == bits[1] * 3 and of_rows == [bits[3], bits[3]]
     with mr.eager():
         assert gathered(strategy3.run(without_rows)) == bits[12]
 

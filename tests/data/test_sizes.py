@@ -145,6 +145,7 @@ PIPELINES: list[Callable[[grain.MapDataset], grain.MapDataset]] = [
 
 
 @pytest.mark.filterwarnings("ignore:no step was made")
+@pytest.mark.usefixtures("grains_threads_end")
 def test_the_length_is_the_number_of_steps(strategy3: mr.MirroredStrategy) -> None:
     """Of arrays, lists and grain's pipelines; `drop_remainder` drops a batch with fewer rows than replicas whole."""
     for num_rows, options in ((5, DROP), (6, DROP), (7, DROP), (5, WITHOUT_THREAD)):
@@ -163,6 +164,7 @@ def test_the_length_is_the_number_of_steps(strategy3: mr.MirroredStrategy) -> No
             assert len(distributed) == count(distributed)
 
 
+@pytest.mark.usefixtures("grains_threads_end")
 def test_a_length_that_only_reading_would_tell_is_none(strategy3: mr.MirroredStrategy) -> None:
     class Sized(Reiterable):
         def __len__(self) -> int:

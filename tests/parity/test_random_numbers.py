@@ -24,12 +24,11 @@ def batches() -> list[Batch]:
 
 
 class Net(nn.Module):
-    """Two kinds of dropout, of which one is the same for all rows, and noise."""
+    """Dropout and noise."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         x = nn.Dropout(0.5, deterministic=False)(nn.Dense(8)(x))
-        x = nn.Dropout(0.3, broadcast_dims=(0,), deterministic=False)(x)
         return nn.Dense(3)(x + 0.1 * jax.random.normal(self.make_rng("dropout"), x.shape))
 
 
@@ -60,14 +59,12 @@ def jax_alone(data: list[Batch], strategy: mr.Strategy | None = None) -> list[fl
 
 
 class Attending(nnx.Module):
-    """Dropout of rows and of attention, each with a stream of its own."""
+    """Dropout of rows and of attention, which has one mask for all rows, each with a stream of its own."""
 
     def __init__(self) -> None:
         rngs = nnx.Rngs(0)
         self.first, self.last, self.drop = nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 3, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(
-            2, 4, 4, dropout_rate=0.5, broadcast_dropout=False, deterministic=False, decode=False, rngs=rngs
-        )
+        self.attention = nnx.MultiHeadAttention(2, 4, 4, dropout_rate=0.5, deterministic=False, decode=False, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = self.drop(self.first(x))

@@ -41,7 +41,7 @@ def by_rows(keys: jax.Array, before: Count, rows: Count, replica: Count, is_for_
     """Make keys of a replica that has `rows` rows, behind `before` others; with 0 rows its draws are its own.
 
     A draw along whose first axis each row has equally many elements gets those of these rows. With `is_for_all`, one whose first
-    axis of several has length 1 is the same for all replicas.
+    two axes of several have length 1 is the same for all replicas.
     """
     block = jnp.where(replica == 0, 0, jnp.uint32(1 << 31) | jnp.asarray(replica, jnp.uint32))
     own = jnp.stack([jnp.asarray(word, jnp.uint32) for word in (before, rows, block, is_for_all)])
@@ -91,7 +91,7 @@ def _bits(data: jax.Array, bit_width: int, shape: Sequence[int]) -> jax.Array:
         return jax.random.bits(folded(_plain(data), block), tuple(shape), _TYPES[bit_width])
     divisor = jnp.maximum(rows, 1)
     is_by_rows = (rows > 0) & (length % divisor == 0) & bool(shape)
-    if len(shape) > 1 and length == 1:
+    if len(shape) > 2 and shape[0] == shape[1] == 1:  # as Flax' attention draws a mask; a draw for one row seldom is so
         before = jnp.where(is_for_all == 0, before, 0)
         is_by_rows |= is_for_all > 0
     high, low = _product(before, np.uint32(size) // divisor)
@@ -115,7 +115,7 @@ def _product(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 #: The kind of a key by rows: threefry's two numbers, the rows before, the own rows, the first number's high half of elements that
-#: are not by rows, and whether a first axis of length 1 is for all. JAX knows threefry's numbers by "fry", and so do we.
+#: are not by rows, and whether first axes of length 1 are for all. JAX knows threefry's numbers by "fry", and so do we.
 _BY_ROWS: Any = jax.extend.random.define_prng_impl(
     key_shape=(6,),
     seed=lambda seed: _joined(jax.random.key_data(jax.random.key(seed, impl=THREEFRY)), jnp.zeros(4, jnp.uint32)),

@@ -159,9 +159,9 @@ class ReplicaContext:
         """Make a random key whose draws belong to this replica's rows: those of one device, on any number of replicas.
 
         A draw whose first axis counts the replica's rows, or several elements for each row, gets the numbers that one device
-        draws for these rows of the whole batch. If its first axis of several has length 1, and replicas have more rows, it is
-        the same on all replicas: a mask for all rows. Any other draw differs by replica. On the first replica all draws
-        are those of `key`. A key that is split or folded in, and the keys of layers, stay by rows.
+        draws for these rows of the whole batch. If the first two of its three or more axes have length 1, and replicas have
+        more rows, it is the same on all replicas, as Flax' attention draws one mask for all. Any other draw differs by
+        replica. On the first replica all draws are those of `key`. A key that is split or folded in stays by rows.
 
         The rows are those of the step's arguments. Keys other than `jax.random.key(seed, impl="threefry2x32")` are folded:
         their draws differ on each replica. So do `gamma`, `permutation`, and what is made of them.
