@@ -94,13 +94,13 @@ def test_a_largest_value_is_restored_on_another_number_of_replicas(tmp_path, str
     assert [[c.tolist() for c in strategy3.local_results(v)] for v in here] == [[6] * 3, [-1] * 3]
 
 
-@pytest.mark.parametrize("dtype", ["bool", "int8", "uint32", "bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint32", "float8_e4m3fn", "bfloat16", "float32"])
 def test_a_largest_value_keeps_its_bits_and_a_nan(strategy3, dtype: str) -> None:
     """Also -inf, -0.0 and subnormals; XLA's own comparison over devices loses a NaN of all replicas but one."""
     info = None if dtype == "bool" else jnp.iinfo(dtype) if dtype[0] in "iu" else jnp.finfo(dtype)
     ends = [False, True] if info is None else [info.min, 0, 1, info.max]
     table = np.array([np.roll(ends, k) for k in range(3)]).astype(jnp.dtype(dtype))
-    if dtype in ("bfloat16", "float32"):
+    if dtype in ("float8_e4m3fn", "bfloat16", "float32"):
         special = np.array([[np.nan, -np.inf, -1, -0.0], [1, -np.inf, np.nan, -0.0], [2, -np.inf, -2, -0.0]])
         table = np.concatenate([table, special.astype(table.dtype)], axis=1)
     x = strategy3.distribute_values_from_function(lambda ctx: table[int(ctx.replica_id_in_sync_group)])

@@ -53,6 +53,10 @@ def padded(stack: jax.Array, shapes: tuple[Shape, ...] | None, padding: int | np
     return stack
 
 
+def _wide(dtype: DTypeLike) -> Any:
+    return np.dtype(dtype) if np.dtype(dtype).itemsize >= 4 else np.dtype(np.float32)  # JAX promotes no float8
+
+
 # -- SUM and MEAN
 
 
@@ -66,7 +70,7 @@ def accumulator_dtype(op: ReduceOp, dtype: DTypeLike) -> Any:
             "strategy.gather(x, axis=0), or ctx.all_gather(x, axis=0) in a step."
         )
     if jnp.issubdtype(dtype, jnp.inexact):
-        return dtype if op is ReduceOp.SUM else jnp.promote_types(dtype, jnp.float32)
+        return dtype if op is ReduceOp.SUM else _wide(dtype)
     if op is ReduceOp.MEAN:
         return jnp.result_type(float)
     widest = jax.dtypes.canonicalize_dtype(np.uint64 if jnp.issubdtype(dtype, jnp.unsignedinteger) else np.int64)
@@ -123,7 +127,7 @@ def _ranks(is_min: bool, array: jax.Array, _: int) -> list[jax.Array]:
     if not jnp.issubdtype(dtype, jnp.floating):
         rank = array.astype(jnp.int32) if dtype.itemsize < 4 else array  # NCCL compares no 16 bits
         return [~rank if is_min else rank]
-    wide = array.astype(jnp.promote_types(dtype, jnp.float32))
+    wide = array.astype(_wide(dtype))
     rank = _flipped(jax.lax.bitcast_convert_type(wide, f"int{8 * wide.dtype.itemsize}"))
     return [jnp.where(jnp.isnan(wide), jnp.iinfo(rank.dtype).max, ~rank if is_min else rank)]
 
@@ -141,7 +145,7 @@ def _of_rank(is_min: bool, ranks: Arrays, count: int, dtype: DTypeLike) -> jax.A
     rank = ~ranks[0] if is_min else ranks[0]
     if not jnp.issubdtype(dtype, jnp.floating):
         return rank.astype(dtype)
-    return jax.lax.bitcast_convert_type(_flipped(rank), jnp.promote_types(dtype, jnp.float32)).astype(dtype)
+    return jax.lax.bitcast_convert_type(_flipped(rank), _wide(dtype)).astype(dtype)
 
 
 def _first_rank(dtype: DTypeLike) -> np.ndarray:
