@@ -57,7 +57,7 @@ def check(strategy: mr.Strategy, num_rows: int, expected: dict[str, Any]) -> Non
         np.testing.assert_array_equal(np.asarray(drawn[name]), np.asarray(value), err_msg=f"{name}, {num_rows} rows")
 
 
-WAYS = [(12, 3, None), (5, 8, None), (5, 2, 3)]
+WAYS = [(12, 3, None), (5, 8, None), (5, 2, 3), (6, 1, 3)]
 MORE = [(num_rows, R, None) for num_rows in (12, 5) for R in (1, 2, 3, 8)]
 
 

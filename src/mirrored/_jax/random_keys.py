@@ -51,7 +51,8 @@ def by_rows(keys: jax.Array, before: Count, rows: Count, replica: Count, is_for_
 def of_rows(keys: jax.Array, num_rows: int, before: Count) -> jax.Array:
     """Return the keys that `jax.random.split` of a key gives to `num_rows` rows, behind `before` others."""
     data, low = jax.random.key_data(keys), jax.lax.iota(jnp.uint32, num_rows) + jnp.asarray(before, jnp.uint32)
-    return jax.random.wrap_key_data(jnp.stack(_threefry(data, jnp.zeros_like(low), low), -1), impl=THREEFRY)
+    none = low - low  # replicas of one device are a mapped axis, and threefry needs it in all or none of its arrays
+    return jax.random.wrap_key_data(jnp.stack(_threefry(data[:, None] + none, none, low), -1), impl=THREEFRY)
 
 
 def folded(keys: jax.Array, replica: Count) -> jax.Array:
