@@ -39,7 +39,10 @@ def draws(key: jax.Array, n: int) -> dict[str, Any]:
 
 
 ALONE = jax.jit(
-    lambda n: {**draws(KEY, n), "row keys": jax.vmap(lambda k: jax.random.normal(k, (D,)))(jax.random.split(KEY, n))},
+    lambda n: (
+        draws(KEY, n)
+        | dict.fromkeys(("row keys", "row keys of one"), jax.vmap(lambda k: jax.random.normal(k, (D,)))(jax.random.split(KEY, n)))
+    ),
     static_argnums=0,
 )
 
@@ -47,7 +50,8 @@ ALONE = jax.jit(
 def in_step(x: jax.Array) -> dict[str, Any]:
     own = ctx().rng(KEY)
     of_rows = jax.vmap(lambda k: jax.random.normal(k, (D,)))
-    return {**draws(own, len(x)), "row keys": of_rows(ctx().row_keys(own, len(x)))}
+    made = {f"row keys{name}": of_rows(ctx().row_keys(key, len(x))) for name, key in (("", own), (" of one", KEY))}
+    return {**draws(own, len(x)), **made}
 
 
 def check(strategy: mr.Strategy, num_rows: int, expected: dict[str, Any]) -> None:
