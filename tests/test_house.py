@@ -476,7 +476,7 @@ def test_sizes() -> None:
 #: today's.
 BUDGETS = {
     "_program": 5057,  # 4,000
-    "_jax": 1750,  # 1,300
+    "_jax": 1751,  # 1,300
     "_replicas": 3106,  # 2,100
     "_variables": 1962,  # 1,700
     "_models": 1250,  # 1,050
