@@ -77,7 +77,7 @@ def train_in_a_loop(strategy, train, test, num_epochs):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--loop", action="store_true")
-    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--epochs", type=int, default=20)
     options = parser.parse_args()
     keras.utils.set_random_seed(0)
     images, labels = load_digits(return_X_y=True)
