@@ -79,6 +79,11 @@ class Proven:
         is_users = self.axis.bytes_per_pack or self.axis.ops is not None
         return self.findings.has_collective and self.mesh.per_device == 1 and not is_users
 
+    def may_order_sums(self) -> bool:
+        """Tell whether it adds up over replicas with devices of their own, on a platform where the order of sums saves memory."""
+        is_ordered = self.mesh.platform.orders_sums or self.mesh.platform.orders_scatters
+        return self.findings.has_collective and self.mesh.per_device == 1 < self.mesh.num_replicas and is_ordered
+
     def shares_devices(self) -> bool:
         """Tell whether a device has several replicas."""
         return self.mesh.per_device > 1
