@@ -24,8 +24,16 @@ class Model:
     tx: optax.GradientTransformation
 
 
-def gpt(vocabulary: int = 32768, length: int = 512, width: int = 768, heads: int = 12, layers: int = 12, rows: int = 16) -> Model:
-    """Make a GPT, computed in bfloat16, with parameters in float32."""
+def gpt(
+    vocabulary: int = 32768,
+    length: int = 512,
+    width: int = 768,
+    heads: int = 12,
+    layers: int = 12,
+    rows: int = 16,
+    again: Callable[..., Any] = lambda function: function,
+) -> Model:
+    """Make a GPT, computed in bfloat16, with parameters in float32; `again`, such as `jax.checkpoint`, is for blocks and head."""
     rng = np.random.default_rng(0)
     wide = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
     normal = lambda *shape: (rng.standard_normal(shape) * 0.02).astype(np.float32)  # noqa: E731
@@ -40,16 +48,24 @@ def gpt(vocabulary: int = 32768, length: int = 512, width: int = 768, heads: int
     def norm(h: jax.Array, scale: jax.Array) -> jax.Array:
         return half(h * jax.lax.rsqrt(jnp.mean(jnp.square(h.astype(jnp.float32)), -1, keepdims=True) + 1e-6) * scale)
 
+    @again
+    def after(h: jax.Array, block: dict[str, jax.Array]) -> jax.Array:
+        q, k, v = jnp.moveaxis((norm(h, block["a"]) @ half(block["qkv"])).reshape(*h.shape[:2], 3, heads, -1), 2, 0)
+        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attend)
+        h += attended.reshape(h.shape) @ half(block["out"])
+        return h + jax.nn.gelu(norm(h, block["b"]) @ half(block["up"])) @ half(block["down"])
+
+    @again
+    def head(h: jax.Array, embedding: jax.Array, y: jax.Array) -> jax.Array:
+        logits = (h @ half(embedding).T).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean(-1)
+
     def losses(params: Any, tokens: jax.Array) -> jax.Array:
         x, y = tokens[:, :-1], tokens[:, 1:]
         h = half(params["embedding"])[x] + half(params["position"])
         for block in params["blocks"]:
-            q, k, v = jnp.moveaxis((norm(h, block["a"]) @ half(block["qkv"])).reshape(*x.shape, 3, heads, -1), 2, 0)
-            attended = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attend)
-            h += attended.reshape(h.shape) @ half(block["out"])
-            h += jax.nn.gelu(norm(h, block["b"]) @ half(block["up"])) @ half(block["down"])
-        logits = (h @ half(params["embedding"]).T).astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean(-1)
+            h = after(h, block)
+        return head(h, params["embedding"], y)
 
     tokens = rng.integers(0, vocabulary, (rows, length + 1), np.int32)
     millions = sum(array.size for array in jax.tree.leaves(params)) / 1e6

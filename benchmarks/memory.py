@@ -6,12 +6,16 @@ malloc is as users have it, so what it keeps of memory that was freed counts too
 
 And how much do five programs keep that name one large array, next to `jit(shard_map)` with the array on all devices as an
 argument? (Five functions that name it keep it more than five times: JAX compiles its numbers into each program.)
+
+And what does a device of 8 H100 need for a GPT with `jax.checkpoint`, compiled by the compiler of CUDA, if it is installed?
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
+import os
 import resource
 import statistics
 import subprocess
@@ -29,7 +33,10 @@ NUM_SHAPES = 5
 
 
 def main() -> None:
-    options = parse(__doc__, contender="", named="", replicas=4, width=2048, rounds=5)
+    options = parse(__doc__, contender="", named="", compiled="", replicas=4, width=2048, rounds=5)
+    if options.compiled:
+        print(compiled_bytes(options.compiled))
+        return
     if options.contender:
         measure = growth_of_named if options.named else growth
         print(measure(options.contender, options.replicas, options.width, *[options.named] * bool(options.named)))
@@ -44,6 +51,54 @@ def main() -> None:
         what = f"{NUM_SHAPES} programs that name an array of {named} of {20 * width**2 / 2**20:.0f} MiB"
         title = what if named else f"an MLP of {size:.0f} MiB, Adam"
         print_table(f"{title}, {options.replicas} replicas, {rounds} rounds; ratio to by hand", rows)
+    if importlib.util.find_spec("jax_cuda13_plugin") and not options.quick:
+        sizes = {name: compiled_in_own_process(name) for name in CONTENDERS}
+        rows = [Row(name, f"{size / 1e9:.2f} GB") for name, size in sizes.items()]
+        rows[1] = dataclasses.replace(rows[1], samples=[sizes["mirrored"] / sizes["by hand"]], goal=GOAL)
+        print_table("a GPT, 16 x 512 tokens a device, compiled for 8 H100: bytes of a device; ratio to by hand", rows)
+
+
+def compiled_in_own_process(contender: str) -> int:
+    command, environment = [sys.executable, __file__, f"--compiled={contender}"], {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    return int(done.stdout.split()[-1])
+
+
+def compiled_bytes(contender: str) -> int:
+    """Return the bytes that a training step needs on each of 8 H100, for which it is compiled."""
+    import jax
+    import numpy as np
+    import optax
+    from _large_models import gpt
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    import mirrored as mr
+
+    model, devices = gpt(again=jax.checkpoint), mr.topology("h100:1x8")
+    batch = np.zeros((len(devices) * len(model.rows), model.rows.shape[1]), np.int32)
+    if contender == "mirrored":
+        strategy = mr.MirroredStrategy(devices)
+        with strategy.scope():
+            params = mr.Variable(model.params)
+            optimizer = mr.Optimizer(model.tx, params)
+        for rows in strategy.distribute_dataset([batch]):
+            strategy.run(lambda rows: optimizer.minimize(lambda: model.losses(params.value, rows)), args=(rows,))
+        [program] = mr.plan(strategy).programs
+        return program.memory.peak
+    mesh, whole, split = Mesh(np.array(devices), ("data",)), PartitionSpec(), PartitionSpec("data")
+
+    def step(params: object, state: object, rows: jax.Array) -> tuple[object, object, jax.Array]:
+        loss_of = lambda params: model.losses(params, rows).sum() / len(batch)  # noqa: E731
+        loss, gradients = jax.lax.psum(jax.value_and_grad(loss_of)(params), "data")
+        updates, state = model.tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    program = jax.shard_map(step, mesh=mesh, in_specs=(whole, whole, split), out_specs=whole, check_vma=False)
+    like = lambda array, spec: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, spec))  # noqa: E731
+    state = model.params, jax.eval_shape(model.tx.init, model.params)
+    given = *jax.tree.map(lambda array: like(array, whole), state), like(batch, split)
+    sizes = jax.jit(program, donate_argnums=(0, 1)).lower(*given).compile().memory_analysis()
+    return sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes + sizes.temp_size_in_bytes
 
 
 def in_own_process(contender: str, num_replicas: int, width: int, named: str) -> float:
