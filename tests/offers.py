@@ -7,7 +7,7 @@ OFFERS = {
         dead_code.is_undivided dead_code.opened
         distributed.before_shutdown distributed.choose_cpu_collectives distributed.clear_backends distributed.client
         distributed.has_backend distributed.is_known_platform distributed.is_recoverable distributed.known_devices
-        distributed.late_devices distributed.listen_at distributed.place distributed.swallows_sigterm
+        distributed.late_devices distributed.listen_at distributed.place distributed.swallows_sigterm distributed.without_warnings
         forks.leave_to_parent interpreter.Analysis interpreter.Evaluation interpreter.Flattening
         interpreter.Interpreter interpreter.evaluate interpreter.run_parts interrupts.send_ignored_again jaxprs.Atom
         jaxprs.ClosedJaxpr jaxprs.Equation jaxprs.Jaxpr jaxprs.Literal jaxprs.Loop jaxprs.Part jaxprs.Var jaxprs.callee

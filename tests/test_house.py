@@ -476,7 +476,7 @@ def test_sizes() -> None:
 #: today's.
 BUDGETS = {
     "_program": 5057,  # 4,000
-    "_jax": 1751,  # 1,300
+    "_jax": 1767,  # 1,300
     "_replicas": 3106,  # 2,100
     "_variables": 1962,  # 1,700
     "_models": 1250,  # 1,050
@@ -484,7 +484,7 @@ BUDGETS = {
     "_strategy": 1186,  # 1,100
     "_transforms": 614,  # 600
     "data": 3717,  # 3,200
-    "_workers": 2514,  # 1,700
+    "_workers": 2515,  # 1,700
     "_cluster": 1546,  # 1,080
     "_checkpoint": 2069,  # 1,800
     "_report": 985,  # 800
@@ -494,7 +494,7 @@ BUDGETS = {
     "_command launch": 1401,  # 1,000
     "__init__ __main__ _public testing": 126,
     "_process": 100,  # was in _replicas, _jax, _strategy and _models
-    "_env _errors _html _libraries _options _text _tf_names _typing": 1090,  # 950
+    "_env _errors _html _libraries _options _text _tf_names _typing": 1091,  # 950
 }
 #: So much smaller a wing may be before its budget is to be lowered.
 MAX_SLACK = 30
