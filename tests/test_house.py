@@ -476,7 +476,7 @@ def test_sizes() -> None:
 #: today's.
 BUDGETS = {
     "_program": 5057,  # 4,000
-    "_jax": 1767,  # 1,300
+    "_jax": 1776,  # 1,300
     "_replicas": 3106,  # 2,100
     "_variables": 1962,  # 1,700
     "_models": 1250,  # 1,050
@@ -485,7 +485,7 @@ BUDGETS = {
     "_transforms": 614,  # 600
     "data": 3717,  # 3,200
     "_workers": 2515,  # 1,700
-    "_cluster": 1546,  # 1,080
+    "_cluster": 1552,  # 1,080
     "_checkpoint": 2069,  # 1,800
     "_report": 985,  # 800
     "_plan": 610,  # a feature of its own
