@@ -485,7 +485,7 @@ BUDGETS = {
     "_transforms": 614,  # 600
     "data": 3717,  # 3,200
     "_workers": 2515,  # 1,700
-    "_cluster": 1552,  # 1,080
+    "_cluster": 1558,  # 1,080
     "_checkpoint": 2069,  # 1,800
     "_report": 985,  # 800
     "_plan": 610,  # a feature of its own

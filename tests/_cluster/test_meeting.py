@@ -217,7 +217,8 @@ def test_a_missing_worker_is_named_everywhere(start: Start, caplog: Log, monkeyp
     monkeypatch.setattr(_gathering, "PROGRESS_SECONDS", 0.2)
     workers, lonely, shell = addresses(4), addresses(2), addresses(2)
     with caplog.at_level(logging.WARNING, logger="mirrored"):
-        futures = [start(worker(workers, i), timeout=0.7) for i in (0, 1, 3)] + [start(worker(lonely, 1), timeout=0.7)]
+        futures = [start(worker(workers, i), timeout=0.7) for i in (0, 1, 3)]
+        futures.append(start(worker(lonely, 1, found_in="torchrun's variables"), timeout=0.7))
         futures.append(start(worker(shell, 0, found_in="Slurm's variables"), timeout=0.7))
         *errors, of_lonely, of_shell = outcomes(futures, at_least=0.6)
     assert all(isinstance(error, ClusterStartError) for error in (*errors, of_lonely, of_shell))
@@ -227,6 +228,7 @@ def test_a_missing_worker_is_named_everywhere(start: Start, caplog: Log, monkeyp
         assert str(error).startswith(f"waiting for worker 2 ({workers[2]}); 3 of 4 present after ")
         assert "Is it started, with the same cluster as the chief (the arguments), and can it reach " + workers[0] in str(error)
     assert f"for the chief ({lonely[0]}): Connection refused. Is worker 0 started, with the same cluster" in str(of_lonely)
+    assert str(of_lonely).endswith(": export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, on all hosts")
     lines = [record.getMessage() for record in caplog.records if record.name == "mirrored"]
     for says, count in (
         (f"waiting for worker 2 ({workers[2]}); 3 of 4 present after ", 1),

@@ -1,10 +1,12 @@
-"""One training, whoever starts it and with however many workers: it says each step, saves every third, and goes on from the last.
+"""One training, whoever starts it, with however many workers: it says each step, saves every third, and goes on from the last.
 
-Arguments: the folder, and the scheduler whose variables the worker is to find: jax, torchrun or slurm.
+Arguments: the folder; the scheduler whose variables the worker is to find (torchrun or slurm; found: those that are there); the
+seconds between steps; the number of epochs.
 """
 
 import os
 import sys
+import time
 from pathlib import Path
 
 
@@ -19,8 +21,8 @@ def started_by(scheduler: str) -> dict[str, str]:
     return step | {"SLURM_STEP_TASKS_PER_NODE": num_workers, "SLURM_PROCID": index, "SLURM_NODEID": "0"}
 
 
-FOLDER, SCHEDULER = Path(sys.argv[1]), sys.argv[2]
-if SCHEDULER != "jax":
+FOLDER, SCHEDULER, PAUSE, NUM_EPOCHS = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]), int(sys.argv[4])
+if SCHEDULER != "found":
     variables = started_by(SCHEDULER)
     for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
         del os.environ[name]
@@ -33,7 +35,7 @@ import optax  # noqa: E402
 
 import mirrored as mr  # noqa: E402
 
-NUM_ROWS, BATCH_SIZE, NUM_EPOCHS = 29, 8, 6
+NUM_ROWS, BATCH_SIZE = 29, 8
 
 
 def main() -> None:
@@ -56,10 +58,12 @@ def main() -> None:
         for x, y, rows in batches:
             loss = float(strategy.reduce("sum", strategy.run(train_step, args=(x, y))))
             step += 1
-            print("STEP", step, f"{loss:.9g}", ",".join(map(str, np.asarray(strategy.gather(rows, axis=0)))), flush=True)
+            used = ",".join(map(str, np.asarray(strategy.gather(rows, axis=0))))
+            print("STEP", step, f"{loss:.9g}", used, f"{strategy.num_workers} workers", flush=True)
             if step % 3 == 0:
                 checkpoint.save(step)
             preemption.after_step(step)
+            time.sleep(PAUSE)
     strategy.assert_mirrored()
     print("DONE", flush=True)
 

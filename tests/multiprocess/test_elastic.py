@@ -15,13 +15,13 @@ Steps = dict[int, tuple[float, list[int]]]
 
 def steps_of(output: str) -> Steps:
     """Return the loss and the rows of each step that a worker has said."""
-    found = [line.split() for line in output.splitlines() if line.startswith("STEP")]
-    return {int(step): (float(loss), list(map(int, rows.split(",")))) for _, step, loss, rows in found}
+    found = [line.split() for line in output.splitlines() if line.startswith("STEP ")]
+    return {int(step): (float(loss), list(map(int, rows.split(",")))) for _, step, loss, rows, *_ in found}
 
 
 def struck(num_workers: int, folder: Path, scheduler: str, victim: int, step: int, number: signal.Signals) -> list[Ended]:
     """Run a job, send a signal to one of its workers after a step, and return how all ended."""
-    with workers(SCRIPT, num_workers, folder, scheduler) as running:
+    with workers(SCRIPT, num_workers, folder, scheduler, 0.1, NUM_EPOCHS) as running:
         hit: Worker = running[victim]
         wait_for_line(hit, rf"STEP {step} ", 100)
         hit.signal(number)
@@ -31,7 +31,7 @@ def struck(num_workers: int, folder: Path, scheduler: str, victim: int, step: in
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_job_of_three_two_and_three_workers_takes_the_steps_of_one_device(tmp_path: Path) -> None:
-    [alone] = run_workers(SCRIPT, 1, tmp_path / "alone", "torchrun", timeout=100)
+    [alone] = run_workers(SCRIPT, 1, tmp_path / "alone", "torchrun", 0, NUM_EPOCHS, timeout=100)
     expected = steps_of(alone.output)
     assert alone.code == 0 and len(expected) == NUM_EPOCHS * STEPS_OF_EPOCH, alone.output
 
@@ -40,7 +40,7 @@ def test_a_job_of_three_two_and_three_workers_takes_the_steps_of_one_device(tmp_
     assert [worker.code for worker in lost] == [75, 75, -signal.SIGKILL], [worker.output for worker in lost]
     noticed = struck(2, folder, "slurm", 1, 9, signal.SIGTERM)  # the scheduler takes both back
     assert [worker.code for worker in noticed] == [143, 143], [worker.output for worker in noticed]
-    ended = run_workers(SCRIPT, 3, folder, "jax", timeout=100)
+    ended = run_workers(SCRIPT, 3, folder, "found", 0, NUM_EPOCHS, timeout=100)
     assert [worker.code for worker in ended] == [0, 0, 0], [worker.output for worker in ended]
 
     first, second, third = (steps_of(job[0].output) for job in (lost, noticed, ended))
