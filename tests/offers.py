@@ -99,10 +99,10 @@ OFFERS = {
         nnx.run_with_objects nnx.set_arrays nnx.variables_of replaced.over_replicas
     """,
     "_program": """
-        advice.Said cache.Programs cache.listeners call.Call call.argument_names call.array_leaves call.check_replicas
-        call.key_of call.of_last_batch call.take_apart eager.eager eager.is_eager lift.Lifted lift.plan_result
-        lift.trace memory.Memory program.Program program.annotate program.collectives_of program.describe_program
-        program.name_of_collective program.place program.program_compiled refusals.check_outside steps.Steps
+        advice.Said call.Call call.argument_names call.check_replicas dispatch.Dispatcher eager.eager lift.Lifted
+        lift.plan_result lift.trace memory.Memory program.Program program.annotate program.collectives_of
+        program.describe_program program.name_of_collective program.program_compiled recompilations.listeners
+        refusals.check_outside steps.Steps
     """,
     "_transforms": """
         function.function function.function_programs gradients.check_variables gradients.grad gradients.value_and_grad
