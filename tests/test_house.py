@@ -55,7 +55,7 @@ TREES = {name: ast.parse(path.read_text()) for name, path in PATHS.items()}
 
 #: Of a step, at most: calls of ours in a warm run; files of a first run, beside `_models/`, also of a training step with
 #: `mr.value_and_grad`, a loss and an optimizer; calls in the first run of one with Adam on three replicas, by rows of the batch.
-MOST_CALLS_WARM, MOST_FILES_FIRST, MOST_FILES_TRAINING, MOST_CALLS_FIRST = 12, 29, 38, {6: 1700, 5: 6300}
+MOST_CALLS_WARM, MOST_FILES_FIRST, MOST_FILES_TRAINING, MOST_CALLS_FIRST = 12, 32, 41, {6: 1700, 5: 6300}
 #: What a warm `strategy.run` passes through.
 WARM = {
     "_strategy/strategy", "_program/dispatch", "_program/guards", "_program/program", "_variables/storage", "_replicas/in_flight",
@@ -476,20 +476,20 @@ def test_sizes() -> None:
 #: was not there. The ground is together, and so are small wings that stand for one thing. `python tests/test_house.py` prints
 #: today's.
 BUDGETS = {
-    "_program": 5057,  # 4,000
-    "_jax": 1776,  # 1,300
-    "_replicas": 3106,  # 2,100
+    "_program": 5483,  # 4,000
+    "_jax": 1784,  # 1,300
+    "_replicas": 3118,  # 2,100
     "_variables": 1962,  # 1,700
     "_models": 1250,  # 1,050
     "_updates": 262,  # 250
     "_strategy": 1186,  # 1,100
-    "_transforms": 614,  # 600
+    "_transforms": 594,  # 600
     "data": 3717,  # 3,200
     "_workers": 2515,  # 1,700
     "_cluster": 1558,  # 1,080
     "_checkpoint": 2069,  # 1,800
     "_report": 985,  # 800
-    "_plan": 610,  # a feature of its own
+    "_plan": 638,  # a feature of its own
     "_testing": 771,  # 750
     "losses optimizer": 697,  # 600
     "_command launch": 1401,  # 1,000

@@ -35,7 +35,7 @@ def _hook(other: Callable[[sys.UnraisableHookArgs], Any], unraisable: sys.Unrais
     threading.Thread(target=_send, args=(callback,), name="mirrored: Ctrl-C again", daemon=True).start()
 
 
-def _callback_of(traceback: TracebackType | None) -> Callable[..., None] | None:
+def _callback_of(traceback: TracebackType | None) -> Callable[..., Any] | None:
     """Return the collector's callback in which a traceback begins; Python 3.14 does not tell it otherwise."""
     if traceback is None:
         return None
@@ -43,7 +43,7 @@ def _callback_of(traceback: TracebackType | None) -> Callable[..., None] | None:
     return next((callback for callback in gc.callbacks if getattr(callback, "__code__", None) is code), None)
 
 
-def _send(callback: Callable[..., None] | None) -> None:
+def _send(callback: Callable[..., Any] | None) -> None:
     """Wait until the main thread has left the hook, where Python would ignore the interrupt as well; then interrupt it."""
     main = threading.main_thread().ident or 0
     while _is_in_hook(main):
