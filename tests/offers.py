@@ -12,7 +12,8 @@ OFFERS = {
         interpreter.Interpreter interpreter.evaluate interpreter.run_parts interrupts.send_ignored_again jaxprs.Atom
         jaxprs.ClosedJaxpr jaxprs.Equation jaxprs.Jaxpr jaxprs.Literal jaxprs.Loop jaxprs.Part jaxprs.Var jaxprs.callee
         jaxprs.has_collective jaxprs.has_replica_number jaxprs.held_operands jaxprs.inner_constants jaxprs.inner_jaxprs
-        jaxprs.inside_of primitives.INLINE_CALLS primitives.SCATTERS jaxprs.inside jaxprs.is_backward jaxprs.is_collective jaxprs.is_function_of_operands jaxprs.is_ordered_print
+        jaxprs.inside_of primitives.INLINE_CALLS primitives.SCATTERS jaxprs.inside jaxprs.is_backward jaxprs.is_collective
+        jaxprs.is_function_of_operands jaxprs.is_ordered_print
         jaxprs.is_over_groups jaxprs.is_plain jaxprs.is_replica_number jaxprs.is_scan jaxprs.is_sum jaxprs.levels_of
         jaxprs.linear_operands jaxprs.loop_of jaxprs.meshes_in jaxprs.names_around jaxprs.num_bytes
         jaxprs.primitives_in jaxprs.transforms_of marks.Mark marks.Purpose marks.mark marks.mark_p primitives.ADDITIONS
