@@ -13,6 +13,7 @@ from ..._jax import interpreter
 from ..._jax.jaxprs import ClosedJaxpr
 from ..._replicas.collectives import ReplicaAxis
 from ..._replicas.mesh import ReplicaMesh
+from ..._replicas.platforms import platform_of
 from ..._variables.variable import spec_of
 from ..lift import Lifted
 from ..proof import Findings
@@ -81,7 +82,8 @@ class Proven:
 
     def may_order_sums(self) -> bool:
         """Tell whether it adds up over replicas with devices of their own, on a platform where the order of sums saves memory."""
-        is_ordered = self.mesh.platform.orders_sums or self.mesh.platform.orders_scatters
+        way = platform_of(self.mesh.mesh)
+        is_ordered = way.orders_sums or way.orders_scatters
         return self.findings.has_collective and self.mesh.per_device == 1 < self.mesh.num_replicas and is_ordered
 
     def shares_devices(self) -> bool:
