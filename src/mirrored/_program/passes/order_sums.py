@@ -85,11 +85,12 @@ def large(atoms: Sequence[Atom]) -> list[Var]:
 
 
 def terms_of(sums: Set[Var], equations: Sequence[Equation], same: Set[Var]) -> set[Var]:
-    """Return the operands of sums, and the large values of which they are made by operations that keep an array's size."""
+    """Return the operands of sums, and the values of which they are made by operations between; no large one that is the same."""
     found = set(sums)
     for equation in reversed(equations):
         if _is_between(equation) and not found.isdisjoint(equation.outvars):
-            found.update(var for var in large(equation.invars) if var not in same)
+            found.update(var for var in equation.invars if isinstance(var, Var))
+            found.difference_update(var for var in large(equation.invars) if var in same)
     return found
 
 
@@ -100,7 +101,7 @@ def moved_up(terms: Set[Var], equations: Sequence[Equation]) -> list[Equation]:
     for place, equation in enumerate(equations):
         if _is_between(equation) and not terms.isdisjoint(equation.outvars):
             behind[place].remove(equation)
-            place = max(maker.get(atom, 0) for atom in equation.invars if isinstance(atom, Var))
+            place = max((maker.get(atom, 0) for atom in equation.invars if isinstance(atom, Var)), default=0)
             behind[place].append(equation)
         maker.update(dict.fromkeys(equation.outvars, place))
     return [equation for group in behind for equation in group]
