@@ -100,7 +100,7 @@ def moved_up(terms: Set[Var], equations: Sequence[Equation]) -> list[Equation]:
     maker: dict[Var, int] = {}
     for place, equation in enumerate(equations):
         if _is_between(equation) and not terms.isdisjoint(equation.outvars):
-            behind[place].remove(equation)
+            behind[place].pop(0)
             place = max((maker.get(atom, 0) for atom in equation.invars if isinstance(atom, Var)), default=0)
             behind[place].append(equation)
         maker.update(dict.fromkeys(equation.outvars, place))
@@ -155,12 +155,12 @@ class _Order:
             behind = [Var(var.aval) for var in held]
             self._add(tracing.barrier([var.aval for var in held]), held, behind)
             self._names.update(zip(held, behind, strict=True))
-        self._started.append([total for var in made if var in self._sums for total in self._start(var)])
+        self._started.append([self._start(var) for var in made if var in self._sums])
 
-    def _start(self, gradient: Var) -> list[Var]:
+    def _start(self, gradient: Var) -> Var:
         """Start the sum of a gradient, and return it."""
         equation = self._sums[gradient]
         total = equation.outvars[equation.invars.index(gradient)]
         self._add(equation, [gradient], [total])
         self._done.add(total)
-        return [total]
+        return total
