@@ -16,9 +16,10 @@ from jax.typing import DTypeLike
 from .._errors import ContextError, PerReplicaError
 from .._jax import tracing, user_code
 from .._libraries import lines_for
-from .._options import SynchronizationName, VariableAggregation, VariableSynchronization
+from .._options import Storage, StorageName, SynchronizationName, VariableAggregation, VariableSynchronization
 from .._replicas import frames
 from .._replicas.arrays import converted_number, host_array, strong
+from .._replicas.division import Division, division_of
 from .._replicas.mesh import PlannedMesh, ReplicaMesh, default_mesh
 from .._replicas.per_replica import PerReplica
 from .._replicas.reductions import reduction_of
@@ -36,6 +37,7 @@ class VariableSpec:
     Attributes:
         number: of variables created on these replicas before; the same on every worker.
         is_on_read: whether each replica has its own value, which is aggregated when it is read outside a step.
+        division: how the devices divide the value into parts; None: each has all of it.
     """
 
     name: str
@@ -46,6 +48,7 @@ class VariableSpec:
     is_on_read: bool
     aggregation: VariableAggregation
     trainable: bool
+    division: Division | None = None
 
     def __post_init__(self) -> None:
         reduction = reduction_of(self.aggregation)
@@ -96,6 +99,19 @@ def takes_each_value(synchronization: VariableSynchronization | SynchronizationN
             "'on_read' for one value per replica."
         )
     return mode is VariableSynchronization.ON_READ
+
+
+def stored_in(
+    storage: Storage | StorageName | None, mesh: ReplicaMesh, array: Any, is_on_read: bool, name: str
+) -> Division | None:
+    """Return how a new variable is divided, by its own word or else by its strategy's."""
+    how = None if storage is None else Storage.parse(storage, "storage")
+    if is_on_read and how is not None:
+        raise ValueError(
+            f"variable {name!r}: storage {how.name} is for mirrored variables, and this one is sync-on-read: each replica has a "
+            "value of its own, so that there is nothing to divide. Leave storage out."
+        )
+    return None if is_on_read else division_of(mesh, array.shape, array.dtype, how)
 
 
 def creation_mesh(name: str) -> ReplicaMesh:

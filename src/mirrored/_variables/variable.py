@@ -18,7 +18,14 @@ from jax.typing import DTypeLike
 from .. import _html, _tf_names
 from .._errors import ContextError, StrategyMismatchError
 from .._jax import tracing, user_code
-from .._options import AggregationName, SynchronizationName, VariableAggregation, VariableSynchronization
+from .._options import (
+    AggregationName,
+    Storage,
+    StorageName,
+    SynchronizationName,
+    VariableAggregation,
+    VariableSynchronization,
+)
 from .._replicas import collectives, cross_replica, frames, in_flight, placement
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
@@ -30,7 +37,7 @@ from . import storage
 from .arithmetic import add_operators
 from .assignment import Assignment, placed, placed_copy
 from .scatter import ScatterMethods
-from .spec import Given, VariableSpec, check_name, creation_mesh, initial_array, takes_each_value
+from .spec import Given, VariableSpec, check_name, creation_mesh, initial_array, stored_in, takes_each_value
 from .storage import Slot
 from .tree import VariableTree, is_tree
 
@@ -76,6 +83,8 @@ class Variable(ScatterMethods, _Array):
         synchronization: `"auto"` or `"on_write"` (mirrored), or `"on_read"`.
         aggregation: `"none"`, `"sum"`, `"mean"`, `"max"`, `"min"` or `"only_first_replica"`: how the replicas' values become
             one, when a mirrored variable is written in a step and when a sync-on-read variable is read.
+        storage: `"whole"` or `"parts"`: whether each device stores all of a mirrored variable or, if it is large, a part. See
+            `mr.Storage`. Default: the strategy's.
 
     Raises:
         ValueError: for `synchronization="none"`, an unknown mode, or a MEAN of a non-floating dtype.
@@ -102,11 +111,17 @@ class Variable(ScatterMethods, _Array):
         def __new__(
             cls, initial_value: PyTree, *, name: str | None = None, trainable: bool | None = None, dtype: Any = None,
             synchronization: VariableSynchronization | SynchronizationName = "auto",
-            aggregation: VariableAggregation | AggregationName = "none",
+            aggregation: VariableAggregation | AggregationName = "none", storage: Storage | StorageName | None = None,
         ) -> Variable | VariableTree:  # fmt: skip
             """Make a variable, or one of each array in a tree."""
             if is_tree(initial_value):
-                how = {"trainable": trainable, "dtype": dtype, "synchronization": synchronization, "aggregation": aggregation}
+                how = {
+                    "trainable": trainable,
+                    "dtype": dtype,
+                    "synchronization": synchronization,
+                    "aggregation": aggregation,
+                    "storage": storage,
+                }
                 return VariableTree(initial_value, functools.partial(cls, **how), check_name(name))
             self = super().__new__(cls)
             self._slot = Slot()  # here, because `__del__` finds it also where `__init__` does not take the arguments
@@ -122,6 +137,7 @@ class Variable(ScatterMethods, _Array):
         dtype: DTypeLike | None = None,
         synchronization: VariableSynchronization | SynchronizationName = "auto",
         aggregation: VariableAggregation | AggregationName = "none",
+        storage: Storage | StorageName | None = None,
     ) -> None:
         self._slot.name = name = check_name(name)
         is_on_read = takes_each_value(synchronization, name)
@@ -129,6 +145,7 @@ class Variable(ScatterMethods, _Array):
         mesh = creation_mesh(name)
         value = initial_value() if callable(initial_value) else initial_value
         array = initial_array(value.value if isinstance(value, Variable) else value, dtype, name)
+        division = stored_in(storage, mesh, array, is_on_read, name)
         placement.check_later(mesh, [array], lambda _: f"the initial value of variable {name!r}")
         if is_on_read:
             broadcast = cross_replica.compiled(cross_replica.broadcast_stack, mesh.stacked, mesh.num_replicas)
@@ -144,6 +161,7 @@ class Variable(ScatterMethods, _Array):
             is_on_read=is_on_read,
             aggregation=how,
             trainable=(not is_on_read) if trainable is None else bool(trainable),
+            division=division,
         )
         _live.add(self)
         for tell in listeners:

@@ -1,0 +1,153 @@
+"""Divides arrays that are the same on every replica into parts, one on each device: along which axis, and with which padding.
+
+An array in parts is still one value: a device stores its part only, and every operation that needs the whole array gathers it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .._options import Storage
+from .._typing import REPLICA_AXIS, Shape
+from .mesh import ReplicaMesh
+
+#: Smaller arrays stay whole: a collective for each would cost more time than their bytes are worth.
+LEAST_BYTES = 128 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """The division of an array along `axis`, which has `length` elements, into `num_parts` equal parts.
+
+    Zeros behind the last element pad the last parts. There are `num_copies` of each part: device i has part `i % num_parts`.
+    """
+
+    axis: int
+    length: int
+    num_parts: int
+    num_copies: int = 1
+
+    @property
+    def part_length(self) -> int:
+        """The length of a part along the axis, padding included."""
+        return -(-self.length // self.num_parts)
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether zeros pad the last parts."""
+        return self.length % self.num_parts > 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the stored array has the shape of the whole one, so that JAX takes it for the value."""
+        return self.num_copies == 1 and not self.is_padded
+
+    def part_shape(self, shape: Shape) -> Shape:
+        """Return the shape of a part of an array of a shape."""
+        return (*shape[: self.axis], self.part_length, *shape[self.axis + 1 :])
+
+    def stored_shape(self, shape: Shape) -> Shape:
+        """Return the shape of all parts and copies, one behind the other along the axis."""
+        count = self.num_copies * self.num_parts
+        return (*shape[: self.axis], count * self.part_length, *shape[self.axis + 1 :])
+
+    def stored(self, whole: Any) -> Any:
+        """Return a whole array as it is stored, all parts and copies of it."""
+        padded = self._padded(whole)
+        return padded if self.num_copies == 1 else jnp.concatenate([padded] * self.num_copies, self.axis)
+
+    def whole(self, stored: Any) -> Any:
+        """Return the whole array of a stored one, or of all parts, without padding and further copies."""
+        if stored.shape[self.axis] == self.length:
+            return stored
+        return jax.lax.slice_in_dim(stored, 0, self.length, axis=self.axis)
+
+    def _padded(self, whole: Any) -> Any:
+        if not self.is_padded:
+            return whole
+        rows = [(0, self.num_parts * self.part_length - self.length if k == self.axis else 0) for k in range(whole.ndim)]
+        return jnp.pad(whole, rows)
+
+    @property
+    def _groups(self) -> list[list[int]] | None:
+        """The devices that have all parts together; None: all."""
+        ids = range(self.num_copies * self.num_parts)
+        return None if self.num_copies == 1 else [list(ids[k : k + self.num_parts]) for k in ids[:: self.num_parts]]
+
+    # -- inside a step, on each device; `name` is that of the mesh's axis
+
+    def gathered(self, part: jax.Array, name: str = REPLICA_AXIS) -> jax.Array:
+        """Return the whole array of this device's part."""
+        groups = self._groups
+        return self.whole(jax.lax.all_gather(part, name, axis=self.axis, tiled=True, axis_index_groups=groups))
+
+    def own_part(self, whole: jax.Array, name: str = REPLICA_AXIS) -> jax.Array:
+        """Return this device's part of a whole array."""
+        start = jax.lax.axis_index(name) % self.num_parts * self.part_length
+        return jax.lax.dynamic_slice_in_dim(self._padded(whole), start, self.part_length, self.axis)
+
+    def scattered_sum(self, whole: jax.Array, name: str = REPLICA_AXIS) -> jax.Array:
+        """Return this device's part of the sum of all devices' arrays."""
+        padded, groups = self._padded(whole), self._groups
+        part = jax.lax.psum_scatter(padded, name, scatter_dimension=self.axis, tiled=True, axis_index_groups=groups)
+        if groups is None:
+            return part
+        return jax.lax.psum(part, name, axis_index_groups=list(map(list, zip(*groups, strict=True))))
+
+
+def division_of(mesh: ReplicaMesh, shape: Shape, dtype: Any, storage: Storage | None = None) -> Division | None:
+    """Return how a variable of a shape and dtype is divided on a mesh; None: every device has all of it.
+
+    `storage` is the variable's own word, if it has one. Of an array with three axes or more the first is divided only if no other
+    will do: it counts layers, and a loop over layers takes them one by one.
+    """
+    num_devices = len(mesh.devices)
+    storage = mesh.storage if storage is None else storage
+    if storage is Storage.WHOLE or num_devices == 1 or not is_divisible(shape, dtype):
+        return None
+    num_copies = len({device.process_index for device in mesh.devices}) if storage is Storage.PARTS_OF_WORKER else 1
+    num_parts = num_devices // num_copies
+    return None if num_parts == 1 else _divided(tuple(shape), num_parts, num_copies)
+
+
+def is_divisible(shape: Shape, dtype: Any) -> bool:
+    """Tell whether arrays of a shape and dtype are divided: those of real numbers that are large.
+
+    XLA on CPU cannot scatter complex numbers; random keys and numbers of a few bits are small.
+    """
+    if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer)) or jax.dtypes.itemsize_bits(dtype) < 8:
+        return False
+    return math.prod(shape) * dtype.itemsize >= LEAST_BYTES
+
+
+@functools.lru_cache(maxsize=4096)
+def _divided(shape: Shape, num_parts: int, num_copies: int) -> Division:
+    def cost(axis: int) -> tuple[bool, bool, float]:
+        length = shape[axis]
+        return length < num_parts, axis == 0 and len(shape) > 2, -length % num_parts / length
+
+    axis = min((k for k in range(len(shape)) if shape[k] > 1), key=cost)
+    return Division(axis, shape[axis], num_parts, num_copies)
+
+
+def division_of_array(mesh: ReplicaMesh, shape: Shape, dtype: Any) -> Division | None:
+    """Return how an array outside of variables is divided, such as a result of a step: only where nothing need be padded."""
+    division = division_of(mesh, shape, dtype)
+    return division if division is not None and division.is_plain else None
+
+
+def placement_of(mesh: ReplicaMesh, division: Division | None) -> NamedSharding:
+    """Return the placement of a stored value that is the same on every replica."""
+    return mesh.mirrored if division is None else _placement(mesh, division.axis)
+
+
+@functools.lru_cache(maxsize=1024)
+def _placement(mesh: ReplicaMesh, axis: int) -> NamedSharding:
+    return NamedSharding(mesh.mesh, PartitionSpec(*[None] * axis, mesh.axis))
