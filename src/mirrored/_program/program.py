@@ -28,8 +28,8 @@ from .._variables.variable import spec_of
 from .._workers import joint_programs
 from . import memory, mistakes
 from .call import NUMBERS, ArrayLeaf
-from .fuse_all_reduces import Joined
 from .lift import Lifted
+from .passes.proven import Joined
 from .proof import Findings, State
 
 _ON_HOST = (np.ndarray, *NUMBERS)
