@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from ..._replicas import in_flight
 from ..._replicas.reductions import divide
 from .fuse_all_reduces import join_sums
+from .parted import store_in_parts
 from .proven import Proven
 from .virtual import run_all_on_device
 
@@ -18,6 +19,7 @@ from .virtual import run_all_on_device
 PASSES: tuple[tuple[Callable[[Proven], bool], Callable[[Proven], Proven]], ...] = (
     (Proven.may_join_sums, join_sums),  # how sums travel: together
     (Proven.shares_devices, run_all_on_device),  # how many replicas a device has, where sums are of the rows of all
+    (lambda step: True, store_in_parts),  # how what is the same on every replica is stored
 )
 
 

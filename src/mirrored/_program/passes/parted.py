@@ -1,0 +1,393 @@
+"""Runs a proven step in which large arrays that are the same on every replica are stored in parts, one on each device.
+
+An elementwise operation on such arrays runs on parts. A sum over the replicas whose result is stored in parts is a reduce-scatter.
+Every other operation gets the whole array, gathered where it is used: in a loop over layers the row of one round, and in a backward
+pass once more. docs/design/parts.md says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from ..._jax import inlining, jaxprs, primitives, tracing
+from ..._jax.interpreter import Interpreter, run_parts
+from ..._jax.jaxprs import ClosedJaxpr, Equation, Jaxpr, Literal, Var
+from ..._replicas.division import Division, division_of_array, placement_of
+from ..._typing import Shape
+from ..._variables.variable import spec_of
+from ..proof import SAME, prove, varying
+from .gradients import find_gradients, moved_up
+from .on_parts import Addend, Device, Part, Value, Whole, run_on_parts
+from .proven import Proven, Run
+from .turns import Turns
+
+
+class Known(NamedTuple):
+    """What is known of a step before it runs."""
+
+    axis: str  # of the mesh
+    varying: Set[Var]  # the variables, also of inner jaxprs, that may differ by replica: see `Findings`
+    divisions: Mapping[Shape, Division]  # of the shapes of what is stored: sums of these shapes are stored in parts, too
+
+
+class Parted(Interpreter[Value]):
+    """An evaluation of a program on parts; each inner program that JAX keeps apart has its own gathers."""
+
+    def __init__(self, known: Known, around: tuple[str, ...] = (), turns: Turns | None = None) -> None:
+        self.known, self.around = known, around
+        self.turns = turns or Turns()
+        self.device = Device(known.axis, self.whole)
+        self.origins: dict[Var, Var] = {}
+        self.gathered: dict[tuple[int, int, bool], tuple[Any, Any]] = {}  # see `_gather`
+
+    # -- values
+
+    def constant(self, value: Any, aval: Any) -> Value:
+        return Whole(value, True)
+
+    def is_same(self, var: Var) -> bool:
+        """Tell whether the proof has shown that a result is the same on every replica."""
+        return self.origins.get(var, var) not in self.known.varying
+
+    def whole(self, value: Value, is_again: bool = False) -> Any:
+        """Return the whole array of a value; gathered for the backward pass, `is_again`, apart from the forward pass."""
+        if isinstance(value, Whole):
+            return value.array
+        if isinstance(value, Addend):
+            assert value.value is not None  # it is only added up
+            return value.value.array
+        return self._gather(value, value.array, is_again)
+
+    def _gather(self, part: Part, array: Any, is_again: bool) -> Any:
+        """Gather a part once; `array` is the part's, or the same behind a barrier."""
+        key = id(part.array), part.division.axis, is_again
+        if key not in self.gathered:
+            self.gathered[key] = part.array, part.division.gathered(array, self.known.axis)  # the part keeps its number
+        return self.gathered[key][1]
+
+    def begin(self, addend: Addend) -> Any:
+        """Return this device's part of a sum, which begins now if it has not."""
+        if addend.total is None:
+            addend.total = addend.division.scattered_sum(self.whole(addend), self.known.axis)
+        return addend.total
+
+    # -- the walk
+
+    def run(self, jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Value], summed: Sequence[bool] = ()) -> list[Value]:
+        """Return the values of a program's results, of which `summed` are only added up outside."""
+        flat = inlining.inlined(jaxpr)
+        self.origins = flat.origins
+        self.gradients = find_gradients(flat.equations, flat.results, summed or [False] * len(flat.results))
+        values: dict[Var, Value] = dict(zip(jaxpr.invars, arguments, strict=True))
+        own = {**dict(zip(jaxpr.constvars, constants, strict=True)), **flat.constants}
+        values.update({var: self.constant(constant, var.aval) for var, constant in own.items()})
+
+        def read(atom: Any) -> Value:
+            return self.constant(atom.val, atom.aval) if isinstance(atom, Literal) else values[atom]
+
+        for equation in moved_up(flat.equations, self.gradients):
+            results = self.equation(equation, list(map(read, equation.invars)))
+            values.update({var: self._noted(var, value) for var, value in zip(equation.outvars, results, strict=True)})
+        return list(map(read, flat.results))
+
+    def _noted(self, var: Var, value: Value) -> Value:
+        """Note a gradient, whose sum begins early, or a term of one, which is made early."""
+        sums, _, terms = self.gradients
+        division = self.known.divisions.get(getattr(var.aval, "shape", ()))
+        if division is None or not isinstance(value, Whole) or value.is_same or not (var in sums or var in terms):
+            return value
+        addend = Addend(value, division) if var in sums else None
+        self.turns.add(value, addend)
+        return addend or value
+
+    def results_of(self, equation: Equation, arrays: Sequence[Any]) -> list[Value]:
+        return [Whole(array, self.is_same(var)) for array, var in zip(arrays, equation.outvars, strict=True)]
+
+    # -- the rules
+
+    def plain(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
+        name = equation.primitive.name
+        if name in primitives.IDENTITIES and isinstance(values[0], Addend):
+            return values
+        if name in primitives.ONE_TO_ONE:
+            return self._held(equation, values)
+        if any(isinstance(value, Part) for value in values):
+            if (results := run_on_parts(self.device, equation, values)) is not None:
+                return results
+        elif (filled := _fill(equation, values)) is not None:
+            return [filled]
+        return self._on_wholes(equation, values)
+
+    def _held(self, equation: Equation, values: list[Value]) -> list[Value]:
+        """Hold the operands of a barrier together, parts as parts."""
+        arrays = [value.array if isinstance(value, Part) else self.whole(value) for value in values]
+        held = tracing.bind(equation, arrays)
+        behind = zip(values, held, equation.outvars, strict=True)
+        return [
+            dataclasses.replace(value, array=array) if isinstance(value, Part) else Whole(array, self.is_same(var))
+            for value, array, var in behind
+        ]
+
+    def _on_wholes(self, equation: Equation, values: list[Value]) -> list[Value]:
+        """Run an operation on whole arrays; in a backward pass each is gathered when its turn comes."""
+        is_again = jaxprs.is_backward(equation, self.around)
+        new = [v for v in values if isinstance(v, Part) and (id(v.array), v.division.axis, is_again) not in self.gathered]
+        own = [k for k, value in enumerate(values) if self._differs(value)]
+        if is_again and new and own:
+            first = own[0]
+            ready = self.turns.ready([part.array for part in new])
+            [tied] = self.turns.wait([self.whole(values[first])], self.begin)
+            for part, array in zip(new, ready, strict=True):
+                self._gather(part, array, is_again)
+            values = [*values[:first], Whole(tied, False), *values[first + 1 :]]
+        return self.results_of(equation, tracing.bind(equation, [self.whole(value, is_again) for value in values]))
+
+    def _differs(self, value: Value) -> bool:
+        """Tell whether a value is computed, and may differ by replica."""
+        if isinstance(value, Addend):
+            return value.value is not None
+        return isinstance(value, Whole) and not value.is_same and isinstance(value.array, jax.core.Tracer)
+
+    def over_replicas(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
+        if not jaxprs.is_sum(equation):
+            return self._on_wholes(equation, values)
+        results: list[Value | None] = [self._sum(atom.aval, value) for atom, value in zip(equation.invars, values, strict=True)]
+        rest = [k for k, result in enumerate(results) if result is None]
+        if rest:
+            few = equation.replace(invars=[equation.invars[k] for k in rest], outvars=[equation.outvars[k] for k in rest])
+            for k, total in zip(rest, tracing.bind(few, [self.whole(values[k]) for k in rest]), strict=True):
+                results[k] = Whole(total, True)
+        return results  # type: ignore[return-value]
+
+    def _sum(self, aval: Any, value: Value) -> Part | None:
+        """Return the sum of a value over the replicas in parts; None if it is to be whole."""
+        if isinstance(value, Part):
+            count = jax.lax.axis_size(self.known.axis)
+            return dataclasses.replace(value, array=value.array * jnp.asarray(count, value.array.dtype))
+        if isinstance(value, Whole):
+            if value.is_same or (division := self.known.divisions.get(aval.shape)) is None:
+                return None
+            value = Addend(value, division)
+        return Part(self.begin(value), value.division, aval.shape)
+
+    def call(self, equation: Equation, inner: ClosedJaxpr, values: list[Value]) -> Sequence[Value]:
+        """Run what is computed again with gathers of its own, behind the barrier that JAX would make; keep other calls."""
+        if equation.primitive.name not in primitives.AGAIN:
+            return self._on_wholes(equation, values)
+        values = list(values)
+        if held := jaxprs.held_operands(equation):
+            parts = [k for k in held if isinstance(values[k], Part)]
+            others = [k for k in held if not isinstance(values[k], Part)]
+            arrays = [values[k].array for k in parts], [self.whole(values[k]) for k in others]
+            for k, array in zip([*parts, *others], self.turns.hold(*arrays, self.begin), strict=True):
+                values[k] = _with_array(values[k], array)
+        walk = Parted(self.known, self.around + jaxprs.transforms_of(equation), self.turns)
+        return walk.run(inner.jaxpr, inner.consts, values, [var in self.gradients.sums for var in equation.outvars])
+
+    def loop(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
+        """Run a loop with a part of each row; parts that all rounds take are whole, unless rounds have backward passes."""
+        if not jaxprs.is_scan(equation):
+            return self._on_wholes(equation, values)
+        loop, around = jaxprs.loop_of(equation), self.around + jaxprs.transforms_of(equation)
+        [body], is_again = loop.parts, jaxprs.is_backward(equation, self.around)
+        is_of_steps = not is_again and any(jaxprs.is_backward(inner, around) for inner in jaxprs.inside(equation))
+        given = [self._given(value, is_again, k not in body.fixed or is_of_steps) for k, value in enumerate(values)]
+        for k, var in zip(loop.carry, equation.outvars, strict=False):
+            if not self.is_same(var) or not isinstance(given[k], Part):
+                given[k] = Whole(self.whole(given[k], is_again), self.is_same(var))
+        for k in loop.rows:
+            if isinstance(row := given[k], Part):
+                given[k] = _moved(row, -1) if row.division.axis else Whole(self.whole(row, is_again), True)
+        arrays: list[Any] = [_array_of(value) for value in given]
+        divisions = [self._row_division(var) if var in self.gradients.only else None for var in equation.outvars]
+        kinds: list[Value] = []
+
+        def one_round(*arrays: Any) -> list[Any]:
+            walk = Parted(self.known, around)
+            kinds[:] = walk.run_closed(body.closed, list(map(_with_array, given, arrays)))
+            for k, value in enumerate(kinds):
+                if k < len(loop.carry):
+                    kinds[k] = walk.like(value, given[loop.carry[k]])
+                elif (division := divisions[k]) is not None and not isinstance(value, Part):
+                    kinds[k] = Addend(None, division, division.scattered_sum(walk.whole(value), self.known.axis))
+            return [jnp.asarray(_array_of(value)) for value in kinds]
+
+        made = run_parts(equation, arrays, [one_round])
+        results = [_with_array(kind, array) for kind, array in zip(kinds, made, strict=True)]
+        for k, var in enumerate(equation.outvars):
+            if isinstance(result := results[k], Whole):
+                results[k] = Whole(result.array, self.is_same(var))
+            elif k >= len(loop.carry):
+                results[k] = _moved(result, 1, var.aval.shape)
+        return results
+
+    def _given(self, value: Value, is_again: bool, may_be_part: bool = True) -> Part | Whole:
+        """Return a value as an inner program gets it."""
+        if isinstance(value, Whole) or (isinstance(value, Part) and may_be_part):
+            return value
+        return Whole(self.whole(value, is_again), isinstance(value, Part))
+
+    def _row_division(self, var: Var) -> Division | None:
+        """Return the division of the rows of a stack whose sum over the replicas is stored in parts."""
+        division = self.known.divisions.get(getattr(var.aval, "shape", ()))
+        return dataclasses.replace(division, axis=division.axis - 1) if division is not None and division.axis else None
+
+    def like(self, value: Value, other: Part | Whole) -> Part | Whole:
+        """Return a value in parts or as a whole, as another one is."""
+        if isinstance(other, Part):
+            return dataclasses.replace(other, array=self.device.part(value, other.division, other.shape))
+        return Whole(self.whole(value), other.is_same)
+
+    def cond(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
+        """Run a condition that is the same on every replica with parts; any other with whole arrays."""
+        decision, *operands = values
+        is_joint = isinstance(decision, Whole) and decision.is_same
+        if not is_joint or not any(isinstance(value, Part) for value in operands):
+            return self._on_wholes(equation, values)
+        around, loop = self.around + jaxprs.transforms_of(equation), jaxprs.loop_of(equation)
+        given = [self._given(value, jaxprs.is_backward(equation, self.around)) for value in operands]
+        kinds: list[Part | Whole] = [self._stored(None, var) for var in equation.outvars]
+
+        def branch_of(part: jaxprs.Part) -> Callable[..., list[Any]]:
+            def branch(*arrays: Any) -> list[Any]:
+                walk = Parted(self.known, around)
+                results = walk.run_closed(part.closed, list(map(_with_array, given, arrays)))
+                return [jnp.asarray(walk.like(value, kind).array) for value, kind in zip(results, kinds, strict=True)]
+
+            return branch
+
+        arrays = run_parts(equation, [decision.array, *(value.array for value in given)], list(map(branch_of, loop.parts)))
+        return list(map(_with_array, kinds, arrays))
+
+    def _stored(self, array: Any, var: Var) -> Part | Whole:
+        """Return a result in parts if arrays of its shape are stored so and it is the same on every replica, else whole."""
+        division, is_same = self.known.divisions.get(getattr(var.aval, "shape", ())), self.is_same(var)
+        return Whole(array, is_same) if division is None or not is_same else Part(array, division, var.aval.shape)
+
+    def solve(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
+        return self._on_wholes(equation, values)
+
+
+def _array_of(value: Value) -> Any:
+    return value.total if isinstance(value, Addend) else value.array
+
+
+def _with_array(value: Any, array: Any) -> Any:
+    """Return a value with another array, such as one behind a barrier or in a loop."""
+    if isinstance(value, Whole):
+        return Whole(array, value.is_same)
+    return dataclasses.replace(value, **{"total" if isinstance(value, Addend) else "array": array})
+
+
+def _moved(value: Any, places: int, shape: Shape = ()) -> Any:
+    """Return parts with so many more axes before the divided one."""
+    division = dataclasses.replace(value.division, axis=value.division.axis + places)
+    if isinstance(value, Addend):
+        return Addend(None, division, value.total)
+    return Part(value.array, division, shape or value.shape[-places:])
+
+
+def _fill(equation: Equation, values: Sequence[Value]) -> Whole | None:
+    """Run an operation that gives every element of its result one number; return None for any other."""
+    [first, *_], name = equation.outvars, equation.primitive.name
+    shape, numbers = getattr(first.aval, "shape", ()), [_number_of(value) for value in values]
+    if shape == () or any(number is None for number in numbers):
+        return None
+    if name in primitives.BROADCASTS:
+        number = numbers[0]
+    elif name in primitives.ELEMENTWISE:
+        [number] = tracing.bind(equation, numbers)
+    else:
+        return None
+    return Whole(jnp.broadcast_to(number, shape), True, number)
+
+
+def _number_of(value: Value) -> Any:
+    """Return the number that is all elements of an array, the same on every replica; None if there is none."""
+    if not isinstance(value, Whole) or not value.is_same:
+        return None
+    return value.array if jnp.ndim(value.array) == 0 else value.number
+
+
+# -- the pass
+
+
+class Divisions(NamedTuple):
+    """How the inputs and outputs of a step are divided; None: each device has all of it, or its replicas their own."""
+
+    inputs: list[Division | None]
+    outputs: list[Division | None]
+
+    @classmethod
+    def of(cls, step: Proven) -> Divisions:
+        """Return the divisions of a step's variables, and of its arguments and results that are arrays in parts."""
+        jaxpr, written, variables = step.closed.jaxpr, step.lifted.written, step.lifted.variables
+
+        def of_array(atom: Any, is_own: bool) -> Division | None:
+            is_array = isinstance(atom.aval, jax.core.ShapedArray) and not is_own
+            return division_of_array(step.mesh, atom.aval.shape, atom.aval.dtype) if is_array else None
+
+        arguments = map(of_array, jaxpr.invars[len(variables) :], step.own_inputs[len(variables) :])
+        results = map(of_array, jaxpr.outvars[: step.lifted.num_results], step.own_outputs)
+        kept = ([spec_of(variable).division for variable in some] for some in (variables, written))
+        return cls([*next(kept), *arguments], [*results, *next(kept)])
+
+
+def store_in_parts(step: Proven) -> Proven:
+    """Let a step take and return large arrays in parts. Devices with several replicas gather them at its begin."""
+    divisions = Divisions.of(step)
+    if not any((*divisions.inputs, *divisions.outputs)):
+        return step
+
+    def specs(of: Sequence[PartitionSpec], its: Sequence[Division | None]) -> tuple[PartitionSpec, ...]:
+        pairs = zip(of, its, strict=True)
+        return tuple([spec if division is None else placement_of(step.mesh, division).spec for spec, division in pairs])
+
+    new = {"in_specs": specs(step.in_specs, divisions.inputs), "out_specs": specs(step.out_specs, divisions.outputs)}
+    if step.mesh.per_device > 1:
+        return dataclasses.replace(step, run=functools.partial(_run_gathered, step.run, divisions), **new)
+    states = [varying("its own") if is_own else SAME for is_own in step.own_inputs]
+    findings = prove(step.closed.jaxpr, states)  # of the program that runs, after the passes before this one
+    stored = [*zip(step.closed.jaxpr.invars, divisions.inputs), *zip(step.closed.jaxpr.outvars, divisions.outputs)]
+    shapes = {atom.aval.shape: division for atom, division in stored if division is not None}
+    known = Known(step.mesh.axis, findings.varying, shapes)
+    return dataclasses.replace(step, run=functools.partial(_run_on_parts, known, divisions), **new)
+
+
+def _run_on_parts(known: Known, divisions: Divisions, step: Proven, constants: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+    """Run a step on the device of a replica, where an array of per-replica values has a first axis of size 1."""
+    jaxpr, given = step.closed.jaxpr, list[Value]()
+    for var, array, division, is_own in zip(jaxpr.invars, inputs, divisions.inputs, step.own_inputs, strict=True):
+        if division is not None:
+            given.append(Part(array, division, var.aval.shape))
+        else:
+            given.append(Whole(jnp.squeeze(array, 0) if is_own else array, not is_own))
+    walk = Parted(known)
+    results = walk.run(jaxpr, constants, given)
+    outputs = []
+    for value, atom, division, is_own in zip(results, jaxpr.outvars, divisions.outputs, step.own_outputs, strict=False):
+        if division is not None:
+            part = walk.device.part(value, division, atom.aval.shape)
+            outputs.append(walk.device.real(part, division, 0))
+        else:
+            array = walk.whole(value)
+            outputs.append(jnp.expand_dims(array, 0) if is_own else array)
+    return [*outputs, *map(walk.whole, results[len(outputs) :])]
+
+
+def _run_gathered(run: Run, divisions: Divisions, step: Proven, constants: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+    """Run a step in another way, with all arrays whole until it ends."""
+    name = step.mesh.axis
+    pairs = zip(inputs, divisions.inputs, strict=True)
+    outputs = run(step, constants, [array if its is None else its.gathered(array, name) for array, its in pairs])
+    for k, division in enumerate(divisions.outputs):
+        if division is not None:
+            outputs[k] = division.own_part(outputs[k], name)
+    return outputs
