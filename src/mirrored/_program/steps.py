@@ -21,6 +21,7 @@ from .._options import ReductionToOneDevice
 from .._replicas import frames, in_flight, placement
 from .._replicas.collectives import ReplicaAxis
 from .._replicas.context import ReplicaContext, own_parts
+from .._replicas.division import placement_of
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica
@@ -35,6 +36,7 @@ from .cache import Programs
 from .call import Call, argument_names, array_leaves, check_replicas, key_of, of_last_batch, take_apart
 from .eager import is_eager, refuse_eager, run_eagerly, silenced
 from .fuse_all_reduces import Joined, join_sums
+from .gathered_once import divisions_of, on_parts
 from .lift import Lifted, trace_step
 from .program import StepProgram, place
 from .proof import SAME, Findings, State, varying
@@ -143,11 +145,11 @@ def _run_traced(program: StepProgram, call: Call) -> PyTree:
     check_replicas(call.arrays, call.array_leaves(), lambda: argument_names(call), program.mesh.num_replicas)
     lifted = program.lifted
     with claimed(lifted.written):
-        written = [load(variable) for variable in lifted.written]
-        read_only = [load(variable) for variable in lifted.read_only]
+        written = [spec_of(variable).stored(load(variable)) for variable in lifted.written]
+        read_only = [spec_of(variable).stored(load(variable)) for variable in lifted.read_only]
         results, new, _ = program.mapped(written, read_only, call.arrays, program.constants)
-        for variable, value in zip(lifted.written, new, strict=True):
-            store(variable, value)
+        for variable, stored in zip(lifted.written, new, strict=True):
+            store(variable, spec_of(variable).whole(stored))
     return program.rebuild(results)
 
 
@@ -230,7 +232,9 @@ def _map(mesh: ReplicaMesh, proven: Proven) -> tuple[Joined, Callable[..., Any]]
     num_results, num_outputs = lifted.num_results, lifted.num_results + len(lifted.writes.slots)
     is_own = [spec_of(variable).is_on_read for variable in lifted.variables] + proven.is_split
     ends = [not same for same in proven.is_mirrored] + [spec_of(variable).is_on_read for variable in lifted.written]
+    taken, kept = divisions_of(mesh, lifted, proven.call, proven.is_mirrored)
     run = _run_replica if has_own_device else functools.partial(virtual.run_replicas, mesh, lifted, proven.findings.varying)
+    run = on_parts(run, mesh, taken, kept)
 
     def body(written: list[Any], read_only: list[Any], arrays: list[Any], constants: list[Any]) -> Any:
         outputs = run(sums, constants, [*written, *read_only, *arrays], is_own, ends)
@@ -241,7 +245,10 @@ def _map(mesh: ReplicaMesh, proven: Proven) -> tuple[Joined, Callable[..., Any]]
         return results, outputs[num_results:num_outputs], in_flight.new_witness(mesh.mirrored)
 
     replicated, stacked = PartitionSpec(), PartitionSpec(mesh.axis)
-    inputs, outputs = ([stacked if own else replicated for own in flags] for flags in (is_own, ends))
+    inputs, outputs = (
+        [stacked if own else placement_of(mesh, division).spec for own, division in zip(flags, divisions, strict=True)]
+        for flags, divisions in ((is_own, taken), (ends, kept))
+    )
     first, rest = len(lifted.written), len(lifted.variables)
     in_specs = (inputs[:first], inputs[first:rest], inputs[rest:], replicated)
     out_specs = (

@@ -507,7 +507,7 @@ class Strategy:
             ContextError: (a RuntimeError) inside a step or an `mr.function`.
         """
         _require_untraced("assert_mirrored")
-        equal_copies.check(self._mesh, [variable for variable in live_variables(self._mesh) if not spec_of(variable).is_on_read])
+        equal_copies.check(self._mesh, live_variables(self._mesh))
 
 
 def joint_strategy() -> Strategy | None:

@@ -142,8 +142,8 @@ def _make(frame: Frame, call: Call) -> FunctionProgram:
     mesh, name = _mesh_of(frame, lifted, call), call.name
     check_replicas(call.arrays, leaves, lambda: argument_names(call), mesh.num_replicas)
     placements = (
-        [mesh.stacked if is_stacked else mesh.mirrored for is_stacked in lifted.plan.stacked],
-        [mesh.stacked if spec_of(variable).is_on_read else mesh.mirrored for variable in lifted.written],
+        [mesh.stacked if is_stacked else _placement(mesh, atom.aval) for is_stacked, atom in zip(lifted.plan.stacked, results, strict=True)],
+        [spec_of(variable).placement for variable in lifted.written],
         mesh.mirrored,
     )
     is_split = [leaf.is_per_replica for leaf in leaves]
@@ -152,9 +152,10 @@ def _make(frame: Frame, call: Call) -> FunctionProgram:
 
 
 def _pure(lifted: Lifted, mesh: ReplicaMesh, written: Any, read_only: Any, arrays: Any, constants: Any) -> Any:
-    outputs = interpreter.evaluate(lifted.closed, constants, [*written, *read_only, *arrays])
-    witness = in_flight.new_witness(mesh.mirrored)
-    return outputs[: lifted.num_results], outputs[lifted.num_results :], witness
+    values = [spec_of(variable).whole(a) for variable, a in zip(lifted.variables, [*written, *read_only], strict=True)]
+    outputs = interpreter.evaluate(lifted.closed, constants, [*values, *arrays])
+    new = [spec_of(v).stored(value) for v, value in zip(lifted.written, outputs[lifted.num_results :], strict=True)]
+    return outputs[: lifted.num_results], new, in_flight.new_witness(mesh.mirrored)
 
 
 def _mesh_of(frame: Frame, lifted: Lifted, call: Call) -> ReplicaMesh:
