@@ -19,7 +19,7 @@ from _harness import Contender, Row, Times, check_losses, interleave, parse, pri
 from jax.sharding import NamedSharding, PartitionSpec
 
 import mirrored as mr
-from mirrored._program import fuse_all_reduces
+from mirrored._program.passes import fuse_all_reduces
 from mirrored._replicas import collectives
 
 #: No goal is set for the all-reduce alone; ours should not lose to the simplest way of writing it.

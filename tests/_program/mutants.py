@@ -5,7 +5,7 @@ REFUSALS = "tests/_program/test_refusals.py::test_"
 GUARDS = "tests/_program/test_guards.py::test_"
 TRACES = "tests/_program/uneven/test_traces.py::test_"
 PROPERTIES = "tests/_program/uneven/test_properties.py::test_"
-SINKS = "tests/_program/test_sink_reductions.py::test_"
+SINKS = "tests/_program/passes/test_sink_reductions.py::test_"
 LOOPS = "tests/_program/uneven/test_loops.py::test_"
 MEANS = "tests/_program/uneven/test_means.py::test_"
 
@@ -58,23 +58,23 @@ MUTANTS = [
     ("_replicas/collectives.py", "by_rows and op is ReduceOp.MEAN and axis", "op is ReduceOp.MEAN and axis",
      MEANS + "whatever_it_is_each_replica_weighs_as_much_as_it_has_rows"),
     # -- several replicas on a device
-    ("_program/virtual.py", "_swap(operands[k], is_own[k])", "operands[k]",
-     "tests/_program/test_virtual.py::test_collectives_and_loops_are_those_of_as_many_devices"),
-    ("_program/virtual.py", " or any(_has_references(c.jaxpr) for c in called)", "",
-     "tests/_program/test_virtual.py::test_references_work_between_collectives_and_are_refused_across_one"),
-    ("_program/sink_reductions.py", "is_wider=dtype != value.aval.dtype", "is_wider=False",
+    ("_program/passes/virtual.py", "_swap(operands[k], is_own[k])", "operands[k]",
+     "tests/_program/passes/test_virtual.py::test_collectives_and_loops_are_those_of_as_many_devices"),
+    ("_program/passes/virtual.py", " or any(_has_references(c.jaxpr) for c in called)", "",
+     "tests/_program/passes/test_virtual.py::test_references_work_between_collectives_and_are_refused_across_one"),
+    ("_program/passes/sink_reductions.py", "is_wider=dtype != value.aval.dtype", "is_wider=False",
      SINKS + "a_wide_sum_of_narrow_values_is_as_exact_as_that_of_devices[rounded-2]"),
-    ("_program/sink_reductions.py", "jnp.promote_types(own_dtype, dtype) in (own_dtype, dtype)", "True",
+    ("_program/passes/sink_reductions.py", "jnp.promote_types(own_dtype, dtype) in (own_dtype, dtype)", "True",
      SINKS + "a_wide_sum_of_narrow_values_is_as_exact_as_that_of_devices[large-2]"),
-    ("_program/sink_reductions.py", "    if _overflows(node, dtype):", "    if False:",
+    ("_program/passes/sink_reductions.py", "    if _overflows(node, dtype):", "    if False:",
      SINKS + "a_wide_sum_of_narrow_values_is_as_exact_as_that_of_devices[large-2]"),
-    ("_program/sink_reductions.py", " and not _overflows(node, dtype):", ":",
+    ("_program/passes/sink_reductions.py", " and not _overflows(node, dtype):", ":",
      SINKS + "a_wide_sum_of_narrow_values_is_as_exact_as_that_of_devices[large-2]"),
-    ("_program/sink_reductions.py", "if _sunk(node.inputs[position], read, totals, dtype) is None:", "if True:",
+    ("_program/passes/sink_reductions.py", "if _sunk(node.inputs[position], read, totals, dtype) is None:", "if True:",
      SINKS + "no_replica_has_a_gradient_that_a_scan_adds_up"),
-    ("_program/virtual.py", "added = [self.splits(node.equation) and end", "added = [False and end",
+    ("_program/passes/virtual.py", "added = [self.splits(node.equation) and end", "added = [False and end",
      SINKS + "no_replica_has_a_gradient_that_a_scan_adds_up"),
-    ("_program/virtual.py", "behind[k], value.maker = value, None", "behind[k] = value",
+    ("_program/passes/virtual.py", "behind[k], value.maker = value, None", "behind[k] = value",
      SINKS + "no_replica_has_a_gradient_of_layers_of_its_own"),
     ("_program/mistakes.py", "num_devices > 1", "num_devices > 2",
      "tests/_program/test_mistakes.py::test_an_ordered_print_is_refused_on_several_devices[odd]"),
@@ -82,11 +82,11 @@ MUTANTS = [
      "tests/_program/test_mistakes.py::test_an_ordered_print_is_refused_on_several_devices[odd]"),
     ("_program/mistakes.py", "max(num_devices, ", "max(1, ",
      "tests/_program/test_mistakes.py::test_a_map_over_devices_in_a_step_is_refused[6-1-3]"),
-    ("_program/virtual.py", "return follows and all(", "return False and all(",
+    ("_program/passes/virtual.py", "return follows and all(", "return False and all(",
      SINKS + "no_replica_has_a_gradient_of_its_own"),
-    ("_program/sink_reductions.py", "jnp.asarray(zeros, dtype), updates.astype(dtype)", "zeros, updates",
+    ("_program/passes/sink_reductions.py", "jnp.asarray(zeros, dtype), updates.astype(dtype)", "zeros, updates",
      SINKS + "a_wide_sum_of_narrow_values_is_as_exact_as_that_of_devices[counted-2]"),
-    ("_program/sink_reductions.py", "dtype=dtype)", "dtype=stack.dtype)",
+    ("_program/passes/sink_reductions.py", "dtype=dtype)", "dtype=stack.dtype)",
      SINKS + "a_wide_sum_of_narrow_values_is_as_exact_as_that_of_devices[counted-2]"),
     ("_program/steps.py", "(*call.arrays, *program.constants)", "call.arrays",
      "tests/test_bad_input.py"),

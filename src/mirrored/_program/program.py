@@ -18,8 +18,9 @@ from .._errors import StrategyMismatchError
 from .._jax import callbacks, jaxprs, user_code
 from .._jax.primitives import DEVICE_MAPS, HOST_CALLBACKS, LOOPS, PRINTS, SUMS
 from .._jax.tracing import is_wide
+from .._options import Storage
 from .._replicas import in_flight, placement
-from .._replicas.division import division_of_array, placement_of
+from .._replicas.division import division_of_array, placement_of_array
 from .._replicas.mesh import PlannedMesh, ReplicaMesh
 from .._replicas.per_replica import PerReplica
 from .._text import bytes_in_words, counted
@@ -29,8 +30,8 @@ from .._variables.variable import spec_of
 from .._workers import joint_programs
 from . import memory, mistakes
 from .call import NUMBERS, ArrayLeaf
-from .fuse_all_reduces import Joined
 from .lift import Lifted
+from .passes.proven import Joined
 from .proof import Findings, State
 
 _ON_HOST = (np.ndarray, *NUMBERS)
@@ -253,8 +254,7 @@ def is_placed(mesh: ReplicaMesh, array: Any) -> bool:
         return False
     if array.sharding is mesh.stacked or array.sharding is mesh.mirrored or array.sharding in (mesh.stacked, mesh.mirrored):
         return True
-    division = division_of_array(mesh, array.shape, array.dtype)
-    return division is not None and array.sharding == placement_of(mesh, division)
+    return mesh.storage is not Storage.WHOLE and array.sharding == placement_of_array(mesh, array)
 
 
 @functools.lru_cache(maxsize=64)
@@ -291,10 +291,8 @@ def place(
             )
     moving = [placed[position] for position in elsewhere]
     if mesh.is_alone:
-        targets = [
-            mesh.stacked if leaf.is_per_replica else placement_of(mesh, division_of_array(mesh, leaf.shape, leaf.dtype))
-            for leaf in (leaves[position] for position in elsewhere)
-        ]
+        kinds = [leaves[position] for position in elsewhere]
+        targets = [mesh.stacked if kind.is_per_replica else placement_of_array(mesh, kind) for kind in kinds]
         moved = mesh.put(list(map(placement.own_copy, moving)), targets)
     else:
 

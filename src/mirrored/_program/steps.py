@@ -12,34 +12,30 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from .._jax import interpreter, tracing
+from .._jax import tracing
 from .._models import nnx
 from .._options import ReductionToOneDevice
-from .._replicas import frames, in_flight, placement
+from .._replicas import frames, placement
 from .._replicas.collectives import ReplicaAxis
 from .._replicas.context import ReplicaContext, own_parts
-from .._replicas.division import placement_of
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica
 from .._replicas.platforms import PLATFORMS, XLAS_WAY
-from .._replicas.reductions import divide
 from .._replicas.spent import Spent, waited
 from .._typing import PyTree, UserFunction
 from .._variables.access import claimed, load, store
 from .._variables.variable import spec_of
-from . import lift, proof, refusals, virtual
+from . import lift, proof, refusals
 from .cache import Programs
 from .call import Call, argument_names, array_leaves, check_replicas, key_of, of_last_batch, take_apart
 from .eager import is_eager, refuse_eager, run_eagerly, silenced
-from .fuse_all_reduces import Joined, join_sums
-from .gathered_once import divisions_of, on_parts
 from .lift import Lifted, trace_step
+from .passes.all_passes import mapped, passed
+from .passes.proven import Proven
 from .program import StepProgram, place
-from .proof import SAME, Findings, State, varying
+from .proof import SAME, State, varying
 from .uneven import traces
 
 
@@ -166,27 +162,6 @@ def _run_merged(strategy: object, frame: Frame, function: UserFunction, args: Se
 # -- making a program: Call -> Lifted -> Proven -> StepProgram
 
 
-@dataclasses.dataclass(frozen=True)
-class Proven:
-    """The lifted step of a call, with the findings of the proof."""
-
-    call: Call
-    lifted: Lifted
-    findings: Findings
-    is_mirrored: tuple[bool, ...]  # for each result array, whether it is the same on every replica
-    axis: ReplicaAxis
-
-    @property
-    def is_split(self) -> list[bool]:
-        """For each array argument, whether each replica has its own."""
-        return [leaf.is_per_replica for leaf in self.call.array_leaves()]
-
-    def describe(self) -> str:
-        """Write the step as text that is equal on two workers which may run it together."""
-        text = f"arguments by replica: {self.is_split}\n{self.lifted.describe()}\nmirrored results: {self.is_mirrored}"
-        return text if self.axis.ops is None else f"{text}\nadded up by {self.axis.ops}"
-
-
 def _make_program(mesh: ReplicaMesh, call: Call, frame_with: Callable[[Any], Frame]) -> StepProgram:
     """Make the program of a call; `frame_with` makes the frame to trace in, given an object that knows other replicas' sizes."""
     leaves, even = call.array_leaves(), frame_with(None)
@@ -207,10 +182,11 @@ def _make_program(mesh: ReplicaMesh, call: Call, frame_with: Callable[[Any], Fra
         refusals.check_gradients(findings.marks, mesh.num_replicas)
         refusals.check_noise(findings)
     refusals.check_results(call, lifted, findings)
-    is_mirrored = tuple(state.is_mirrored for state in findings.outputs[: lifted.num_results])
-    proven = Proven(call, lifted.bare(), findings, is_mirrored, even.axis)
-    sums, mapped = _map(mesh, proven)
-    return StepProgram.compile(mesh, lifted, call.name, mapped, proven.describe, findings=findings, mapped=mapped, joined=sums)
+    is_split = [leaf.is_per_replica for leaf in leaves]
+    step = passed(Proven.of(mesh, even.axis, lifted, findings, is_split))
+    function = mapped(step)
+    more = {"findings": findings, "mapped": function, "joined": step.joined}
+    return StepProgram.compile(mesh, lifted, call.name, function, step.describe, **more)
 
 
 def _input_states(call: Call, lifted: Lifted) -> list[State]:
@@ -222,47 +198,3 @@ def _input_states(call: Call, lifted: Lifted) -> list[State]:
         origin = f"the argument {name}, of which each replica has its own"
         states.append(varying(origin) if leaf.is_per_replica else SAME)
     return states
-
-
-def _map(mesh: ReplicaMesh, proven: Proven) -> tuple[Joined, Callable[..., Any]]:
-    """Make the function of global arrays, in which each replica runs the step on its rows; and tell which sums are joined."""
-    lifted, has_own_device = proven.lifted, mesh.per_device == 1
-    may_join = has_own_device and proven.findings.has_collective
-    sums = join_sums(lifted, proven.is_mirrored, proven.axis) if may_join else Joined(lifted.closed)
-    num_results, num_outputs = lifted.num_results, lifted.num_results + len(lifted.writes.slots)
-    is_own = [spec_of(variable).is_on_read for variable in lifted.variables] + proven.is_split
-    ends = [not same for same in proven.is_mirrored] + [spec_of(variable).is_on_read for variable in lifted.written]
-    taken, kept = divisions_of(mesh, lifted, proven.call, proven.is_mirrored)
-    run = _run_replica if has_own_device else functools.partial(virtual.run_replicas, mesh, lifted, proven.findings.varying)
-    run = on_parts(run, mesh, taken, kept)
-
-    def body(written: list[Any], read_only: list[Any], arrays: list[Any], constants: list[Any]) -> Any:
-        outputs = run(sums, constants, [*written, *read_only, *arrays], is_own, ends)
-        results = outputs[:num_results]
-        results += outputs[num_outputs:]
-        if mesh.num_replicas > 1:  # else each is its own mean, too
-            results += [divide(total, mesh.num_replicas, total.dtype) for total in outputs[num_outputs:]]
-        return results, outputs[num_results:num_outputs], in_flight.new_witness(mesh.mirrored)
-
-    replicated, stacked = PartitionSpec(), PartitionSpec(mesh.axis)
-    inputs, outputs = (
-        [stacked if own else placement_of(mesh, division).spec for own, division in zip(flags, divisions, strict=True)]
-        for flags, divisions in ((is_own, taken), (ends, kept))
-    )
-    first, rest = len(lifted.written), len(lifted.variables)
-    in_specs = (inputs[:first], inputs[first:rest], inputs[rest:], replicated)
-    out_specs = (
-        [*outputs[:num_results], *[replicated] * (len(sums.carried) * min(mesh.num_replicas, 2))],
-        outputs[num_results:],
-        replicated,
-    )
-    # check_vma=False: gradients are local, and `_program/proof` takes the place of JAX's own check.
-    return sums, jax.shard_map(body, mesh=mesh.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-
-
-def _run_replica(sums: Joined, constants: list[Any], inputs: list[Any], is_own: list[bool], ends: list[bool]) -> list[Any]:
-    """Run a step on the device of a replica; outside, an array of per-replica values has a first axis, here of size 1."""
-    values = [jnp.squeeze(array, 0) if own else array for array, own in zip(inputs, is_own, strict=True)]
-    outputs = interpreter.evaluate(sums.closed, constants, values)
-    own = [jnp.expand_dims(array, 0) if end else array for array, end in zip(outputs, ends, strict=False)]
-    return [*own, *outputs[len(ends) :]]

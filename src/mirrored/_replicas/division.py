@@ -166,6 +166,11 @@ def division_of_array(mesh: ReplicaMesh, shape: Shape, dtype: Any) -> Division |
     return division
 
 
+def placement_of_array(mesh: ReplicaMesh, array: Any) -> NamedSharding:
+    """Return the placement of an array outside of variables, or of its kind, that is the same on every replica."""
+    return placement_of(mesh, division_of_array(mesh, array.shape, array.dtype))
+
+
 def placement_of(mesh: ReplicaMesh, division: Division | None) -> NamedSharding:
     """Return the placement of a stored value that is the same on every replica."""
     return mesh.mirrored if division is None else _placement(mesh, division.axis)

@@ -62,7 +62,7 @@ class ReplicaMesh:
 
     @functools.cached_property
     def one_by_one(self) -> bool:
-        """Whether a device runs its replicas one after the other instead of together; see `_program/virtual`."""
+        """Whether a device runs its replicas one after the other instead of together; see `_program/passes/virtual`."""
         return self.axis.endswith(_ONE_BY_ONE)
 
     def __str__(self) -> str:

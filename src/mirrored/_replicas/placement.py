@@ -65,7 +65,7 @@ def own_copy(array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
 
 
 def divide(mesh: ReplicaMesh, division: Division, array: Any) -> jax.Array:
-    """Store an array, which all workers have alike, in parts: without all of it on one device, where one worker has all devices."""
+    """Store an array, which all workers have alike, in parts; of a host's array, no device gets more than its part."""
     target = placement_of(mesh, division)
     if division.is_plain and getattr(array, "sharding", None) == target:
         return array

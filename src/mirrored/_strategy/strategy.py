@@ -28,7 +28,7 @@ from .._text import shown
 from .._typing import ArrayLike, PyTree, UserFunction
 from .._variables import equal_copies
 from .._variables.access import lent
-from .._variables.variable import live_variables, spec_of
+from .._variables.variable import live_variables
 from .._workers.coordination import Coordination
 from .._workers.progress import progress
 from .._workers.same_program import require_same_history

@@ -163,9 +163,9 @@ def placed(array: jax.Array | np.ndarray, mesh: ReplicaMesh, name: str = "", div
     Then the name goes along, in the same program, and must be the chief's: else variables would hold each other's values.
     """
     if division is not None:
-        is_joint = isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated)
-        is_there = mesh.is_alone or (is_joint and array.sharding.device_set == mesh.mirrored.device_set)
-        return placement.divide(mesh, division, array if is_there else placed(array, mesh, name))
+        now = getattr(array, "sharding", mesh.mirrored)
+        is_joint = now.device_set == mesh.mirrored.device_set and not now.is_fully_replicated
+        return placement.divide(mesh, division, array if mesh.is_alone or is_joint else placed(array, mesh, name))
     if mesh.is_alone or not name:
         return placement.mirror(mesh, [array])[0]
     sum_of_name = np.uint32(zlib.crc32(without_counters(name).encode()))

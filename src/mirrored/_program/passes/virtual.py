@@ -13,6 +13,7 @@ docs/design/several-replicas-on-a-device.md.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence, Set
@@ -21,25 +22,31 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._errors import ContextError
-from .._jax import jaxprs, primitives, tracing
-from .._jax.interpreter import Evaluation, run_parts
-from .._jax.jaxprs import ClosedJaxpr, Equation, Jaxpr, Var
-from .._replicas.mesh import ReplicaMesh
-from .._typing import REPLICA_AXIS
+from ..._errors import ContextError
+from ..._jax import jaxprs, primitives, tracing
+from ..._jax.interpreter import Evaluation, run_parts
+from ..._jax.jaxprs import ClosedJaxpr, Equation, Jaxpr, Var
+from ..._replicas.mesh import ReplicaMesh
+from ..._typing import REPLICA_AXIS
+from ..lift import Lifted
+from ..uneven.nodes import Node, Reading, Value, stages_of
 from . import sink_reductions
-from .lift import Lifted
+from .proven import Proven
 from .sink_reductions import is_of_floats, merge, wide_type
-from .uneven.nodes import Node, Reading, Value, stages_of
 
 
-def run_replicas(
-    mesh: ReplicaMesh, lifted: Lifted, varying: Set[Var], _: Any, constants: list[Any], inputs: list[Any], *ends: list[bool]
-) -> list[Any]:
-    """Run a step for all replicas of a device; `ends` tells which inputs, and which outputs, are per-replica values."""
+def run_all_on_device(step: Proven) -> Proven:
+    """Let each device run all of its replicas."""
+    return dataclasses.replace(step, run=_run_replicas)
+
+
+def _run_replicas(step: Proven, constants: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+    """Run a step for all replicas of a device."""
     # Made before any loop, because a value made inside one may not be used behind it.
+    mesh = step.mesh
     numbers = jax.lax.axis_index(mesh.axis) * mesh.per_device + jnp.arange(mesh.per_device, dtype=jnp.int32)
-    return _Course(_Device(mesh, numbers, varying), _jaxpr_of(lifted), constants, inputs, ends[0]).run(ends[1])
+    device = _Device(mesh, numbers, step.findings.varying)
+    return _Course(device, _jaxpr_of(step.lifted), constants, inputs, step.own_inputs).run(step.own_outputs)
 
 
 def _jaxpr_of(lifted: Lifted) -> Jaxpr:

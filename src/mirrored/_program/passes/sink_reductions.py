@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._jax import primitives, tracing
-from .uneven.nodes import Node, Value
+from ..._jax import primitives, tracing
+from ..uneven.nodes import Node, Value
 
 
 def _add_rows(stack: jax.Array) -> jax.Array:

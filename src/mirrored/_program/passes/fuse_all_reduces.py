@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._jax import jaxprs
-from .._jax.jaxprs import ClosedJaxpr, Equation, Var
-from .._replicas.collectives import MAX_ARRAYS_PER_PACK, PACK_BELOW_BYTES, ReplicaAxis, sum_in_one_buffer
-from .._typing import REPLICA_AXIS
-from .lift import Lifted
+from ..._jax import jaxprs
+from ..._jax.jaxprs import ClosedJaxpr, Equation, Var
+from ..._replicas.collectives import MAX_ARRAYS_PER_PACK, PACK_BELOW_BYTES, sum_in_one_buffer
+from ..._typing import REPLICA_AXIS
+from .proven import Joined, Proven
 
 #: The most results whose sums a step carries, and the most numbers of each.
 MAX_CARRIED, MAX_CARRIED_NUMBERS = 4, 64
@@ -28,23 +28,6 @@ MAX_CARRIED, MAX_CARRIED_NUMBERS = 4, 64
 MAX_ARRAYS_JOINED = MAX_ARRAYS_PER_PACK + MAX_CARRIED
 #: The dtypes that also a MEAN adds up as they are.
 _CARRIED_DTYPES = ("float32", "float64")
-
-
-@dataclasses.dataclass(frozen=True)
-class Joined:
-    """A step whose sums are joined."""
-
-    closed: ClosedJaxpr  # after its own results it gives the sums that it carries
-    carried: tuple[int, ...] = ()  # the positions of these results
-    num_arrays: int = 0  # the number of sums that have joined others
-
-    def describe(self) -> str:
-        """Describe the sums that are joined and carried, in a part of a sentence; "" for none."""
-        text = f", {self.num_arrays} in the buffer of another" if self.num_arrays else ""
-        if self.carried:
-            noun = "1 result" if len(self.carried) == 1 else f"{len(self.carried)} results"
-            text += f"; carries the sum of {noun}, which strategy.reduce looks up"
-        return text
 
 
 @dataclasses.dataclass
@@ -56,15 +39,15 @@ class _Buffer:
     num_parts: int  # the number of arrays that these were packed of
 
 
-def join_sums(lifted: Lifted, is_mirrored: Sequence[bool], axis: ReplicaAxis) -> Joined:
-    """Join the small sums of a proven step, and let them carry the sums of small results, unless the user has set the packing."""
-    jaxpr, constants = lifted.closed.jaxpr, lifted.closed.consts
+def join_sums(step: Proven) -> Proven:
+    """Join the small sums of a step, and let them carry the sums of small results."""
+    axis, jaxpr = step.axis, step.closed.jaxpr
     levels = jaxprs.levels_of(jaxpr)
-    if len(levels.equations) == 1 or axis.bytes_per_pack or axis.ops is not None:
-        return Joined(lifted.closed)
-    waiting = dict(itertools.islice(_carriable(lifted, is_mirrored), MAX_CARRIED))
+    if len(levels.equations) == 1:
+        return step
+    waiting = dict(itertools.islice(_carriable(step), MAX_CARRIED))
     if axis.size == 1:  # each is its own sum
-        return Joined(ClosedJaxpr(jaxpr.replace(outvars=[*jaxpr.outvars, *waiting.values()]), constants), tuple(waiting))
+        return _with(step, jaxpr.eqns, waiting, 0)
     totals: dict[int, Var] = {}
     equations: list[Equation] = []
     num_joined = 0
@@ -85,16 +68,22 @@ def join_sums(lifted: Lifted, is_mirrored: Sequence[bool], axis: ReplicaAxis) ->
         equations += [*plain, *itertools.chain.from_iterable(_without(equation, moved) for equation in together)]
         equations += [_sum_of(buffer, together[0], axis.size) for buffer in several]
     if not num_joined and not totals:
-        return Joined(lifted.closed)
-    outvars = [*jaxpr.outvars, *totals.values()]
-    return Joined(ClosedJaxpr(jaxpr.replace(eqns=equations, outvars=outvars), constants), tuple(totals), num_joined)
+        return step
+    return _with(step, equations, totals, num_joined)
 
 
-def _carriable(lifted: Lifted, is_mirrored: Sequence[bool]) -> Iterator[tuple[int, Any]]:
+def _with(step: Proven, equations: list[Equation], totals: Mapping[int, Var], num_joined: int) -> Proven:
+    """Return a step with other equations, which carries the sums of the results at these positions."""
+    jaxpr, constants = step.closed.jaxpr, step.closed.consts
+    closed = ClosedJaxpr(jaxpr.replace(eqns=equations, outvars=[*jaxpr.outvars, *totals.values()]), constants)
+    return dataclasses.replace(step, closed=closed, joined=Joined(tuple(totals), num_joined))
+
+
+def _carriable(step: Proven) -> Iterator[tuple[int, Any]]:
     """Yield the positions and atoms of results whose sums may be carried: small, even, and added in their own dtype."""
-    results = zip(lifted.closed.jaxpr.outvars, lifted.plan.shapes, is_mirrored, strict=False)
-    for position, (atom, shapes, is_same) in enumerate(results):
-        if is_same or shapes is not None or not isinstance(atom, Var):
+    results = zip(step.closed.jaxpr.outvars, step.lifted.plan.shapes, step.own_outputs, strict=False)
+    for position, (atom, shapes, is_own) in enumerate(results):
+        if not is_own or shapes is not None or not isinstance(atom, Var):
             continue
         aval: Any = atom.aval
         if str(aval.dtype) in _CARRIED_DTYPES and aval.size <= MAX_CARRIED_NUMBERS:
