@@ -179,8 +179,7 @@ class Checkpoint:
         in_flight.finish()  # when the last step has ended, its arguments have been checked
         by_mesh: dict[Any, list[Any]] = {}
         for variable in values.variables_of(leaves):
-            if not spec_of(variable).is_on_read:
-                by_mesh.setdefault(spec_of(variable).mesh, []).append(variable)
+            by_mesh.setdefault(spec_of(variable).mesh, []).append(variable)
         for devices, variables in by_mesh.items():
             equal_copies.check(devices, variables)
 

@@ -151,7 +151,7 @@ class Traced(NamedTuple):
 def _aval(variable: Variable, frame: frames.Frame) -> jax.core.ShapedArray:
     """Return the type of a variable's operand: of a replica's own value, or of all that is stored."""
     spec = spec_of(variable)
-    return jax.core.ShapedArray(spec.stored_shape if frame.replica is None else spec.shape, spec.dtype)
+    return jax.core.ShapedArray(spec.traced_shape if frame.replica is None else spec.shape, spec.dtype)
 
 
 def trace(call: Call, shapes: Sequence[Shape], frame: frames.Frame) -> Traced:

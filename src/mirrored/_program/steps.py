@@ -141,11 +141,11 @@ def _run_traced(program: StepProgram, call: Call) -> PyTree:
     check_replicas(call.arrays, call.array_leaves(), lambda: argument_names(call), program.mesh.num_replicas)
     lifted = program.lifted
     with claimed(lifted.written):
-        written = [load(variable) for variable in lifted.written]
-        read_only = [load(variable) for variable in lifted.read_only]
+        written = [spec_of(variable).stored(load(variable)) for variable in lifted.written]
+        read_only = [spec_of(variable).stored(load(variable)) for variable in lifted.read_only]
         results, new, _ = program.mapped(written, read_only, call.arrays, program.constants)
-        for variable, value in zip(lifted.written, new, strict=True):
-            store(variable, value)
+        for variable, stored in zip(lifted.written, new, strict=True):
+            store(variable, spec_of(variable).whole(stored))
     return program.rebuild(results)
 
 

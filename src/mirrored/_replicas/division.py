@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._options import Storage
@@ -33,6 +34,11 @@ class Division:
     length: int
     num_parts: int
     num_copies: int = 1
+
+    def __str__(self) -> str:
+        copies = "" if self.num_copies == 1 else f", {self.num_copies} copies of each"
+        padding = f", padded from {self.length} to {self.num_parts * self.part_length}" if self.is_padded else ""
+        return f"in {self.num_parts} parts along axis {self.axis}{padding}{copies}"
 
     @property
     def part_length(self) -> int:
@@ -59,7 +65,9 @@ class Division:
         return (*shape[: self.axis], count * self.part_length, *shape[self.axis + 1 :])
 
     def stored(self, whole: Any) -> Any:
-        """Return a whole array as it is stored, all parts and copies of it."""
+        """Return a whole array, or the stand-in for one, as it is stored: all parts and copies of it."""
+        if isinstance(whole, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(self.stored_shape(whole.shape), whole.dtype)
         padded = self._padded(whole)
         return padded if self.num_copies == 1 else jnp.concatenate([padded] * self.num_copies, self.axis)
 
@@ -69,11 +77,21 @@ class Division:
             return stored
         return jax.lax.slice_in_dim(stored, 0, self.length, axis=self.axis)
 
+    def range_of(self, device: int) -> tuple[int, int]:
+        """Return where a device's part begins and ends along the axis of the whole array."""
+        start = device % self.num_parts * self.part_length
+        return min(start, self.length), min(start + self.part_length, self.length)
+
+    def without_padding(self, part: Any, device: int) -> Any:
+        """Return a device's part without its padding."""
+        start, end = self.range_of(device)
+        return part[(*[slice(None)] * self.axis, slice(end - start))]
+
     def _padded(self, whole: Any) -> Any:
         if not self.is_padded:
             return whole
         rows = [(0, self.num_parts * self.part_length - self.length if k == self.axis else 0) for k in range(whole.ndim)]
-        return jnp.pad(whole, rows)
+        return (np if isinstance(whole, np.ndarray) else jnp).pad(whole, rows)
 
     @property
     def _groups(self) -> list[list[int]] | None:
@@ -131,16 +149,26 @@ def is_divisible(shape: Shape, dtype: Any) -> bool:
 def _divided(shape: Shape, num_parts: int, num_copies: int) -> Division:
     def cost(axis: int) -> tuple[bool, bool, float]:
         length = shape[axis]
-        return length < num_parts, axis == 0 and len(shape) > 2, -length % num_parts / length
+        return length <= num_parts, axis == 0 and len(shape) > 2, -length % num_parts / length
 
     axis = min((k for k in range(len(shape)) if shape[k] > 1), key=cost)
     return Division(axis, shape[axis], num_parts, num_copies)
 
 
 def division_of_array(mesh: ReplicaMesh, shape: Shape, dtype: Any) -> Division | None:
-    """Return how an array outside of variables is divided, such as a result of a step: only where nothing need be padded."""
+    """Return how an array outside of variables is divided, such as a result of a step: only where nothing need be padded.
+
+    One that is divided into rows of one element looks like an array of all replicas' values, and stays whole.
+    """
     division = division_of(mesh, shape, dtype)
-    return division if division is not None and division.is_plain else None
+    if division is None or not division.is_plain or (division.axis, division.length) == (0, mesh.num_replicas):
+        return None
+    return division
+
+
+def placement_of_array(mesh: ReplicaMesh, array: Any) -> NamedSharding:
+    """Return the placement of an array outside of variables, or of its kind, that is the same on every replica."""
+    return placement_of(mesh, division_of_array(mesh, array.shape, array.dtype))
 
 
 def placement_of(mesh: ReplicaMesh, division: Division | None) -> NamedSharding:

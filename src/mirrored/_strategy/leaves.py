@@ -160,6 +160,8 @@ class Leaves:
         if isinstance(leaf, Variable):  # the copies on this worker; others are not asked
             with lent([leaf]) as [stored]:
                 copies = [copy for _, copy in local_arrays(leaf, stored) for _ in range(self.mesh.per_device)]
+                if spec_of(leaf).division is not None:
+                    copies = [leaf.value] * len(copies)
                 values = tuple(map(jax.numpy.copy, copies))
         else:
             self._check_own(leaf, "local_results")

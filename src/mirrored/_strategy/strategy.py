@@ -28,7 +28,7 @@ from .._text import shown
 from .._typing import ArrayLike, PyTree, UserFunction
 from .._variables import equal_copies
 from .._variables.access import lent
-from .._variables.variable import live_variables, spec_of
+from .._variables.variable import live_variables
 from .._workers.coordination import Coordination
 from .._workers.progress import progress
 from .._workers.same_program import require_same_history
@@ -507,7 +507,7 @@ class Strategy:
             ContextError: (a RuntimeError) inside a step or an `mr.function`.
         """
         _require_untraced("assert_mirrored")
-        equal_copies.check(self._mesh, [variable for variable in live_variables(self._mesh) if not spec_of(variable).is_on_read])
+        equal_copies.check(self._mesh, live_variables(self._mesh))
 
 
 def joint_strategy() -> Strategy | None:

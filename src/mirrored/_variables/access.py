@@ -14,7 +14,7 @@ from .._replicas import cross_replica, frames
 from .._replicas.per_replica import PerReplica
 from .._replicas.planned import Planned
 from . import storage
-from .variable import Variable
+from .variable import Variable, use_value
 
 
 def lent(variables: Sequence[Variable]) -> contextlib.AbstractContextManager[list[jax.Array]]:
@@ -30,12 +30,16 @@ def claimed(variables: Sequence[Variable]) -> contextlib.AbstractContextManager[
 def copied(variables: Sequence[Variable]) -> list[jax.Array | jax.ShapeDtypeStruct]:
     """Return copies of mirrored variables: unlike taken arrays, they leave a program free to overwrite the variables.
 
-    Each is one array tied to no device; with several workers a mirrored one, so that nothing need be sent.
+    Each is one array tied to no device; with several workers, and of a variable in parts, it is placed like the value.
     """
-    with lent(variables) as arrays:
-        if arrays and isinstance(arrays[0], Planned):
-            return [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
-        return [jnp.asarray(np.array(a.addressable_data(0))) if a.is_fully_addressable else jnp.copy(a) for a in arrays]
+    return [use_value(variable, _copied) for variable in variables]
+
+
+def _copied(value: jax.Array) -> jax.Array | jax.ShapeDtypeStruct:
+    if isinstance(value, Planned):
+        return jax.ShapeDtypeStruct(value.shape, value.dtype)
+    is_mirrored = value.is_fully_addressable and value.is_fully_replicated
+    return jnp.asarray(np.array(value.addressable_data(0))) if is_mirrored else jnp.copy(value)
 
 
 def load(variable: Variable) -> jax.Array:

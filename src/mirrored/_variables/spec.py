@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from .._errors import ContextError, PerReplicaError
@@ -19,7 +20,7 @@ from .._libraries import lines_for
 from .._options import Storage, StorageName, SynchronizationName, VariableAggregation, VariableSynchronization
 from .._replicas import frames
 from .._replicas.arrays import converted_number, host_array, strong
-from .._replicas.division import Division, division_of
+from .._replicas.division import Division, division_of, placement_of
 from .._replicas.mesh import PlannedMesh, ReplicaMesh, default_mesh
 from .._replicas.per_replica import PerReplica
 from .._replicas.reductions import reduction_of
@@ -65,9 +66,22 @@ class VariableSpec:
             )
 
     @property
-    def stored_shape(self) -> Shape:
-        """The shape of the stored array: one value, or the stack of all copies."""
+    def traced_shape(self) -> Shape:
+        """The shape of the variable in a trace outside of the replicas: one value, or the stack of all copies."""
         return (self.mesh.num_replicas, *self.shape) if self.is_on_read else self.shape
+
+    @property
+    def placement(self) -> NamedSharding:
+        """The placement of the stored array."""
+        return self.mesh.stacked if self.is_on_read else placement_of(self.mesh, self.division)
+
+    def stored(self, value: Any) -> Any:
+        """Return what is stored of a value in a trace outside of the replicas."""
+        return value if self.division is None else self.division.stored(value)
+
+    def whole(self, stored: Any) -> Any:
+        """Return the value of what is stored, in a trace outside of the replicas."""
+        return stored if self.division is None else self.division.whole(stored)
 
 
 _numbers = itertools.count()

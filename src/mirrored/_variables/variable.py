@@ -151,7 +151,7 @@ class Variable(ScatterMethods, _Array):
             broadcast = cross_replica.compiled(cross_replica.broadcast_stack, mesh.stacked, mesh.num_replicas)
             self._slot.array = broadcast(placed(array, mesh, name))
         else:
-            self._slot.array = placed_copy(array, mesh, name)
+            self._slot.array = placed_copy(array, mesh, name, division)
         self._spec = VariableSpec(
             name=name,
             shape=tuple(array.shape),
@@ -238,7 +238,7 @@ class Variable(ScatterMethods, _Array):
         return self._use_stored(frame, lambda stored: use(self._value_of(frame, stored)))
 
     def _use_stored(self, frame: Frame | None, use: Callable[[jax.Array], ResultT]) -> ResultT:
-        """As `_use`, for the stored array: one copy inside a step, else the mirrored array or the stack of copies."""
+        """As `_use`, for a mirrored variable's value or, outside of a step, for the stack of a sync-on-read one's copies."""
         if frame is not None and frame.bindings is not None:
             self._check_mesh(frame)
             return use(frame.bindings.read(self))
@@ -246,10 +246,17 @@ class Variable(ScatterMethods, _Array):
             raise ContextError(frames.foreign_trace_message("read", self.name, frame))
         in_flight.require_threads()
         with storage.lent([self._slot]) as [stored]:
-            result = use(stored)
+            result = use(self._joined(stored))
             if result is self._slot.array:
                 self._slot.note_held()
             return result
+
+    def _joined(self, stored: jax.Array) -> jax.Array:
+        """Return the value of a lent array."""
+        if (division := self._spec.division) is None:
+            return stored
+        note_use(self, "read")
+        return placement.join(self._spec.mesh, division, stored)
 
     def _value_of(self, frame: Frame | None, stored: jax.Array) -> jax.Array:
         if not self._spec.is_on_read or (frame is not None and frame.replica is not None):
@@ -321,7 +328,7 @@ class Variable(ScatterMethods, _Array):
             return
         if isinstance(value, jax.core.Tracer):
             raise ContextError(frames.foreign_trace_message("written", self.name, frame))
-        array = value if self._spec.is_on_read else placed(value, self._spec.mesh)
+        array = value if self._spec.is_on_read else placed(value, self._spec.mesh, division=self._spec.division)
         note_use(self, "assign to")
         self._slot.note_held()  # a user may hold it too
         self._slot.array = array
@@ -394,6 +401,8 @@ class Variable(ScatterMethods, _Array):
             head += ", synchronization=ON_READ"
         if self._spec.aggregation is not _NONE:
             head += f", aggregation={self._spec.aggregation.name}"
+        if (division := self._spec.division) is not None:
+            head += f", {division}"
         if _is_traced():
             return f"{head}, traced)"
         if isinstance(self._slot.array, storage.Lost):
@@ -449,11 +458,13 @@ def local_arrays(variable: Variable, stored: jax.Array) -> list[tuple[int, jax.A
 
 
 def local_copies(variable: Variable) -> list[tuple[int, np.ndarray]]:
-    """Return this worker's copies as numpy arrays, with their replica numbers."""
+    """Return this worker's copies, or its parts, as numpy arrays, with their replica numbers."""
     is_key = jnp.issubdtype(variable.dtype, jax.dtypes.prng_key)
     plain: Callable[[Any], Any] = jax.random.key_data if is_key else np.asarray
     with storage.lent([variable._slot]) as [stored]:
         arrays = [(i, np.array(plain(copy))) for i, copy in local_arrays(variable, stored)]
+    if (division := variable._spec.division) is not None:
+        return [(i, division.without_padding(part, i // variable._spec.mesh.per_device)) for i, part in arrays]
     if not variable._spec.is_on_read:
         return arrays
     return [(first + row, np.asarray(value)) for first, array in arrays for row, value in enumerate(array)]

@@ -70,9 +70,9 @@ class Proven:
         differ = (not state.is_mirrored for state in findings.outputs[: lifted.num_results])
         outputs = *differ, *(spec_of(variable).is_on_read for variable in written)
         stacked, whole = PartitionSpec(mesh.axis), PartitionSpec()
-        specs = [tuple([stacked if is_own else whole for is_own in flags]) for flags in (inputs, outputs)]
+        given, made = [tuple([stacked if is_own else whole for is_own in flags]) for flags in (inputs, outputs)]
         bare = lifted.bare()  # who runs the step gives it the arrays that it closes over
-        return cls(mesh, axis, bare, findings, inputs, outputs, *specs, bare.closed)
+        return cls(mesh, axis, bare, findings, inputs, outputs, given, made, bare.closed)
 
     def may_join_sums(self) -> bool:
         """Tell whether it adds up over replicas with devices of their own, and the user has not said how sums travel."""
