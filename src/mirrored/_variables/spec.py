@@ -16,7 +16,6 @@ from jax.typing import DTypeLike
 
 from .._errors import ContextError, PerReplicaError
 from .._jax import tracing, user_code
-from .._libraries import lines_for
 from .._options import Storage, StorageName, SynchronizationName, VariableAggregation, VariableSynchronization
 from .._replicas import frames
 from .._replicas.arrays import converted_number, host_array, strong
@@ -25,7 +24,6 @@ from .._replicas.mesh import PlannedMesh, ReplicaMesh, default_mesh
 from .._replicas.per_replica import PerReplica
 from .._replicas.reductions import reduction_of
 from .._typing import ArrayLike, Shape
-from .tree import is_tree
 
 #: A value that users give: an array, or one for each replica.
 Given: TypeAlias = ArrayLike | Sequence[Any] | PerReplica
@@ -150,11 +148,6 @@ def initial_array(value: object, dtype: DTypeLike | None, name: str) -> Any:
         )
     if isinstance(value, jax.core.Tracer):
         raise ContextError(_created_in_trace_message(name))
-    if is_tree(value):
-        raise TypeError(
-            f"variable {name!r}: the function returned a {type(value).__name__}, which holds arrays; expected one array. Give "
-            "the tree itself: mr.Variable(make()) instead of mr.Variable(make)." + lines_for(value)
-        )
     if isinstance(value, jax.ShapeDtypeStruct) and isinstance(creation_mesh(name), PlannedMesh):
         return jax.ShapeDtypeStruct(value.shape, value.dtype if dtype is None else dtype)
     if isinstance(value, jax.Array):

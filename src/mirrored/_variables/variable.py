@@ -36,6 +36,7 @@ from .._workers import joint_programs
 from . import storage
 from .arithmetic import add_operators
 from .assignment import Assignment, placed, placed_copy
+from .making import Made, make, may_divide
 from .scatter import ScatterMethods
 from .spec import Given, VariableSpec, check_name, creation_mesh, initial_array, stored_in, takes_each_value
 from .storage import Slot
@@ -75,8 +76,9 @@ class Variable(ScatterMethods, _Array):
     with `value`, `assign` and `numpy` of the whole tree.
 
     Args:
-        initial_value: an array or number of any shape, or a function of no arguments that makes one; called
-            once. It is copied, so later changes of a numpy array do not matter. Or a tree of arrays.
+        initial_value: an array or number of any shape, or a tree of arrays. It is copied, so later changes of a numpy array do
+            not matter. Or a function of no arguments that makes one; it is called once. Where variables are in parts, JAX
+            traces it, so that no device makes a whole large array.
         name: for messages and checkpoints. Default: `"variable_<n>"`.
         trainable: a hint for optimizers and libraries. Default: True unless sync-on-read.
         dtype: convert the initial value to it. Default: its own.
@@ -114,6 +116,8 @@ class Variable(ScatterMethods, _Array):
             aggregation: VariableAggregation | AggregationName = "none", storage: Storage | StorageName | None = None,
         ) -> Variable | VariableTree:  # fmt: skip
             """Make a variable, or one of each array in a tree."""
+            if callable(initial_value) and not is_tree(initial_value):  # called here, because it may return a tree
+                initial_value = _called(initial_value, name, storage, synchronization, dtype)
             if is_tree(initial_value):
                 how = {
                     "trainable": trainable,
@@ -125,6 +129,7 @@ class Variable(ScatterMethods, _Array):
                 return VariableTree(initial_value, functools.partial(cls, **how), check_name(name))
             self = super().__new__(cls)
             self._slot = Slot()  # here, because `__del__` finds it also where `__init__` does not take the arguments
+            self._slot.array = initial_value
             return self
 
     @user_code.shorten_errors
@@ -143,15 +148,19 @@ class Variable(ScatterMethods, _Array):
         is_on_read = takes_each_value(synchronization, name)
         how = VariableAggregation.parse(aggregation, "aggregation")
         mesh = creation_mesh(name)
-        value = initial_value() if callable(initial_value) else initial_value
-        array = initial_array(value.value if isinstance(value, Variable) else value, dtype, name)
-        division = stored_in(storage, mesh, array, is_on_read, name)
-        placement.check_later(mesh, [array], lambda _: f"the initial value of variable {name!r}")
-        if is_on_read:
-            broadcast = cross_replica.compiled(cross_replica.broadcast_stack, mesh.stacked, mesh.num_replicas)
-            self._slot.array = broadcast(placed(array, mesh, name))
+        value = self._slot.array  # that of a function is its result
+        array: Any = value
+        if isinstance(value, Made):
+            self._slot.array, division = value.stored, value.division
         else:
-            self._slot.array = placed_copy(array, mesh, name, division)
+            array = initial_array(value.value if isinstance(value, Variable) else value, dtype, name)
+            division = stored_in(storage, mesh, array, is_on_read, name)
+            placement.check_later(mesh, [array], lambda _: f"the initial value of variable {name!r}")
+            if is_on_read:
+                broadcast = cross_replica.compiled(cross_replica.broadcast_stack, mesh.stacked, mesh.num_replicas)
+                self._slot.array = broadcast(placed(array, mesh, name))
+            else:
+                self._slot.array = placed_copy(array, mesh, name, division)
         self._spec = VariableSpec(
             name=name,
             shape=tuple(array.shape),
@@ -418,6 +427,14 @@ class Variable(ScatterMethods, _Array):
             return _html.element("pre", repr(self))
         title = f"mr.Variable {self.name!r}, shape {self._spec.shape}, dtype {self._spec.dtype}"
         return _html.copies(title, local_copies(self), self._spec.is_on_read)
+
+
+def _called(function: Callable[[], PyTree], name: str | None, storage: Any, synchronization: Any, dtype: Any) -> PyTree:
+    """Return what a function makes as the first value of a variable."""
+    mesh = creation_mesh(name or "of a function")
+    if takes_each_value(synchronization, name or "of a function") or not may_divide(mesh, storage):
+        return function()
+    return make(function, mesh, storage, dtype)
 
 
 def _is_traced() -> bool:
