@@ -102,7 +102,7 @@ def with_finite(loss_of: Any, x: Any, p: Any) -> Any:
 
 def with_own_clipping(loss_of: Any, x: Any, p: Any) -> Any:
     loss, own = jax.value_and_grad(loss_of)(p)
-    return loss, total(jax.tree.map(lambda a: a / jnp.maximum(1, 10 * optax.global_norm(own)), own))
+    return loss, total(jax.tree.map(lambda a: a / jnp.maximum(1, 10 * optax.tree.norm(own)), own))
 
 
 def in_micro_batches(loss_of: Any, x: Any, p: Any) -> Any:
@@ -205,4 +205,4 @@ def check(made: Callable[[], Made], num_replicas: int, num_rows: int, tolerance:
 
 @pytest.mark.parametrize("name", MADE)
 def test_three_replicas_with_odd_batches_and_padding(name: str) -> None:
-    check(MADE[name], 3, 8 if name == "in_micro_batches" else 7, tolerance=2e-2 if name == "bfloat16" else 2e-5)
+    check(MADE[name], 3, 6 if name == "in_micro_batches" else 7, tolerance=2e-2 if name == "bfloat16" else 2e-5)
