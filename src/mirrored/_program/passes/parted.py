@@ -1,30 +1,32 @@
 """Runs a proven step in which large arrays that are the same on every replica are stored in parts, one on each device.
 
-An elementwise operation on such arrays runs on parts. A sum over the replicas whose result is stored in parts is a reduce-scatter.
-Every other operation gets the whole array, gathered where it is used: in a loop over layers the row of one round, and in a backward
-pass once more. docs/design/parts.md says why.
+An elementwise operation on such arrays runs on parts. A sum over the replicas whose result is stored in parts is a
+reduce-scatter. Every other operation gets the whole array, gathered where it is used: in a loop over layers the row of one
+round, and in a backward pass once more. docs/design/parts.md says why.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ..._jax import inlining, jaxprs, primitives, tracing
+from ..._jax import jaxprs, primitives, tracing
 from ..._jax.interpreter import Interpreter, run_parts
 from ..._jax.jaxprs import ClosedJaxpr, Equation, Jaxpr, Literal, Var
 from ..._replicas.division import Division, division_of_array, placement_of
 from ..._typing import Shape
 from ..._variables.variable import spec_of
 from ..proof import SAME, prove, varying
-from .gradients import find_gradients, moved_up
+from .flat import flattened
 from .on_parts import Addend, Device, Part, Value, Whole, run_on_parts
+from .order_sums import moved_up, terms_of
 from .proven import Proven, Run
 from .turns import Turns
 
@@ -33,18 +35,16 @@ class Known(NamedTuple):
     """What is known of a step before it runs."""
 
     axis: str  # of the mesh
-    varying: Set[Var]  # the variables, also of inner jaxprs, that may differ by replica: see `Findings`
     divisions: Mapping[Shape, Division]  # of the shapes of what is stored: sums of these shapes are stored in parts, too
 
 
 class Parted(Interpreter[Value]):
-    """An evaluation of a program on parts; each inner program that JAX keeps apart has its own gathers."""
+    """An evaluation of a program on parts. The body of a loop or a condition has one of its own, with gathers of its own."""
 
-    def __init__(self, known: Known, around: tuple[str, ...] = (), turns: Turns | None = None) -> None:
+    def __init__(self, known: Known, around: tuple[str, ...] = ()) -> None:
         self.known, self.around = known, around
-        self.turns = turns or Turns()
-        self.device = Device(known.axis, self.whole)
-        self.origins: dict[Var, Var] = {}
+        self.turns, self.device = Turns(), Device(known.axis, self.whole)
+        self.varying: set[Var] = set()  # the results that may differ by replica
         self.gathered: dict[tuple[int, int, bool], tuple[Any, Any]] = {}  # see `_gather`
 
     # -- values
@@ -53,8 +53,8 @@ class Parted(Interpreter[Value]):
         return Whole(value, True)
 
     def is_same(self, var: Var) -> bool:
-        """Tell whether the proof has shown that a result is the same on every replica."""
-        return self.origins.get(var, var) not in self.known.varying
+        """Tell whether the proof shows that a result is the same on every replica."""
+        return var not in self.varying
 
     def whole(self, value: Value, is_again: bool = False) -> Any:
         """Return the whole array of a value; gathered for the backward pass, `is_again`, apart from the forward pass."""
@@ -80,30 +80,41 @@ class Parted(Interpreter[Value]):
 
     # -- the walk
 
-    def run(self, jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Value], summed: Sequence[bool] = ()) -> list[Value]:
-        """Return the values of a program's results, of which `summed` are only added up outside."""
-        flat = inlining.inlined(jaxpr)
-        self.origins = flat.origins
-        self.gradients = find_gradients(flat.equations, flat.results, summed or [False] * len(flat.results))
+    def run(self, jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Value]) -> list[Value]:
+        """Return the values of a program's results; its calls are opened, and then it is proven again, variable by variable."""
+        equations, results = flattened(jaxpr)
+        states = [SAME if isinstance(v, Part) or getattr(v, "is_same", False) else varying("its own") for v in arguments]
+        self.varying = prove(jaxpr.replace(eqns=equations, outvars=results), states).varying
+        self._find_sums(equations, results)
         values: dict[Var, Value] = dict(zip(jaxpr.invars, arguments, strict=True))
-        own = {**dict(zip(jaxpr.constvars, constants, strict=True)), **flat.constants}
-        values.update({var: self.constant(constant, var.aval) for var, constant in own.items()})
+        values.update({v: self.constant(value, v.aval) for v, value in zip(jaxpr.constvars, constants, strict=True)})
 
         def read(atom: Any) -> Value:
             return self.constant(atom.val, atom.aval) if isinstance(atom, Literal) else values[atom]
 
-        for equation in moved_up(flat.equations, self.gradients):
-            results = self.equation(equation, list(map(read, equation.invars)))
-            values.update({var: self._noted(var, value) for var, value in zip(equation.outvars, results, strict=True)})
-        return list(map(read, flat.results))
+        for equation in moved_up(self.terms, equations):
+            made = self.equation(equation, list(map(read, equation.invars)))
+            values.update({var: self._noted(var, value) for var, value in zip(equation.outvars, made, strict=True)})
+        return list(map(read, results))
+
+    def _find_sums(self, equations: Sequence[Equation], results: Sequence[Any]) -> None:
+        """Find what is added up to a sum in parts, what is only used so, and what such are made of."""
+        used = collections.Counter(atom for equation in equations for atom in equation.invars if isinstance(atom, Var))
+        used.update(atom for atom in results if isinstance(atom, Var))
+        added = (atom for equation in equations if jaxprs.is_sum(equation) for atom in equation.invars)
+        self.sums = {atom for atom in added if isinstance(atom, Var) and atom in self.varying and self._division_of(atom)}
+        self.only = {var for var in self.sums if used[var] == 1}
+        self.terms = terms_of(self.sums, equations, set(used) - self.varying)
+
+    def _division_of(self, var: Var) -> Division | None:
+        return self.known.divisions.get(_shape_of(var))
 
     def _noted(self, var: Var, value: Value) -> Value:
         """Note a gradient, whose sum begins early, or a term of one, which is made early."""
-        sums, _, terms = self.gradients
-        division = self.known.divisions.get(getattr(var.aval, "shape", ()))
-        if division is None or not isinstance(value, Whole) or value.is_same or not (var in sums or var in terms):
+        division = self._division_of(var) if var in self.terms else None
+        if division is None or not isinstance(value, Whole) or value.is_same:
             return value
-        addend = Addend(value, division) if var in sums else None
+        addend = Addend(value, division) if var in self.sums else None
         self.turns.add(value, addend)
         return addend or value
 
@@ -126,14 +137,14 @@ class Parted(Interpreter[Value]):
         return self._on_wholes(equation, values)
 
     def _held(self, equation: Equation, values: list[Value]) -> list[Value]:
-        """Hold the operands of a barrier together, parts as parts."""
-        arrays = [value.array if isinstance(value, Part) else self.whole(value) for value in values]
-        held = tracing.bind(equation, arrays)
-        behind = zip(values, held, equation.outvars, strict=True)
-        return [
-            dataclasses.replace(value, array=array) if isinstance(value, Part) else Whole(array, self.is_same(var))
-            for value, array, var in behind
-        ]
+        """Hold what is behind a barrier until its turn, parts as parts: from there on they are gathered again."""
+        parts, others = ([k for k, v in enumerate(values) if isinstance(v, Part) == is_part] for is_part in (True, False))
+        arrays = [_array_of(values[k]) for k in parts], [self.whole(values[k]) for k in others]
+        results = list(values)
+        for k, array in zip([*parts, *others], self.turns.hold(*arrays, self.begin), strict=True):
+            part, is_same = values[k], self.is_same(equation.outvars[k])
+            results[k] = dataclasses.replace(part, array=array) if isinstance(part, Part) else Whole(array, is_same)
+        return results
 
     def _on_wholes(self, equation: Equation, values: list[Value]) -> list[Value]:
         """Run an operation on whole arrays; in a backward pass each is gathered when its turn comes."""
@@ -178,18 +189,8 @@ class Parted(Interpreter[Value]):
         return Part(self.begin(value), value.division, aval.shape)
 
     def call(self, equation: Equation, inner: ClosedJaxpr, values: list[Value]) -> Sequence[Value]:
-        """Run what is computed again with gathers of its own, behind the barrier that JAX would make; keep other calls."""
-        if equation.primitive.name not in primitives.AGAIN:
-            return self._on_wholes(equation, values)
-        values = list(values)
-        if held := jaxprs.held_operands(equation):
-            parts = [k for k in held if isinstance(values[k], Part)]
-            others = [k for k in held if not isinstance(values[k], Part)]
-            arrays = [values[k].array for k in parts], [self.whole(values[k]) for k in others]
-            for k, array in zip([*parts, *others], self.turns.hold(*arrays, self.begin), strict=True):
-                values[k] = _with_array(values[k], array)
-        walk = Parted(self.known, self.around + jaxprs.transforms_of(equation), self.turns)
-        return walk.run(inner.jaxpr, inner.consts, values, [var in self.gradients.sums for var in equation.outvars])
+        """Keep what is still a call: it has a derivative of its own."""
+        return self._on_wholes(equation, values)
 
     def loop(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
         """Run a loop with a part of each row; parts that all rounds take are whole, unless rounds have backward passes."""
@@ -206,7 +207,7 @@ class Parted(Interpreter[Value]):
             if isinstance(row := given[k], Part):
                 given[k] = _moved(row, -1) if row.division.axis else Whole(self.whole(row, is_again), True)
         arrays: list[Any] = [_array_of(value) for value in given]
-        divisions = [self._row_division(var) if var in self.gradients.only else None for var in equation.outvars]
+        divisions = [self._row_division(var) if var in self.only else None for var in equation.outvars]
         kinds: list[Value] = []
 
         def one_round(*arrays: Any) -> list[Any]:
@@ -225,7 +226,7 @@ class Parted(Interpreter[Value]):
             if isinstance(result := results[k], Whole):
                 results[k] = Whole(result.array, self.is_same(var))
             elif k >= len(loop.carry):
-                results[k] = _moved(result, 1, var.aval.shape)
+                results[k] = _moved(result, 1, _shape_of(var))
         return results
 
     def _given(self, value: Value, is_again: bool, may_be_part: bool = True) -> Part | Whole:
@@ -236,7 +237,7 @@ class Parted(Interpreter[Value]):
 
     def _row_division(self, var: Var) -> Division | None:
         """Return the division of the rows of a stack whose sum over the replicas is stored in parts."""
-        division = self.known.divisions.get(getattr(var.aval, "shape", ()))
+        division = self._division_of(var)
         return dataclasses.replace(division, axis=division.axis - 1) if division is not None and division.axis else None
 
     def like(self, value: Value, other: Part | Whole) -> Part | Whole:
@@ -268,11 +269,15 @@ class Parted(Interpreter[Value]):
 
     def _stored(self, array: Any, var: Var) -> Part | Whole:
         """Return a result in parts if arrays of its shape are stored so and it is the same on every replica, else whole."""
-        division, is_same = self.known.divisions.get(getattr(var.aval, "shape", ())), self.is_same(var)
-        return Whole(array, is_same) if division is None or not is_same else Part(array, division, var.aval.shape)
+        division, is_same = self._division_of(var), self.is_same(var)
+        return Whole(array, is_same) if division is None or not is_same else Part(array, division, _shape_of(var))
 
     def solve(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
         return self._on_wholes(equation, values)
+
+
+def _shape_of(atom: Any) -> Shape:
+    return getattr(atom.aval, "shape", ())  # a token has none
 
 
 def _array_of(value: Value) -> Any:
@@ -332,7 +337,7 @@ class Divisions(NamedTuple):
 
         def of_array(atom: Any, is_own: bool) -> Division | None:
             is_array = isinstance(atom.aval, jax.core.ShapedArray) and not is_own
-            return division_of_array(step.mesh, atom.aval.shape, atom.aval.dtype) if is_array else None
+            return division_of_array(step.mesh, _shape_of(atom), atom.aval.dtype) if is_array else None
 
         arguments = map(of_array, jaxpr.invars[len(variables) :], step.own_inputs[len(variables) :])
         results = map(of_array, jaxpr.outvars[: step.lifted.num_results], step.own_outputs)
@@ -353,11 +358,10 @@ def store_in_parts(step: Proven) -> Proven:
     new = {"in_specs": specs(step.in_specs, divisions.inputs), "out_specs": specs(step.out_specs, divisions.outputs)}
     if step.mesh.per_device > 1:
         return dataclasses.replace(step, run=functools.partial(_run_gathered, step.run, divisions), **new)
-    states = [varying("its own") if is_own else SAME for is_own in step.own_inputs]
-    findings = prove(step.closed.jaxpr, states)  # of the program that runs, after the passes before this one
-    stored = [*zip(step.closed.jaxpr.invars, divisions.inputs), *zip(step.closed.jaxpr.outvars, divisions.outputs)]
-    shapes = {atom.aval.shape: division for atom, division in stored if division is not None}
-    known = Known(step.mesh.axis, findings.varying, shapes)
+    atoms = [*step.closed.jaxpr.invars, *step.closed.jaxpr.outvars[: len(divisions.outputs)]]  # no sums that it carries
+    stored = zip(atoms, (*divisions.inputs, *divisions.outputs), strict=True)
+    shapes = {_shape_of(atom): division for atom, division in stored if division is not None}
+    known = Known(step.mesh.axis, shapes)
     return dataclasses.replace(step, run=functools.partial(_run_on_parts, known, divisions), **new)
 
 
@@ -366,7 +370,7 @@ def _run_on_parts(known: Known, divisions: Divisions, step: Proven, constants: S
     jaxpr, given = step.closed.jaxpr, list[Value]()
     for var, array, division, is_own in zip(jaxpr.invars, inputs, divisions.inputs, step.own_inputs, strict=True):
         if division is not None:
-            given.append(Part(array, division, var.aval.shape))
+            given.append(Part(array, division, _shape_of(var)))
         else:
             given.append(Whole(jnp.squeeze(array, 0) if is_own else array, not is_own))
     walk = Parted(known)
@@ -374,7 +378,7 @@ def _run_on_parts(known: Known, divisions: Divisions, step: Proven, constants: S
     outputs = []
     for value, atom, division, is_own in zip(results, jaxpr.outvars, divisions.outputs, step.own_outputs, strict=False):
         if division is not None:
-            part = walk.device.part(value, division, atom.aval.shape)
+            part = walk.device.part(value, division, _shape_of(atom))
             outputs.append(walk.device.real(part, division, 0))
         else:
             array = walk.whole(value)
