@@ -195,8 +195,8 @@ def run(made: Callable[[], Made], strategy: mr.Strategy, num_rows: int) -> list[
     return [np.asarray(a, np.float64) for a in [*losses, *values] if jnp.issubdtype(a.dtype, np.number)]
 
 
-def check(made: Callable[[], Made], num_replicas: int, num_rows: int, tolerance: float = 2e-5, **options: Any) -> None:
-    devices = DEVICES[:num_replicas]
+def check(made: Callable[[], Made], num_devices: int, num_rows: int, tolerance: float = 2e-5, **options: Any) -> None:
+    devices = DEVICES[:num_devices]
     whole = run(made, mr.MirroredStrategy(devices, **options), num_rows)
     parts = run(made, mr.MirroredStrategy(devices, storage="parts", **options), num_rows)
     for one, other in zip(whole, parts, strict=True):

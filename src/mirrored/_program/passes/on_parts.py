@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._jax import primitives, tracing
-from ..._jax.jaxprs import Equation
+from ..._jax.jaxprs import Atom, Equation
 from ..._replicas.division import Division
 from ..._typing import Shape
 
@@ -48,6 +48,10 @@ class Addend:
 
 
 Value: TypeAlias = Whole | Part | Addend
+
+
+def shape_of(atom: Atom) -> Shape:
+    return getattr(atom.aval, "shape", ())  # a token has none
 
 
 class Device(NamedTuple):
@@ -93,22 +97,22 @@ def _by_place(device: Device, equation: Equation, values: Sequence[Value], first
     """Run an elementwise operation on the parts of all operands, and on scalars unchanged."""
     shape, operands = first.shape, []
     for atom, value in zip(equation.invars, values, strict=True):
-        own: Any = atom.aval
-        if own.shape not in ((), shape):
+        own = shape_of(atom)
+        if own not in ((), shape):
             return None
-        operands.append(device.whole(value) if own.shape == () else device.part(value, first.division, shape))
+        operands.append(device.part(value, first.division, shape) if own else device.whole(value))
     [result] = tracing.bind(equation, operands)
     return [Part(result, first.division, shape)]
 
 
 def _side_by_side(device: Device, equation: Equation, values: Sequence[Value], first: Part) -> list[Part | Whole] | None:
     """Concatenate along an axis that is not divided."""
-    axis, shapes = equation.params["dimension"], [atom.aval.shape for atom in equation.invars]
+    axis, shapes = equation.params["dimension"], list(map(shape_of, equation.invars))
     if axis == first.division.axis:
         return None
     parts = [device.part(value, first.division, shape) for value, shape in zip(values, shapes, strict=True)]
     [result] = tracing.bind(equation, parts)
-    return [Part(result, first.division, equation.outvars[0].aval.shape)]
+    return [Part(result, first.division, shape_of(equation.outvars[0]))]
 
 
 # -- operations on one part
@@ -117,12 +121,12 @@ def _side_by_side(device: Device, equation: Equation, values: Sequence[Value], f
 def _transpose(device: Device, equation: Equation, part: Part, rest: Sequence[Value]) -> list[Part | Whole] | None:
     order = equation.params["permutation"]
     division = dataclasses.replace(part.division, axis=order.index(part.division.axis))
-    return [Part(jax.lax.transpose(part.array, order), division, equation.outvars[0].aval.shape)]
+    return [Part(jax.lax.transpose(part.array, order), division, shape_of(equation.outvars[0]))]
 
 
 def _reshape(device: Device, equation: Equation, part: Part, rest: Sequence[Value]) -> list[Part | Whole] | None:
     """Reshape where the parts are slices of the result, too: the axes before the divided one have as many elements."""
-    new, old, division = equation.outvars[0].aval.shape, part.shape, part.division
+    new, old, division = shape_of(equation.outvars[0]), part.shape, part.division
     if "new_sizes" in equation.params and equation.params["dimensions"] is not None:
         return None
     before, count = math.prod(old[: division.axis]), division.num_parts
@@ -135,14 +139,14 @@ def _reshape(device: Device, equation: Equation, part: Part, rest: Sequence[Valu
 
 
 def _broadcast(device: Device, equation: Equation, part: Part, rest: Sequence[Value]) -> list[Part | Whole] | None:
-    new, axes = equation.outvars[0].aval.shape, equation.params["broadcast_dimensions"]
+    new, axes = shape_of(equation.outvars[0]), equation.params["broadcast_dimensions"]
     division = dataclasses.replace(part.division, axis=int(axes[part.division.axis]))
     return [Part(jax.lax.broadcast_in_dim(part.array, division.part_shape(new), axes), division, new)]
 
 
 def _slice(device: Device, equation: Equation, part: Part, rest: Sequence[Value]) -> list[Part | Whole] | None:
     """Slice, at numbers that are known or computed, along axes that are not divided."""
-    new, division, params = equation.outvars[0].aval.shape, part.division, dict(equation.params)
+    new, division, params = shape_of(equation.outvars[0]), part.division, dict(equation.params)
     if new[division.axis] != division.length or not all(isinstance(value, Whole) for value in rest):
         return None
     if "limit_indices" in params:
@@ -161,7 +165,7 @@ def _reduce(device: Device, equation: Equation, part: Part, rest: Sequence[Value
     [own] = tracing.bind(equation, [array])
     if not is_across:
         moved = dataclasses.replace(division, axis=division.axis - sum(axis < division.axis for axis in axes))
-        return [Part(own, moved, equation.outvars[0].aval.shape)]
+        return [Part(own, moved, shape_of(equation.outvars[0]))]
     every = jax.lax.all_gather(own, device.name)[: division.num_parts]
     [result] = tracing.bind(equation.replace(params={**equation.params, "axes": (0,)}), [every])
     return [Whole(result, True)]

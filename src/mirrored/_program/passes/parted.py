@@ -25,7 +25,7 @@ from ..._typing import Shape
 from ..._variables.variable import spec_of
 from ..proof import SAME, prove, varying
 from .flat import flattened
-from .on_parts import Addend, Device, Part, Value, Whole, run_on_parts
+from .on_parts import Addend, Device, Part, Value, Whole, run_on_parts, shape_of
 from .order_sums import moved_up, terms_of
 from .proven import Proven, Run
 from .turns import Turns
@@ -107,7 +107,7 @@ class Parted(Interpreter[Value]):
         self.terms = terms_of(self.sums, equations, set(used) - self.varying)
 
     def _division_of(self, var: Var) -> Division | None:
-        return self.known.divisions.get(_shape_of(var))
+        return self.known.divisions.get(shape_of(var))
 
     def _noted(self, var: Var, value: Value) -> Value:
         """Note a gradient, whose sum begins early, or a term of one, which is made early."""
@@ -226,7 +226,7 @@ class Parted(Interpreter[Value]):
             if isinstance(result := results[k], Whole):
                 results[k] = Whole(result.array, self.is_same(var))
             elif k >= len(loop.carry):
-                results[k] = _moved(result, 1, _shape_of(var))
+                results[k] = _moved(result, 1, shape_of(var))
         return results
 
     def _given(self, value: Value, is_again: bool, may_be_part: bool = True) -> Part | Whole:
@@ -264,20 +264,16 @@ class Parted(Interpreter[Value]):
 
             return branch
 
-        arrays = run_parts(equation, [decision.array, *(value.array for value in given)], list(map(branch_of, loop.parts)))
+        arrays = run_parts(equation, [self.whole(decision), *map(_array_of, given)], list(map(branch_of, loop.parts)))
         return list(map(_with_array, kinds, arrays))
 
     def _stored(self, array: Any, var: Var) -> Part | Whole:
         """Return a result in parts if arrays of its shape are stored so and it is the same on every replica, else whole."""
         division, is_same = self._division_of(var), self.is_same(var)
-        return Whole(array, is_same) if division is None or not is_same else Part(array, division, _shape_of(var))
+        return Whole(array, is_same) if division is None or not is_same else Part(array, division, shape_of(var))
 
     def solve(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
         return self._on_wholes(equation, values)
-
-
-def _shape_of(atom: Any) -> Shape:
-    return getattr(atom.aval, "shape", ())  # a token has none
 
 
 def _array_of(value: Value) -> Any:
@@ -337,7 +333,7 @@ class Divisions(NamedTuple):
 
         def of_array(atom: Any, is_own: bool) -> Division | None:
             is_array = isinstance(atom.aval, jax.core.ShapedArray) and not is_own
-            return division_of_array(step.mesh, _shape_of(atom), atom.aval.dtype) if is_array else None
+            return division_of_array(step.mesh, shape_of(atom), atom.aval.dtype) if is_array else None
 
         arguments = map(of_array, jaxpr.invars[len(variables) :], step.own_inputs[len(variables) :])
         results = map(of_array, jaxpr.outvars[: step.lifted.num_results], step.own_outputs)
@@ -360,7 +356,7 @@ def store_in_parts(step: Proven) -> Proven:
         return dataclasses.replace(step, run=functools.partial(_run_gathered, step.run, divisions), **new)
     atoms = [*step.closed.jaxpr.invars, *step.closed.jaxpr.outvars[: len(divisions.outputs)]]  # no sums that it carries
     stored = zip(atoms, (*divisions.inputs, *divisions.outputs), strict=True)
-    shapes = {_shape_of(atom): division for atom, division in stored if division is not None}
+    shapes = {shape_of(atom): division for atom, division in stored if division is not None}
     known = Known(step.mesh.axis, shapes)
     return dataclasses.replace(step, run=functools.partial(_run_on_parts, known, divisions), **new)
 
@@ -370,7 +366,7 @@ def _run_on_parts(known: Known, divisions: Divisions, step: Proven, constants: S
     jaxpr, given = step.closed.jaxpr, list[Value]()
     for var, array, division, is_own in zip(jaxpr.invars, inputs, divisions.inputs, step.own_inputs, strict=True):
         if division is not None:
-            given.append(Part(array, division, _shape_of(var)))
+            given.append(Part(array, division, shape_of(var)))
         else:
             given.append(Whole(jnp.squeeze(array, 0) if is_own else array, not is_own))
     walk = Parted(known)
@@ -378,7 +374,7 @@ def _run_on_parts(known: Known, divisions: Divisions, step: Proven, constants: S
     outputs = []
     for value, atom, division, is_own in zip(results, jaxpr.outvars, divisions.outputs, step.own_outputs, strict=False):
         if division is not None:
-            part = walk.device.part(value, division, _shape_of(atom))
+            part = walk.device.part(value, division, shape_of(atom))
             outputs.append(walk.device.real(part, division, 0))
         else:
             array = walk.whole(value)
