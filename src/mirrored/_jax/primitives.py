@@ -61,6 +61,7 @@ ADD_TO_FIRST = frozenset({"add", "scatter-add", "scatter_add", "sub"})
 COMMUTATIVE = frozenset({"add"})
 #: Primitives that choose among all operands but the first.
 SELECTS = frozenset({"select_n"})
+ALL_ADDITIONS = COMMUTATIVE | DERIVATIVE_SUMS
 #: Powers with an integer exponent `y`.
 POWERS = frozenset({"integer_pow"})
 #: Primitives that return their operands.
@@ -122,6 +123,8 @@ SLICES = frozenset({"dynamic_slice", "slice"})
 CONCATENATIONS = frozenset({"concatenate"})
 #: Functions that are linear in the first operand.
 DIVISIONS = frozenset({"div"})
+#: Multiples of the first operand, if the others are numbers.
+MULTIPLES = DIVISIONS | {"neg"}
 #: Conversions to another type.
 CONVERSIONS = frozenset({"convert_element_type"})
 #: Primitives that fill an array with another array's numbers.

@@ -12,8 +12,8 @@ from ..._replicas import in_flight
 from ..._replicas.reductions import divide
 from .fuse_all_reduces import join_sums
 from .order_sums import order_sums
-from .parted import store_in_parts
 from .proven import Proven
+from .store_in_parts import store_in_parts
 from .virtual import run_all_on_device
 
 #: When a pass runs, and the pass, in the order in which they run. docs/design/passes.md has their gains.

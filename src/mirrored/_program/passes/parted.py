@@ -9,25 +9,21 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from ..._jax import jaxprs, primitives, tracing
 from ..._jax.interpreter import Interpreter, run_parts
 from ..._jax.jaxprs import ClosedJaxpr, Equation, Jaxpr, Literal, Var
-from ..._replicas.division import Division, division_of_array, placement_of
+from ..._replicas.division import Division
 from ..._typing import Shape
-from ..._variables.variable import spec_of
 from ..proof import SAME, prove, varying
 from .flat import flattened
 from .on_parts import Addend, Device, Part, Value, Whole, run_on_parts, shape_of
 from .order_sums import moved_up, terms_of
-from .proven import Proven, Run
 from .turns import Turns
 
 
@@ -44,7 +40,7 @@ class Parted(Interpreter[Value]):
     def __init__(self, known: Known, around: tuple[str, ...] = ()) -> None:
         self.known, self.around = known, around
         self.turns, self.device = Turns(), Device(known.axis, self.whole)
-        self.varying: set[Var] = set()  # the results that may differ by replica
+        self.varying: set[Var] = set()  # the variables that may differ by replica
         self.gathered: dict[tuple[int, int, bool], tuple[Any, Any]] = {}  # see `_gather`
 
     # -- values
@@ -83,9 +79,10 @@ class Parted(Interpreter[Value]):
     def run(self, jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Value]) -> list[Value]:
         """Return the values of a program's results; its calls are opened, and then it is proven again, variable by variable."""
         equations, results = flattened(jaxpr)
-        states = [SAME if isinstance(v, Part) or getattr(v, "is_same", False) else varying("its own") for v in arguments]
-        self.varying = prove(jaxpr.replace(eqns=equations, outvars=results), states).varying
-        self._find_sums(equations, results)
+        differ = {var for var, value in zip(jaxpr.invars, arguments, strict=True) if not _is_same(value)}
+        states = [varying("its own") if var in differ else SAME for var in jaxpr.invars]
+        self.varying = differ | prove(jaxpr.replace(eqns=equations, outvars=results), states).varying
+        self._find_sums(equations, results, {var for var, value in zip(jaxpr.invars, arguments, strict=True) if _is_total(value)})
         values: dict[Var, Value] = dict(zip(jaxpr.invars, arguments, strict=True))
         values.update({v: self.constant(value, v.aval) for v, value in zip(jaxpr.constvars, constants, strict=True)})
 
@@ -97,14 +94,28 @@ class Parted(Interpreter[Value]):
             values.update({var: self._noted(var, value) for var, value in zip(equation.outvars, made, strict=True)})
         return list(map(read, results))
 
-    def _find_sums(self, equations: Sequence[Equation], results: Sequence[Any]) -> None:
-        """Find what is added up to a sum in parts, what is only used so, and what such are made of."""
+    def _find_sums(self, equations: Sequence[Equation], results: Sequence[Any], carried: set[Var]) -> None:
+        """Find what is added up to a sum in parts, what is only used so, and what such are made of.
+
+        `carried` are the sums that a loop carries: what is added to them is added up over the replicas, too.
+        """
         used = collections.Counter(atom for equation in equations for atom in equation.invars if isinstance(atom, Var))
         used.update(atom for atom in results if isinstance(atom, Var))
-        added = (atom for equation in equations if jaxprs.is_sum(equation) for atom in equation.invars)
-        self.sums = {atom for atom in added if isinstance(atom, Var) and atom in self.varying and self._division_of(atom)}
+        sums = [e for e in equations if jaxprs.is_sum(e) or any(atom in carried for atom in e.invars if isinstance(atom, Var))]
+        added = {atom for equation in sums for atom in equation.invars if isinstance(atom, Var)}
+        self.sums = {var for var in added - carried if var in self.varying and self._division_of(var)}
         self.only = {var for var in self.sums if used[var] == 1}
+        for equation in reversed(equations):
+            if self.only.issuperset(equation.outvars) and (var := self._scaled(equation)) is not None and used[var] == 1:
+                self.only.add(var)
         self.terms = terms_of(self.sums, equations, set(used) - self.varying)
+
+    def _scaled(self, equation: Equation) -> Var | None:
+        """Return the operand of which an operation makes a multiple, the same on every replica; else None."""
+        own = [atom for atom in equation.invars if isinstance(atom, Var) and atom in self.varying]
+        is_linear = equation.primitive.name in primitives.MULTIPLES and own == [equation.invars[0]]
+        is_product = equation.primitive.name in primitives.BILINEAR & primitives.ELEMENTWISE and len(own) == 1
+        return own[0] if (is_linear or is_product) and shape_of(own[0]) == shape_of(equation.outvars[0]) else None
 
     def _division_of(self, var: Var) -> Division | None:
         return self.known.divisions.get(shape_of(var))
@@ -127,6 +138,8 @@ class Parted(Interpreter[Value]):
         name = equation.primitive.name
         if name in primitives.IDENTITIES and isinstance(values[0], Addend):
             return values
+        if any(map(_is_total, values)):
+            return [self._of_total(equation, values)]
         if name in primitives.ONE_TO_ONE:
             return self._held(equation, values)
         if any(isinstance(value, Part) for value in values):
@@ -135,6 +148,25 @@ class Parted(Interpreter[Value]):
         elif (filled := _fill(equation, values)) is not None:
             return [filled]
         return self._on_wholes(equation, values)
+
+    def _of_total(self, equation: Equation, values: list[Value]) -> Addend:
+        """Run on sums what their addends would have gone through: another addend, or a factor that is the same for all."""
+        first: Any = next(value for value in values if _is_total(value))
+        shape, division = shape_of(equation.outvars[0]), first.division
+        if equation.primitive.name in primitives.ALL_ADDITIONS:
+            return Addend(None, division, *tracing.bind(equation, [self.total(value, division, shape) for value in values]))
+        results = run_on_parts(self.device, equation, [Part(first.total, division, shape) if v is first else v for v in values])
+        assert results is not None  # see `_scaled`
+        return Addend(None, division, results[0].array)
+
+    def total(self, value: Value, division: Division, shape: Shape) -> Any:
+        """Return this device's part of a value's sum over the replicas."""
+        if isinstance(value, Addend):
+            return self.begin(value)
+        if _is_same(value):
+            part = self.device.part(value, division, shape)
+            return part * jnp.asarray(jax.lax.axis_size(self.known.axis), part.dtype)
+        return division.scattered_sum(value.array, self.known.axis)
 
     def _held(self, equation: Equation, values: list[Value]) -> list[Value]:
         """Hold what is behind a barrier until its turn, parts as parts: from there on they are gathered again."""
@@ -169,7 +201,7 @@ class Parted(Interpreter[Value]):
     def over_replicas(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
         if not jaxprs.is_sum(equation):
             return self._on_wholes(equation, values)
-        results: list[Value | None] = [self._sum(atom.aval, value) for atom, value in zip(equation.invars, values, strict=True)]
+        results: list[Value | None] = [self._sum(atom, value) for atom, value in zip(equation.invars, values, strict=True)]
         rest = [k for k, result in enumerate(results) if result is None]
         if rest:
             few = equation.replace(invars=[equation.invars[k] for k in rest], outvars=[equation.outvars[k] for k in rest])
@@ -177,16 +209,12 @@ class Parted(Interpreter[Value]):
                 results[k] = Whole(total, True)
         return results  # type: ignore[return-value]
 
-    def _sum(self, aval: Any, value: Value) -> Part | None:
+    def _sum(self, atom: Any, value: Value) -> Part | None:
         """Return the sum of a value over the replicas in parts; None if it is to be whole."""
-        if isinstance(value, Part):
-            count = jax.lax.axis_size(self.known.axis)
-            return dataclasses.replace(value, array=value.array * jnp.asarray(count, value.array.dtype))
-        if isinstance(value, Whole):
-            if value.is_same or (division := self.known.divisions.get(aval.shape)) is None:
-                return None
-            value = Addend(value, division)
-        return Part(self.begin(value), value.division, aval.shape)
+        division = self._division_of(atom) if isinstance(value, Whole) else value.division
+        if division is None or (_is_same(value) and isinstance(value, Whole)):
+            return None
+        return Part(self.total(value, division, shape_of(atom)), division, shape_of(atom))
 
     def call(self, equation: Equation, inner: ClosedJaxpr, values: list[Value]) -> Sequence[Value]:
         """Keep what is still a call: it has a derivative of its own."""
@@ -199,9 +227,12 @@ class Parted(Interpreter[Value]):
         loop, around = jaxprs.loop_of(equation), self.around + jaxprs.transforms_of(equation)
         [body], is_again = loop.parts, jaxprs.is_backward(equation, self.around)
         is_of_steps = not is_again and any(jaxprs.is_backward(inner, around) for inner in jaxprs.inside(equation))
-        given = [self._given(value, is_again, k not in body.fixed or is_of_steps) for k, value in enumerate(values)]
-        for k, var in zip(loop.carry, equation.outvars, strict=False):
-            if not self.is_same(var) or not isinstance(given[k], Part):
+        given: list[Value] = [self._given(v, is_again, k not in body.fixed or is_of_steps) for k, v in enumerate(values)]
+        for place, (k, var) in enumerate(zip(loop.carry, equation.outvars, strict=False)):
+            division = self._division_of(var) if var in self.only else None
+            if division is not None and _is_added_to(body.closed.jaxpr, k, place):
+                given[k] = Addend(None, division, self.total(given[k], division, shape_of(var)))
+            elif not self.is_same(var) or not isinstance(given[k], Part):
                 given[k] = Whole(self.whole(given[k], is_again), self.is_same(var))
         for k in loop.rows:
             if isinstance(row := given[k], Part):
@@ -215,7 +246,7 @@ class Parted(Interpreter[Value]):
             kinds[:] = walk.run_closed(body.closed, list(map(_with_array, given, arrays)))
             for k, value in enumerate(kinds):
                 if k < len(loop.carry):
-                    kinds[k] = walk.like(value, given[loop.carry[k]])
+                    kinds[k] = value if _is_total(value) else walk.like(value, given[loop.carry[k]])
                 elif (division := divisions[k]) is not None and not isinstance(value, Part):
                     kinds[k] = Addend(None, division, division.scattered_sum(walk.whole(value), self.known.axis))
             return [jnp.asarray(_array_of(value)) for value in kinds]
@@ -240,11 +271,11 @@ class Parted(Interpreter[Value]):
         division = self._division_of(var)
         return dataclasses.replace(division, axis=division.axis - 1) if division is not None and division.axis else None
 
-    def like(self, value: Value, other: Part | Whole) -> Part | Whole:
+    def like(self, value: Value, other: Value) -> Part | Whole:
         """Return a value in parts or as a whole, as another one is."""
         if isinstance(other, Part):
             return dataclasses.replace(other, array=self.device.part(value, other.division, other.shape))
-        return Whole(self.whole(value), other.is_same)
+        return Whole(self.whole(value), isinstance(other, Whole) and other.is_same)
 
     def cond(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
         """Run a condition that is the same on every replica with parts; any other with whole arrays."""
@@ -274,6 +305,27 @@ class Parted(Interpreter[Value]):
 
     def solve(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
         return self._on_wholes(equation, values)
+
+
+def _is_same(value: Value) -> bool:
+    """Tell whether a value is known to be the same on every replica."""
+    return isinstance(value, Part) or (isinstance(value, Whole) and value.is_same)
+
+
+def _is_total(value: Value) -> bool:
+    """Tell whether a value is only known by its sum over the replicas."""
+    return isinstance(value, Addend) and value.value is None
+
+
+def _is_added_to(jaxpr: Jaxpr, argument: int, result: int) -> bool:
+    """Tell whether a program only adds to an argument, and returns what comes of it."""
+    equations, results = flattened(jaxpr)
+    atoms = [*(atom for equation in equations for atom in equation.invars), *results]
+    users = [equation for equation in equations if jaxpr.invars[argument] in equation.invars]
+    if len(users) != 1 or users[0].primitive.name not in primitives.ALL_ADDITIONS:
+        return False
+    [added] = users[0].outvars
+    return results[result] is added and atoms.count(added) == 1 == atoms.count(jaxpr.invars[argument])
 
 
 def _array_of(value: Value) -> Any:
@@ -315,79 +367,3 @@ def _number_of(value: Value) -> Any:
     if not isinstance(value, Whole) or not value.is_same:
         return None
     return value.array if jnp.ndim(value.array) == 0 else value.number
-
-
-# -- the pass
-
-
-class Divisions(NamedTuple):
-    """How the inputs and outputs of a step are divided; None: each device has all of it, or its replicas their own."""
-
-    inputs: list[Division | None]
-    outputs: list[Division | None]
-
-    @classmethod
-    def of(cls, step: Proven) -> Divisions:
-        """Return the divisions of a step's variables, and of its arguments and results that are arrays in parts."""
-        jaxpr, written, variables = step.closed.jaxpr, step.lifted.written, step.lifted.variables
-
-        def of_array(atom: Any, is_own: bool) -> Division | None:
-            is_array = isinstance(atom.aval, jax.core.ShapedArray) and not is_own
-            return division_of_array(step.mesh, shape_of(atom), atom.aval.dtype) if is_array else None
-
-        arguments = map(of_array, jaxpr.invars[len(variables) :], step.own_inputs[len(variables) :])
-        results = map(of_array, jaxpr.outvars[: step.lifted.num_results], step.own_outputs)
-        kept = ([spec_of(variable).division for variable in some] for some in (variables, written))
-        return cls([*next(kept), *arguments], [*results, *next(kept)])
-
-
-def store_in_parts(step: Proven) -> Proven:
-    """Let a step take and return large arrays in parts. Devices with several replicas gather them at its begin."""
-    divisions = Divisions.of(step)
-    if not any((*divisions.inputs, *divisions.outputs)):
-        return step
-
-    def specs(of: Sequence[PartitionSpec], its: Sequence[Division | None]) -> tuple[PartitionSpec, ...]:
-        pairs = zip(of, its, strict=True)
-        return tuple([spec if division is None else placement_of(step.mesh, division).spec for spec, division in pairs])
-
-    new = {"in_specs": specs(step.in_specs, divisions.inputs), "out_specs": specs(step.out_specs, divisions.outputs)}
-    if step.mesh.per_device > 1:
-        return dataclasses.replace(step, run=functools.partial(_run_gathered, step.run, divisions), **new)
-    atoms = [*step.closed.jaxpr.invars, *step.closed.jaxpr.outvars[: len(divisions.outputs)]]  # no sums that it carries
-    stored = zip(atoms, (*divisions.inputs, *divisions.outputs), strict=True)
-    shapes = {shape_of(atom): division for atom, division in stored if division is not None}
-    known = Known(step.mesh.axis, shapes)
-    return dataclasses.replace(step, run=functools.partial(_run_on_parts, known, divisions), **new)
-
-
-def _run_on_parts(known: Known, divisions: Divisions, step: Proven, constants: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-    """Run a step on the device of a replica, where an array of per-replica values has a first axis of size 1."""
-    jaxpr, given = step.closed.jaxpr, list[Value]()
-    for var, array, division, is_own in zip(jaxpr.invars, inputs, divisions.inputs, step.own_inputs, strict=True):
-        if division is not None:
-            given.append(Part(array, division, shape_of(var)))
-        else:
-            given.append(Whole(jnp.squeeze(array, 0) if is_own else array, not is_own))
-    walk = Parted(known)
-    results = walk.run(jaxpr, constants, given)
-    outputs = []
-    for value, atom, division, is_own in zip(results, jaxpr.outvars, divisions.outputs, step.own_outputs, strict=False):
-        if division is not None:
-            part = walk.device.part(value, division, shape_of(atom))
-            outputs.append(walk.device.real(part, division, 0))
-        else:
-            array = walk.whole(value)
-            outputs.append(jnp.expand_dims(array, 0) if is_own else array)
-    return [*outputs, *map(walk.whole, results[len(outputs) :])]
-
-
-def _run_gathered(run: Run, divisions: Divisions, step: Proven, constants: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-    """Run a step in another way, with all arrays whole until it ends."""
-    name = step.mesh.axis
-    pairs = zip(inputs, divisions.inputs, strict=True)
-    outputs = run(step, constants, [array if its is None else its.gathered(array, name) for array, its in pairs])
-    for k, division in enumerate(divisions.outputs):
-        if division is not None:
-            outputs[k] = division.own_part(outputs[k], name)
-    return outputs
