@@ -10,18 +10,21 @@ import optax
 import pytest
 
 import mirrored as mr
-from mirrored._replicas import division
+from mirrored._program.passes import fuse_all_reduces, order_sums
+from mirrored._replicas import collectives, division
 
 DEVICES = [f"cpu:{i}" for i in range(8)]
 WIDTH, LAYERS = 20, 3
+packing = collectives, fuse_all_reduces
 #: A step, and the variables that it trains.
 Made = tuple[Callable[[Any], Any], Any]
 
 
 @pytest.fixture(autouse=True)
 def small_arrays_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Divide arrays of 256 bytes, so that a test need not make larger ones."""
-    monkeypatch.setattr(division, "LEAST_BYTES", 256)
+    """Take arrays of 256 bytes for large, so that a test need not make larger ones."""
+    for module, name in ((division, "LEAST_BYTES"), (order_sums, "LARGE_BYTES"), *((m, "PACK_BELOW_BYTES") for m in packing)):
+        monkeypatch.setattr(module, name, 256)
 
 
 def parameters(dtype: Any = np.float32) -> dict[str, np.ndarray]:
