@@ -94,15 +94,16 @@ def run_on_parts(device: Device, equation: Equation, values: Sequence[Value]) ->
 
 
 def _by_place(device: Device, equation: Equation, values: Sequence[Value], first: Part) -> list[Part | Whole] | None:
-    """Run an elementwise operation on the parts of all operands, and on scalars unchanged."""
-    shape, operands = first.shape, []
+    """Run an elementwise operation on the parts of all operands, and on those that are the same along the divided axis."""
+    shape, division, operands = shape_of(equation.outvars[0]), first.division, []
     for atom, value in zip(equation.invars, values, strict=True):
         own = shape_of(atom)
-        if own not in ((), shape):
+        if own and len(own) != len(shape):
             return None
-        operands.append(device.part(value, first.division, shape) if own else device.whole(value))
+        is_part = own and own[division.axis] == division.length
+        operands.append(device.part(value, division, own) if is_part else device.whole(value))
     [result] = tracing.bind(equation, operands)
-    return [Part(result, first.division, shape)]
+    return [Part(result, division, shape)]
 
 
 def _side_by_side(device: Device, equation: Equation, values: Sequence[Value], first: Part) -> list[Part | Whole] | None:
