@@ -229,7 +229,7 @@ class Parted(Interpreter[Value]):
         is_of_steps = not is_again and any(jaxprs.is_backward(inner, around) for inner in jaxprs.inside(equation))
         given: list[Value] = [self._given(v, is_again, k not in body.fixed or is_of_steps) for k, v in enumerate(values)]
         for place, (k, var) in enumerate(zip(loop.carry, equation.outvars, strict=False)):
-            division = self._division_of(var) if var in self.only else None
+            division = self._division_of(var) if is_of_steps and var in self.only else None
             if division is not None and _is_added_to(body.closed.jaxpr, k, place):
                 given[k] = Addend(None, division, self.total(given[k], division, shape_of(var)))
             elif not self.is_same(var) or not isinstance(given[k], Part):
