@@ -316,9 +316,9 @@ def _read_record(directory: Path, step: int) -> dict[str, Any]:
         raise DamagedStep(f"file {RECORD} is that of step {record.get('step')!r}")
     if record.get("format") not in (FORMAT, FORMAT_IN_PARTS):
         raise CheckpointError(
-            f"{directory} has format {record.get('format')!r}, and this version of mirrored reads {FORMAT} and {FORMAT_IN_PARTS}. It "
-            f"was written by {record.get('versions')}; this is mirrored {version_of('mirrored')}. Read it with what has written "
-            "it."
+            f"{directory} has format {record.get('format')!r}, and this version of mirrored reads formats {FORMAT} and "
+            f"{FORMAT_IN_PARTS}. It was written by {record.get('versions')}; this is mirrored {version_of('mirrored')}. Read it "
+            "with what has written it."
         )
     for table in (record.get("leaves"), record.get("arrays")):
         if not isinstance(table, dict) or not all(isinstance(entry, dict) for entry in table.values()):
