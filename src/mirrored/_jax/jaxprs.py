@@ -99,6 +99,14 @@ def transforms_of(equation: Equation) -> tuple[str, ...]:
     return tuple([step.name for step in names_around(equation) if isinstance(step, source_info_util.Transform)])
 
 
+def inside_of(outer: Equation | None, equation: Equation) -> Equation:
+    """Return an equation with the names and transformations of the call around it, too."""
+    if outer is None:
+        return equation
+    own = equation.source_info
+    return equation.replace(source_info=own.replace(name_stack=outer.source_info.name_stack + own.name_stack))
+
+
 def is_backward(equation: Equation, around: tuple[str, ...]) -> bool:
     """Tell whether an equation is part of a backward pass: the transpose of a derivative, which has `jvp` behind `transpose`.
 

@@ -61,14 +61,18 @@ ADD_TO_FIRST = frozenset({"add", "scatter-add", "scatter_add", "sub"})
 COMMUTATIVE = frozenset({"add"})
 #: Primitives that choose among all operands but the first.
 SELECTS = frozenset({"select_n"})
+ALL_ADDITIONS = COMMUTATIVE | DERIVATIVE_SUMS
 #: Powers with an integer exponent `y`.
 POWERS = frozenset({"integer_pow"})
 #: Primitives that return their operands.
 ONE_TO_ONE = frozenset({"optimization_barrier"})
+#: Primitives whose one result is their first operand.
+IDENTITIES = frozenset({"copy", "layout_constraint", "mirrored_mark", "name", "stop_gradient"})
 #: Collectives that give every replica the same result if they run over the whole axis.
 MAKE_SAME = frozenset({"psum", "pmax", "pmin", "all_gather", "pbroadcast", "psum_invariant", "all_gather_invariant"})
-#: Collectives that add up, and those that compare.
+#: Collectives that add up, those that add up and leave each replica a part, and those that compare.
 SUMS = frozenset({"psum", "psum_invariant"})
+SCATTERS = frozenset({"reduce_scatter"})
 COMPARE = frozenset({"pmax", "pmin"})
 #: Primitives that name the replica axis, but do not communicate. All others that name it are collectives.
 LOCAL = frozenset({"axis_index", "pvary"})
@@ -108,8 +112,19 @@ DOT_PRODUCTS = frozenset({"dot_general"})
 CONVOLUTIONS = frozenset({"conv_general_dilated"})
 SCATTER_SUMS = frozenset({"scatter-add", "scatter_add"})
 AXIS_SUMS = frozenset({"reduce_sum"})
+#: Other reductions along axes.
+AXIS_PRODUCTS = frozenset({"reduce_prod"})
+AXIS_ANDS = frozenset({"reduce_and"})
+LARGEST = frozenset({"reduce_max"})
+LEAST = frozenset({"reduce_min"})
+REDUCTIONS = AXIS_SUMS | AXIS_PRODUCTS | AXIS_ANDS | LARGEST | LEAST | {"reduce_or"}
+#: Parts of their first operand, which begin at the other operands or at known places.
+SLICES = frozenset({"dynamic_slice", "slice"})
+CONCATENATIONS = frozenset({"concatenate"})
 #: Functions that are linear in the first operand.
 DIVISIONS = frozenset({"div"})
+#: Multiples of the first operand, if the others are numbers.
+MULTIPLES = DIVISIONS | {"neg"}
 #: Conversions to another type.
 CONVERSIONS = frozenset({"convert_element_type"})
 #: Primitives that fill an array with another array's numbers.

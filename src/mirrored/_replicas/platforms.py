@@ -14,15 +14,23 @@ class Platform(NamedTuple):
         is_paced: the number of programs in flight is bounded, because devices share threads; accelerators have queues.
         lanes: the length of the rows in a reduce-scatter; 0: one long row. On TPU v5e and v6e XLA turns a long row into an
             all-reduce and a slice, but rows of 128 numbers into a reduce-scatter (`parts`: of groups).
+        orders_sums, orders_scatters: the backward pass waits for large gradients and their sums, so that their operands are free
+            early (`_program/passes/order_sums`); with `shard_state` a sum is a reduce-scatter.
         is_host_memory: all devices' arrays are in memory that this process can write, so a gather is a copy.
     """
 
     packs: bool = False
     is_paced: bool = False
     lanes: int = 0
+    orders_sums: bool = False
+    orders_scatters: bool = False
     is_host_memory: bool = False
 
 
 XLAS_WAY = Platform()
 #: JAX's name of a platform -> what we do there; any other platform gets `XLAS_WAY`.
-PLATFORMS = {"cpu": Platform(packs=True, is_paced=True, is_host_memory=True), "tpu": Platform(lanes=128)}
+PLATFORMS = {
+    "cpu": Platform(packs=True, is_paced=True, is_host_memory=True),
+    "gpu": Platform(orders_sums=True, orders_scatters=True),
+    "tpu": Platform(lanes=128, orders_scatters=True),
+}

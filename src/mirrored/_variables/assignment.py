@@ -163,7 +163,7 @@ def placed(array: jax.Array | np.ndarray, mesh: ReplicaMesh, name: str = "", div
     Then the name goes along, in the same program, and must be the chief's: else variables would hold each other's values.
     """
     if division is not None:
-        now = getattr(array, "sharding", mesh.mirrored)
+        now = getattr(array, "sharding", None) or mesh.mirrored  # a ShapeDtypeStruct has None
         is_joint = now.device_set == mesh.mirrored.device_set and not now.is_fully_replicated
         return placement.divide(mesh, division, array if mesh.is_alone or is_joint else placed(array, mesh, name))
     if mesh.is_alone or not name:

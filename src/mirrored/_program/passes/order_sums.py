@@ -1,0 +1,164 @@
+"""Large gradients are made, and their sums started, before the backward pass goes on.
+
+A step adds its gradients up at its end, and XLA makes a value as late as it likes. So the two operands of a weight's gradient,
+such as the logits and their derivative, stay in memory until the backward pass is over. Here the backward pass waits: at a
+product with a large weight, and where it computes something again, its value passes a barrier together with the large
+gradients made so far. Then their sums start, and `LAG` such places later it waits for the sums. If the sums only stand earlier
+in the program, nothing is gained, because XLA has its own order; it keeps barriers. docs/design/passes.md has the figures.
+
+Nothing here knows a layer. The same numbers are added in the same way, so float32 results have the same bits. Barriers change
+what XLA fuses, and so where it rounds bfloat16.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..._jax import jaxprs, primitives, tracing
+from ..._jax.jaxprs import Atom, ClosedJaxpr, Equation, Literal, Var
+from .flat import flattened
+from .proven import Proven
+
+#: Smaller weights and gradients do not count.
+LARGE_BYTES = 128 * 1024
+#: How many places later the backward pass waits for a sum: with 1, half as many products run beside each sum.
+LAG = 2
+_PRODUCTS = primitives.DOT_PRODUCTS | primitives.CONVOLUTIONS
+_BETWEEN = primitives.ELEMENTWISE | primitives.SPREADS | primitives.TRANSPOSES | primitives.RESHAPES | primitives.PADS
+
+
+def _is_between(equation: Equation) -> bool:
+    """Tell whether an operation may stand between a gradient and its sum: it keeps the array's size."""
+    return equation.primitive.name in _BETWEEN
+
+
+def order_sums(step: Proven) -> Proven:
+    """Start the sums of large gradients early, and let the backward pass wait for them."""
+    jaxpr, its = step.closed.jaxpr, step.mesh.platform
+    equations, outputs = flattened(jaxpr)
+    same = same_everywhere(step, equations)
+    sums: dict[Var, Equation] = {}
+    for equation in equations:
+        is_scatter = equation.primitive.name in primitives.SCATTERS and jaxprs.is_collective(equation)
+        if (its.orders_sums and jaxprs.is_sum(equation)) or (its.orders_scatters and is_scatter):
+            sums |= {atom: equation for atom in large(equation.invars) if atom not in same}
+    if not sums:
+        return step
+    early = terms_of(sums.keys(), equations, same)
+    order = _Order(same, sums, early)
+    for equation in moved_up(early, equations):
+        order.take(equation)
+    new = jaxpr.replace(eqns=order.equations, outvars=list(map(order.now, outputs)))
+    return dataclasses.replace(step, closed=ClosedJaxpr(new, step.closed.consts))
+
+
+def same_everywhere(step: Proven, equations: Sequence[Equation]) -> set[Var]:
+    """Return the variables of a flat program that are known to be the same on every replica."""
+    own = {var for var, is_own in zip(step.closed.jaxpr.invars, step.own_inputs, strict=True) if is_own}
+    same = {*step.closed.jaxpr.constvars, *step.closed.jaxpr.invars} - own
+    for equation in equations:
+        if equation.primitive.name in primitives.ONE_TO_ONE:
+            same.update(
+                new for old, new in zip(equation.invars, equation.outvars, strict=True) if isinstance(old, Literal) or old in same
+            )
+            continue
+        is_made_same = equation.primitive.name in primitives.MAKE_SAME and not jaxprs.is_over_groups(equation)
+        is_of_same = all(atom in same for atom in equation.invars if isinstance(atom, Var))
+        if is_made_same or (is_of_same and not jaxprs.has_replica_number(equation)):
+            same.update(equation.outvars)
+    return same
+
+
+def large(atoms: Sequence[Atom]) -> list[Var]:
+    """Return those of some values that are large arrays of floating point numbers."""
+    found = list[Var]()
+    for atom in atoms:
+        aval: Any = atom.aval
+        is_float = isinstance(atom, Var) and jnp.issubdtype(getattr(aval, "dtype", bool), jnp.floating)
+        found += [atom] if is_float and aval.size * aval.dtype.itemsize >= LARGE_BYTES else []
+    return found
+
+
+def terms_of(sums: Set[Var], equations: Sequence[Equation], same: Set[Var]) -> set[Var]:
+    """Return the operands of sums, and the large values of which they are made by operations that keep an array's size."""
+    found = set(sums)
+    for equation in reversed(equations):
+        if _is_between(equation) and not found.isdisjoint(equation.outvars):
+            found.update(var for var in large(equation.invars) if var not in same)
+    return found
+
+
+def moved_up(terms: Set[Var], equations: Sequence[Equation]) -> list[Equation]:
+    """Return equations, those between a gradient and its sum right behind the last of their operands."""
+    behind: list[list[Equation]] = [[equation] for equation in equations]
+    maker: dict[Var, int] = {}
+    for place, equation in enumerate(equations):
+        if _is_between(equation) and not terms.isdisjoint(equation.outvars):
+            behind[place].remove(equation)
+            place = max(maker.get(atom, 0) for atom in equation.invars if isinstance(atom, Var))
+            behind[place].append(equation)
+        maker.update(dict.fromkeys(equation.outvars, place))
+    return [equation for group in behind for equation in group]
+
+
+class _Order:
+    """A program in the making, in which the backward pass waits for large gradients and their sums."""
+
+    def __init__(self, same: Set[Var], sums: Mapping[Var, Equation], terms: Set[Var]) -> None:
+        self.equations: list[Equation] = []
+        self._same, self._sums, self._terms = same, sums, terms
+        self._totals = {total for equation in sums.values() for total in equation.outvars}
+        self._names: dict[Var, Var] = {}  # value -> the same behind a barrier
+        self._made: list[Var] = []  # the gradients, and terms of such, for which nothing has waited
+        self._started: list[list[Var]] = [[] for _ in range(LAG)]  # the sums for which nothing has waited, by the place
+        self._done: set[Var] = set()  # the sums that have been started
+
+    def now(self, atom: Atom) -> Atom:
+        return self._names.get(atom, atom) if isinstance(atom, Var) else atom
+
+    def take(self, equation: Equation) -> None:
+        """Add an equation, or what is left of it; if it is a place to wait, behind a barrier."""
+        if waiting := self._waiting(equation):
+            self._wait(waiting)
+        invars, outvars = list(equation.invars), list(equation.outvars)
+        is_sum = not self._totals.isdisjoint(outvars)
+        if is_sum:
+            rest = [k for k, total in enumerate(outvars) if total not in self._done]
+            invars, outvars = [invars[k] for k in rest], [outvars[k] for k in rest]
+        if is_sum or (_is_between(equation) and not self._terms.isdisjoint(outvars)):
+            self._made = [var for var in self._made if var not in equation.invars]
+        if outvars or not is_sum:
+            self._add(equation, invars, outvars)
+        self._made += [var for var in large(outvars) if var in self._terms]
+
+    def _add(self, equation: Equation, invars: Sequence[Atom], outvars: Sequence[Var]) -> None:
+        self.equations.append(equation.replace(invars=list(map(self.now, invars)), outvars=list(outvars)))
+
+    def _waiting(self, equation: Equation) -> list[Var]:
+        """Return the values that wait at a place: the other operand of a large weight, or what a barrier holds; else none."""
+        own = [atom for atom in equation.invars if isinstance(atom, Var) and atom not in self._same]
+        if equation.primitive.name in primitives.ONE_TO_ONE:
+            return own
+        has_weight = equation.primitive.name in _PRODUCTS and not self._same.isdisjoint(large(equation.invars))
+        return own if has_weight else []
+
+    def _wait(self, waiting: Sequence[Var]) -> None:
+        made, self._made, due = self._made, [], self._started.pop(0)
+        if made or due:
+            held = list(dict.fromkeys([*waiting, *due, *made]))
+            behind = [Var(var.aval) for var in held]
+            self._add(tracing.barrier([var.aval for var in held]), held, behind)
+            self._names.update(zip(held, behind, strict=True))
+        self._started.append([total for var in made if var in self._sums for total in self._start(var)])
+
+    def _start(self, gradient: Var) -> list[Var]:
+        """Start the sum of a gradient, and return it."""
+        equation = self._sums[gradient]
+        total = equation.outvars[equation.invars.index(gradient)]
+        self._add(equation, [gradient], [total])
+        self._done.add(total)
+        return [total]
