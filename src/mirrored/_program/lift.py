@@ -103,7 +103,10 @@ class Lifted:
         """
         specs = map(spec_of, self.variables)
         ways = {True: "on read", False: "mirrored"}
-        kinds = [f"{s.number} {without_counters(s.name)}: {ways[s.is_on_read]} {s.dtype}{list(s.shape)}" for s in specs]
+        kinds = [
+            f"{s.number} {without_counters(s.name)}: {ways[s.is_on_read]} {s.dtype}{list(s.shape)} {s.division or ''}"
+            for s in specs
+        ]
         settings = ", ".join(f"{name}={getattr(jax.config, name)}" for name in _SETTINGS)
         known = [array for array in jaxprs.inner_constants(self.shown.jaxpr) if not isinstance(array, jax.core.Tracer)]
         arrays = [a for a in known if isinstance(a, np.ndarray) or a.is_fully_addressable or a.is_fully_replicated]

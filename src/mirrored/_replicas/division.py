@@ -166,6 +166,17 @@ def division_of_array(mesh: ReplicaMesh, shape: Shape, dtype: Any) -> Division |
     return division
 
 
+def division_in(array: jax.Array) -> Division | None:
+    """Return how an array that exists is divided among devices; None if it is whole, or divided in another way."""
+    placement = array.sharding
+    if not isinstance(placement, NamedSharding) or placement.is_fully_replicated or not is_divisible(array.shape, array.dtype):
+        return None
+    axes = [axis for axis, name in enumerate(placement.spec) if name is not None]
+    return (
+        Division(axes[0], array.shape[axes[0]], placement.num_devices) if placement.mesh.axis_names == (REPLICA_AXIS,) else None
+    )
+
+
 def placement_of_array(mesh: ReplicaMesh, array: Any) -> NamedSharding:
     """Return the placement of an array outside of variables, or of its kind, that is the same on every replica."""
     return placement_of(mesh, division_of_array(mesh, array.shape, array.dtype))

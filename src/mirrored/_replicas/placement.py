@@ -75,6 +75,20 @@ def divide(mesh: ReplicaMesh, division: Division, array: Any) -> jax.Array:
     return cross_replica.compiled(_stored, target, division)(array)
 
 
+def divide_slices(mesh: ReplicaMesh, division: Division, host: Any) -> jax.Array:
+    """Store a value of the host in parts: only the slices of this worker's devices are taken of it, one after the other."""
+    shape = tuple(host.shape)
+
+    def part(index: Any) -> np.ndarray:
+        start = index[division.axis].start or 0
+        first, last = division.range_of(start // division.part_length)
+        own = np.asarray(host[(*index[: division.axis], slice(first, last), *index[division.axis + 1 :])])
+        rows = [(0, division.part_length - (last - first) if k == division.axis else 0) for k in range(len(shape))]
+        return np.pad(own, rows) if division.is_padded else own
+
+    return jax.make_array_from_callback(division.stored_shape(shape), placement_of(mesh, division), part)
+
+
 def join(mesh: ReplicaMesh, division: Division, stored: jax.Array) -> jax.Array:
     """Return the whole value of a stored array: in parts where this process can read all of them, else on each device."""
     if division.is_plain and mesh.is_alone:

@@ -143,10 +143,9 @@ class CompiledOnly:
             _logger.info("compiled %s in %.1f s", self.name, self.seconds)
         found = jax.tree.leaves(self.compiled.output_shardings)
         results, treedef = jax.tree.flatten(lowered.out_info)
-        others = [
-            stacked if r.shape and s.is_equivalent_to(stacked, len(r.shape)) else s for s, r in zip(found, results, strict=True)
-        ]
-        placements = [mirrored if placement.is_fully_replicated else placement for placement in others]
+        known = [mirrored if placement.is_fully_replicated else placement for placement in found]
+        pairs = zip(known, results, strict=True)
+        placements = [stacked if p.is_equivalent_to(stacked, max(len(r.shape), 1)) else p for p, r in pairs]
         self._results = treedef.unflatten(map(stand_in, results, placements))
 
 

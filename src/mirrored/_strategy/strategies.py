@@ -154,7 +154,13 @@ class MultiWorkerMirroredStrategy(Strategy):
             # The first collective on a set of devices waits only 30 s for all workers: so all run one now, together.
             with progress.phase("the barrier after the exchange of devices", waits=True):
                 own = machine.words(device.device_kind for device in mesh.local_devices)
-                machines = self._coordination.barrier("MultiWorkerMirroredStrategy", own)
+                told = self._coordination.barrier("MultiWorkerMirroredStrategy", [own, stored.name])
+            machines, storages = zip(*told, strict=True)
+            if len(set(storages)) > 1:
+                listed = ", ".join(f"worker {worker} {name}" for worker, name in enumerate(storages))
+                raise ClusterConfigError(
+                    f"the workers store what is the same in different ways: {listed}. Give storage= alike on all of them."
+                )
             if self.is_chief and (difference := machine.difference(machines)):
                 machine.warn_once(difference)
             placement.mirror(mesh, [np.zeros((), np.int32)])[0].block_until_ready()

@@ -26,7 +26,7 @@ from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica
 from .._text import shown
 from .._typing import ArrayLike, PyTree, UserFunction
-from .._variables import equal_copies
+from .._variables import equal_copies, in_parts
 from .._variables.access import lent
 from .._variables.variable import live_variables
 from .._workers.coordination import Coordination
@@ -176,6 +176,7 @@ class Strategy:
         lines = [f"{type(self).__name__}: {self._mesh}" + (f", adds up by {self._ops}" if self._ops is not None else "")]
         for program, cause in self._steps.programs.causes():
             lines += [f"program {describe_program(program)}", *[f"  compiled again, because {cause}"] * bool(cause)]
+        lines += in_parts.describe(self._mesh)
         lines += [f"dataset {dataset.describe()}" for dataset in self._datasets]
         lines += self._steps.spent.in_words()
         if (profiled := spent.last_profile(self._mesh, self._steps.spent.since)) is not None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .._options import VariableSynchronization
-from .._replicas import cross_replica, frames
+from .._replicas import cross_replica, frames, placement
 from .._replicas.per_replica import PerReplica
 from .._replicas.planned import Planned
 from . import storage
@@ -51,6 +52,14 @@ def store(variable: Variable, array: jax.Array) -> None:
     """Set the stored array, or its value in the current trace."""
     with claimed([variable]):
         variable._store(frames.current(), array)
+
+
+def store_in_parts(variable: Variable, value: Any) -> None:
+    """Set a variable that is in parts from a value of the host, which every worker has; each reads its own slices of it."""
+    spec = variable._spec
+    assert spec.division is not None
+    with claimed([variable]):
+        variable._keep(placement.divide_slices(spec.mesh, spec.division, value))
 
 
 def all_copies(variable: Variable) -> PerReplica:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -72,6 +73,19 @@ class VariableSpec:
     def placement(self) -> NamedSharding:
         """The placement of the stored array."""
         return self.mesh.stacked if self.is_on_read else placement_of(self.mesh, self.division)
+
+    @property
+    def whole_bytes(self) -> int:
+        """The bytes of one whole value; of a random key, two numbers of 32 bits."""
+        is_key = jax.dtypes.issubdtype(self.dtype, jax.dtypes.extended)
+        return math.prod(self.shape) * (8 if is_key else self.dtype.itemsize)
+
+    @property
+    def bytes_on_device(self) -> int:
+        """The bytes that each device stores."""
+        if self.division is not None:
+            return math.prod(self.division.part_shape(self.shape)) * self.dtype.itemsize
+        return self.whole_bytes * (self.mesh.per_device if self.is_on_read else 1)
 
     def stored(self, value: Any) -> Any:
         """Return what is stored of a value in a trace outside of the replicas."""

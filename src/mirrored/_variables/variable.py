@@ -129,7 +129,7 @@ class Variable(ScatterMethods, _Array):
                 return VariableTree(initial_value, functools.partial(cls, **how), check_name(name))
             self = super().__new__(cls)
             self._slot = Slot()  # here, because `__del__` finds it also where `__init__` does not take the arguments
-            self._slot.array = initial_value
+            self._slot.array = initial_value  # for `__init__`, if a function made it
             return self
 
     @user_code.shorten_errors
@@ -148,7 +148,7 @@ class Variable(ScatterMethods, _Array):
         is_on_read = takes_each_value(synchronization, name)
         how = VariableAggregation.parse(aggregation, "aggregation")
         mesh = creation_mesh(name)
-        value = self._slot.array  # that of a function is its result
+        value = self._slot.array if callable(initial_value) else initial_value
         array: Any = value
         if isinstance(value, Made):
             self._slot.array, division = value.stored, value.division
@@ -337,7 +337,10 @@ class Variable(ScatterMethods, _Array):
             return
         if isinstance(value, jax.core.Tracer):
             raise ContextError(frames.foreign_trace_message("written", self.name, frame))
-        array = value if self._spec.is_on_read else placed(value, self._spec.mesh, division=self._spec.division)
+        self._keep(value if self._spec.is_on_read else placed(value, self._spec.mesh, division=self._spec.division))
+
+    def _keep(self, array: jax.Array) -> None:
+        """Set the stored array; the caller has claimed the variable."""
         note_use(self, "assign to")
         self._slot.note_held()  # a user may hold it too
         self._slot.array = array
