@@ -241,7 +241,7 @@ def test_functions_and_loops_around_steps() -> None:
         strategy = mr.MirroredStrategy(DEVICES[:3], storage=storage)
         rows = np.random.default_rng(1).normal(size=(6, WIDTH)).astype(np.float32)
         with strategy.scope():
-            outer, (w, s) = made()
+            outer, (w, _) = made()
             results = [outer(batch) for batch in strategy.distribute_dataset([rows] * 2)]
         sums = [float(total) for _, total in results]
         return [*sums, *(np.asarray(a) for a in jax.tree.leaves(w.value))]
