@@ -45,7 +45,10 @@ def test_other_ways_of_storage_save_and_restore_alike(tmp_path: Path, storage: s
 
 def test_workers_that_do_not_store_alike_are_told(tmp_path: Path) -> None:
     for own in job(2, 1, "differ", "parts", tmp_path):
-        assert "ClusterConfigError: the workers store what is the same in different ways: worker 0 WHOLE, worker 1 PARTS" in own["differ"]
+        assert (
+            "ClusterConfigError: the workers store what is the same in different ways: worker 0 WHOLE, worker 1 PARTS"
+            in own["differ"]
+        )
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ def shape_of(atom: Atom) -> Shape:
     return getattr(atom.aval, "shape", ())  # a token has none
 
 
-class Exchange(NamedTuple):
+class Gathers(NamedTuple):
     """The ways in which this device gets parts of whole arrays, and whole arrays of parts."""
 
     name: str  # of the mesh's axis
@@ -80,7 +80,7 @@ class Exchange(NamedTuple):
         return jnp.where(position < division.length, array, jnp.asarray(other, array.dtype))
 
 
-def run_on_parts(exchange: Exchange, equation: Equation, values: Sequence[Value]) -> Results:
+def run_on_parts(gathers: Gathers, equation: Equation, values: Sequence[Value]) -> Results:
     """Run an operation on parts, of which it has at least one; return None if it needs whole arrays."""
     name, first = equation.primitive.name, next(value for value in values if isinstance(value, DevicePart))
     if any(isinstance(value, Addend) or (isinstance(value, Whole) and not value.is_same) for value in values):
@@ -88,15 +88,15 @@ def run_on_parts(exchange: Exchange, equation: Equation, values: Sequence[Value]
     if any(isinstance(parameter, jax.sharding.Sharding) for parameter in equation.params.values()):
         return None
     if name in _BY_PLACE:
-        return _by_place(exchange, equation, values, first)
+        return _by_place(gathers, equation, values, first)
     if name in primitives.CONCATENATIONS:
-        return _side_by_side(exchange, equation, values, first)
+        return _side_by_side(gathers, equation, values, first)
     if values[0] is first and (rule := _RULES.get(name)) is not None:
-        return rule(exchange, equation, first, values[1:])
+        return rule(gathers, equation, first, values[1:])
     return None
 
 
-def _by_place(exchange: Exchange, equation: Equation, values: Sequence[Value], first: DevicePart) -> Results:
+def _by_place(gathers: Gathers, equation: Equation, values: Sequence[Value], first: DevicePart) -> Results:
     """Run an elementwise operation on the parts of all operands, and on those that are the same along the divided axis."""
     shape, division, operands = shape_of(equation.outvars[0]), first.division, []
     for atom, value in zip(equation.invars, values, strict=True):
@@ -104,17 +104,17 @@ def _by_place(exchange: Exchange, equation: Equation, values: Sequence[Value], f
         if own and len(own) != len(shape):
             return None
         is_part = own and own[division.axis] == division.length
-        operands.append(exchange.part(value, division, own) if is_part else exchange.whole(value))
+        operands.append(gathers.part(value, division, own) if is_part else gathers.whole(value))
     [result] = tracing.bind(equation, operands)
     return [DevicePart(result, division, shape)]
 
 
-def _side_by_side(exchange: Exchange, equation: Equation, values: Sequence[Value], first: DevicePart) -> Results:
+def _side_by_side(gathers: Gathers, equation: Equation, values: Sequence[Value], first: DevicePart) -> Results:
     """Concatenate along an axis that is not divided."""
     axis, shapes = equation.params["dimension"], list(map(shape_of, equation.invars))
     if axis == first.division.axis:
         return None
-    parts = [exchange.part(value, first.division, shape) for value, shape in zip(values, shapes, strict=True)]
+    parts = [gathers.part(value, first.division, shape) for value, shape in zip(values, shapes, strict=True)]
     [result] = tracing.bind(equation, parts)
     return [DevicePart(result, first.division, shape_of(equation.outvars[0]))]
 
@@ -122,13 +122,13 @@ def _side_by_side(exchange: Exchange, equation: Equation, values: Sequence[Value
 # -- operations on one part
 
 
-def _transpose(exchange: Exchange, equation: Equation, part: DevicePart, rest: Sequence[Value]) -> Results:
+def _transpose(gathers: Gathers, equation: Equation, part: DevicePart, rest: Sequence[Value]) -> Results:
     order = equation.params["permutation"]
     division = dataclasses.replace(part.division, axis=order.index(part.division.axis))
     return [DevicePart(jax.lax.transpose(part.array, order), division, shape_of(equation.outvars[0]))]
 
 
-def _reshape(exchange: Exchange, equation: Equation, part: DevicePart, rest: Sequence[Value]) -> Results:
+def _reshape(gathers: Gathers, equation: Equation, part: DevicePart, rest: Sequence[Value]) -> Results:
     """Reshape where the parts are slices of the result, too: the axes before the divided one have as many elements."""
     new, old, division = shape_of(equation.outvars[0]), part.shape, part.division
     if "new_sizes" in equation.params and equation.params["dimensions"] is not None:
@@ -142,13 +142,13 @@ def _reshape(exchange: Exchange, equation: Equation, part: DevicePart, rest: Seq
     return None
 
 
-def _broadcast(exchange: Exchange, equation: Equation, part: DevicePart, rest: Sequence[Value]) -> Results:
+def _broadcast(gathers: Gathers, equation: Equation, part: DevicePart, rest: Sequence[Value]) -> Results:
     new, axes = shape_of(equation.outvars[0]), equation.params["broadcast_dimensions"]
     division = dataclasses.replace(part.division, axis=int(axes[part.division.axis]))
     return [DevicePart(jax.lax.broadcast_in_dim(part.array, division.part_shape(new), axes), division, new)]
 
 
-def _slice(exchange: Exchange, equation: Equation, part: DevicePart, rest: Sequence[Value]) -> Results:
+def _slice(gathers: Gathers, equation: Equation, part: DevicePart, rest: Sequence[Value]) -> Results:
     """Slice, at numbers that are known or computed, along axes that are not divided."""
     new, division, params = shape_of(equation.outvars[0]), part.division, dict(equation.params)
     if new[division.axis] != division.length or not all(isinstance(value, Whole) for value in rest):
@@ -157,20 +157,20 @@ def _slice(exchange: Exchange, equation: Equation, part: DevicePart, rest: Seque
         params["limit_indices"] = division.part_shape(params["limit_indices"])
     else:
         params["slice_sizes"] = division.part_shape(params["slice_sizes"])
-    [result] = tracing.bind(equation.replace(params=params), [part.array, *map(exchange.whole, rest)])
+    [result] = tracing.bind(equation.replace(params=params), [part.array, *map(gathers.whole, rest)])
     return [DevicePart(result, division, new)]
 
 
-def _reduce(exchange: Exchange, equation: Equation, part: DevicePart, rest: Sequence[Value]) -> Results:
+def _reduce(gathers: Gathers, equation: Equation, part: DevicePart, rest: Sequence[Value]) -> Results:
     """Reduce along axes; along the divided one each device reduces its part, and all of them the results."""
     name, axes, division = equation.primitive.name, equation.params["axes"], part.division
     is_across = division.axis in axes
-    array = exchange.real(part.array, division, _neutral(name, part.array.dtype)) if is_across else part.array
+    array = gathers.real(part.array, division, _neutral(name, part.array.dtype)) if is_across else part.array
     [own] = tracing.bind(equation, [array])
     if not is_across:
         moved = dataclasses.replace(division, axis=division.axis - sum(axis < division.axis for axis in axes))
         return [DevicePart(own, moved, shape_of(equation.outvars[0]))]
-    every = jax.lax.all_gather(own, exchange.name)[: division.num_parts]
+    every = jax.lax.all_gather(own, gathers.name)[: division.num_parts]
     [result] = tracing.bind(equation.replace(params={**equation.params, "axes": (0,)}), [every])
     return [Whole(result, True)]
 
@@ -184,7 +184,7 @@ def _neutral(name: str, dtype: Any) -> Any:
     return low if number < 0 else high
 
 
-_RULES: dict[str, Callable[[Exchange, Equation, DevicePart, Sequence[Value]], Results]] = {
+_RULES: dict[str, Callable[[Gathers, Equation, DevicePart, Sequence[Value]], Results]] = {
     **dict.fromkeys(primitives.TRANSPOSES, _transpose),
     **dict.fromkeys(primitives.RESHAPES, _reshape),
     **dict.fromkeys(primitives.BROADCASTS, _broadcast),

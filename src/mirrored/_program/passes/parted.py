@@ -22,7 +22,7 @@ from ..._replicas.division import Division
 from ..._typing import Shape
 from ..proof import SAME, prove, varying
 from .flat import flattened
-from .on_parts import Addend, DevicePart, Exchange, Value, Whole, run_on_parts, shape_of
+from .on_parts import Addend, DevicePart, Gathers, Value, Whole, run_on_parts, shape_of
 from .order_sums import moved_up, terms_of
 from .turns import Turns
 
@@ -43,7 +43,7 @@ class Parted(Interpreter[Value]):
 
     def __init__(self, known: Known, around: tuple[str, ...] = ()) -> None:
         self.known, self.around = known, around
-        self.turns, self.exchange = Turns(), Exchange(known.axis, self.whole)
+        self.turns, self.gathers = Turns(), Gathers(known.axis, self.whole)
         self.varying: set[Var] = set()  # the variables that may differ by replica
         self.gathered: dict[tuple[int, int, bool], tuple[Any, Any]] = {}  # see `_gather`
 
@@ -145,7 +145,7 @@ class Parted(Interpreter[Value]):
         if name in primitives.ONE_TO_ONE:
             return self._held(equation, values)
         if any(isinstance(value, DevicePart) for value in values):
-            if (results := run_on_parts(self.exchange, equation, values)) is not None:
+            if (results := run_on_parts(self.gathers, equation, values)) is not None:
                 return results
         elif (filled := _fill(equation, values)) is not None:
             return [filled]
@@ -158,7 +158,7 @@ class Parted(Interpreter[Value]):
         if equation.primitive.name in _ADDS:
             return Addend(None, division, *tracing.bind(equation, [self.total(value, division, shape) for value in values]))
         results = run_on_parts(
-            self.exchange, equation, [DevicePart(first.total, division, shape) if v is first else v for v in values]
+            self.gathers, equation, [DevicePart(first.total, division, shape) if v is first else v for v in values]
         )
         assert results is not None  # see `_scaled`
         return Addend(None, division, results[0].array)
@@ -168,7 +168,7 @@ class Parted(Interpreter[Value]):
         if isinstance(value, Addend):
             return self.begin(value)
         if _is_same(value):
-            part = self.exchange.part(value, division, shape)
+            part = self.gathers.part(value, division, shape)
             return part * jnp.asarray(jax.lax.axis_size(self.known.axis), part.dtype)
         return division.scattered_sum(value.array, self.known.axis)
 
@@ -278,7 +278,7 @@ class Parted(Interpreter[Value]):
     def like(self, value: Value, other: Value) -> DevicePart | Whole:
         """Return a value in parts or as a whole, as another one is."""
         if isinstance(other, DevicePart):
-            return dataclasses.replace(other, array=self.exchange.part(value, other.division, other.shape))
+            return dataclasses.replace(other, array=self.gathers.part(value, other.division, other.shape))
         return Whole(self.whole(value), isinstance(other, Whole) and other.is_same)
 
     def cond(self, equation: Equation, values: list[Value]) -> Sequence[Value]:

@@ -72,8 +72,8 @@ def _run_on_parts(known: Known, divisions: Divisions, step: Proven, constants: S
     outputs = []
     for value, atom, division, is_own in zip(results, jaxpr.outvars, divisions.outputs, step.own_outputs, strict=False):
         if division is not None:
-            part = walk.exchange.part(value, division, shape_of(atom))
-            outputs.append(walk.exchange.real(part, division, 0))
+            part = walk.gathers.part(value, division, shape_of(atom))
+            outputs.append(walk.gathers.real(part, division, 0))
         else:
             array = walk.whole(value)
             outputs.append(jnp.expand_dims(array, 0) if is_own else array)
