@@ -130,9 +130,13 @@ def division_of(mesh: ReplicaMesh, shape: Shape, dtype: Any, storage: Storage | 
     storage = mesh.storage if storage is None else storage
     if storage is Storage.WHOLE or num_devices == 1 or not is_divisible(shape, dtype):
         return None
-    num_copies = len({device.process_index for device in mesh.devices}) if storage is Storage.PARTS_OF_WORKER else 1
+    num_copies = _num_workers(mesh) if storage is Storage.PARTS_OF_WORKER else 1
     num_parts = num_devices // num_copies
     return None if num_parts == 1 else _divided(tuple(shape), num_parts, num_copies)
+
+
+def _num_workers(mesh: ReplicaMesh) -> int:
+    return len({device.process_index for device in mesh.devices})
 
 
 def is_divisible(shape: Shape, dtype: Any) -> bool:
