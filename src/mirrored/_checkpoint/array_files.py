@@ -122,5 +122,5 @@ class InFiles:
             self.held[key] = read(zipped, key, about)
         return self.held[key]
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: np.dtype[Any] | None = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self[tuple(slice(None) for _ in self.shape)], dtype)

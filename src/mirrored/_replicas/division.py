@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,15 @@ from .mesh import ReplicaMesh
 
 #: Smaller arrays stay whole: a collective for each would cost more time than their bytes are worth.
 LEAST_BYTES = 128 * 1024
+
+
+class Kind(Protocol):
+    """What has a shape and a dtype: an array, or what stands for one."""
+
+    @property
+    def shape(self) -> Shape: ...
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,14 +73,14 @@ class Division:
         count = self.num_copies * self.num_parts
         return (*shape[: self.axis], count * self.part_length, *shape[self.axis + 1 :])
 
-    def stored(self, whole: Any) -> Any:
+    def stored(self, whole: jax.Array | np.ndarray | jax.ShapeDtypeStruct) -> Any:
         """Return a whole array, or the stand-in for one, as it is stored: all parts and copies of it."""
         if isinstance(whole, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(self.stored_shape(whole.shape), whole.dtype)
         padded = self._padded(whole)
         return padded if self.num_copies == 1 else jnp.concatenate([padded] * self.num_copies, self.axis)
 
-    def whole(self, stored: Any) -> Any:
+    def whole(self, stored: jax.Array) -> jax.Array:
         """Return the whole array of a stored one, or of all parts, without padding and further copies."""
         if stored.shape[self.axis] == self.length:
             return stored
@@ -82,12 +91,12 @@ class Division:
         start = device % self.num_parts * self.part_length
         return min(start, self.length), min(start + self.part_length, self.length)
 
-    def without_padding(self, part: Any, device: int) -> Any:
+    def without_padding(self, part: np.ndarray, device: int) -> np.ndarray:
         """Return a device's part without its padding."""
         start, end = self.range_of(device)
         return part[(*[slice(None)] * self.axis, slice(end - start))]
 
-    def _padded(self, whole: Any) -> Any:
+    def _padded(self, whole: jax.Array | np.ndarray) -> Any:
         if not self.is_padded:
             return whole
         rows = [(0, self.num_parts * self.part_length - self.length if k == self.axis else 0) for k in range(whole.ndim)]
@@ -120,22 +129,37 @@ class Division:
         return jax.lax.psum(part, name, axis_index_groups=list(map(list, zip(*groups, strict=True))))
 
 
-def division_of(mesh: ReplicaMesh, shape: Shape, dtype: Any, storage: Storage | None = None) -> Division | None:
+def division_of(mesh: ReplicaMesh, shape: Shape, dtype: np.dtype[Any], storage: Storage | None = None) -> Division | None:
     """Return how a variable of a shape and dtype is divided on a mesh; None: every device has all of it.
 
     `storage` is the variable's own word, if it has one. Of an array with three axes or more the first is divided only if no other
     will do: it counts layers, and a loop over layers takes them one by one.
     """
-    num_devices = len(mesh.devices)
     storage = mesh.storage if storage is None else storage
-    if storage is Storage.WHOLE or num_devices == 1 or not is_divisible(shape, dtype):
+    if storage is Storage.WHOLE:
         return None
-    num_copies = len({device.process_index for device in mesh.devices}) if storage is Storage.PARTS_OF_WORKER else 1
-    num_parts = num_devices // num_copies
-    return None if num_parts == 1 else _divided(tuple(shape), num_parts, num_copies)
+    num_copies = _num_workers(mesh) if storage is Storage.PARTS_OF_WORKER else 1
+    return _division(tuple(shape), dtype, len(mesh.devices) // num_copies, num_copies, LEAST_BYTES)
 
 
-def is_divisible(shape: Shape, dtype: Any) -> bool:
+def _num_workers(mesh: ReplicaMesh) -> int:
+    return len({device.process_index for device in mesh.devices})
+
+
+@functools.lru_cache(maxsize=4096)
+def _division(shape: Shape, dtype: np.dtype[Any], num_parts: int, num_copies: int, _: int) -> Division | None:
+    if num_parts == 1 or not is_divisible(shape, dtype):
+        return None
+
+    def cost(axis: int) -> tuple[bool, bool, float]:
+        length = shape[axis]
+        return length <= num_parts, axis == 0 and len(shape) > 2, -length % num_parts / length
+
+    axis = min((k for k in range(len(shape)) if shape[k] > 1), key=cost)
+    return Division(axis, shape[axis], num_parts, num_copies)
+
+
+def is_divisible(shape: Shape, dtype: np.dtype[Any]) -> bool:
     """Tell whether arrays of a shape and dtype are divided: those of real numbers that are large.
 
     XLA on CPU cannot scatter complex numbers; random keys and numbers of a few bits are small.
@@ -145,17 +169,7 @@ def is_divisible(shape: Shape, dtype: Any) -> bool:
     return math.prod(shape) * dtype.itemsize >= LEAST_BYTES
 
 
-@functools.lru_cache(maxsize=4096)
-def _divided(shape: Shape, num_parts: int, num_copies: int) -> Division:
-    def cost(axis: int) -> tuple[bool, bool, float]:
-        length = shape[axis]
-        return length <= num_parts, axis == 0 and len(shape) > 2, -length % num_parts / length
-
-    axis = min((k for k in range(len(shape)) if shape[k] > 1), key=cost)
-    return Division(axis, shape[axis], num_parts, num_copies)
-
-
-def division_of_array(mesh: ReplicaMesh, shape: Shape, dtype: Any) -> Division | None:
+def division_of_array(mesh: ReplicaMesh, shape: Shape, dtype: np.dtype[Any]) -> Division | None:
     """Return how an array outside of variables is divided, such as a result of a step: only where nothing need be padded.
 
     One that is divided into rows of one element looks like an array of all replicas' values, and stays whole.
@@ -177,7 +191,7 @@ def division_in(array: jax.Array) -> Division | None:
     )
 
 
-def placement_of_array(mesh: ReplicaMesh, array: Any) -> NamedSharding:
+def placement_of_array(mesh: ReplicaMesh, array: Kind) -> NamedSharding:
     """Return the placement of an array outside of variables, or of its kind, that is the same on every replica."""
     return placement_of(mesh, division_of_array(mesh, array.shape, array.dtype))
 

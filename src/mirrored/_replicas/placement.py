@@ -11,7 +11,7 @@ import hashlib
 import weakref
 import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -64,10 +64,10 @@ def own_copy(array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
     return array.addressable_data(0) if is_joint else array  # pyrefly: ignore[missing-attribute]
 
 
-def divide(mesh: ReplicaMesh, division: Division, array: Any) -> jax.Array:
+def divide(mesh: ReplicaMesh, division: Division, array: jax.Array | np.ndarray) -> jax.Array:
     """Store an array, which all workers have alike, in parts; of a host's array, no device gets more than its part."""
     target = placement_of(mesh, division)
-    if division.is_plain and getattr(array, "sharding", None) == target:
+    if division.is_plain and isinstance(array, jax.Array) and array.sharding == target:
         return array
     if mesh.is_alone:
         with jax.ensure_compile_time_eval():
@@ -75,7 +75,15 @@ def divide(mesh: ReplicaMesh, division: Division, array: Any) -> jax.Array:
     return cross_replica.compiled(_stored, target, division)(array)
 
 
-def divide_slices(mesh: ReplicaMesh, division: Division, host: Any) -> jax.Array:
+class Sliced(Protocol):
+    """A value of the host that gives its slices: an array, or what reads one."""
+
+    @property
+    def shape(self) -> Shape: ...
+    def __getitem__(self, index: tuple[slice, ...], /) -> np.ndarray: ...
+
+
+def divide_slices(mesh: ReplicaMesh, division: Division, host: Sliced) -> jax.Array:
     """Store a value of the host in parts: only the slices of this worker's devices are taken of it, one after the other."""
     shape = tuple(host.shape)
 

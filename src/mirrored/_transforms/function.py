@@ -143,8 +143,9 @@ def _make(frame: Frame, call: Call) -> FunctionProgram:
     lifted = lift.trace(call, shapes, frame).lifted()
     mesh, name = _mesh_of(frame, lifted, call), call.name
     check_replicas(call.arrays, leaves, lambda: argument_names(call), mesh.num_replicas)
-    results = zip(lifted.plan.stacked, lifted.closed.jaxpr.outvars, strict=False)
-    kept = [mesh.stacked if is_stacked else placement_of_array(mesh, atom.aval) for is_stacked, atom in results]
+    kinds: list[Any] = [atom.aval for atom in lifted.closed.jaxpr.outvars]
+    results = zip(lifted.plan.stacked, kinds, strict=False)
+    kept = [mesh.stacked if is_stacked else placement_of_array(mesh, kind) for is_stacked, kind in results]
     specs = list(map(spec_of, lifted.variables))
     placements = (kept, [spec.placement for spec in specs[: len(lifted.written)]], mesh.mirrored)
     is_split = [leaf.is_per_replica for leaf in leaves]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from .._replicas import cross_replica, frames, placement
 from .._replicas.per_replica import PerReplica
 from .._replicas.planned import Planned
 from . import storage
-from .variable import Variable, use_value
+from .variable import Variable
 
 
 def lent(variables: Sequence[Variable]) -> contextlib.AbstractContextManager[list[jax.Array]]:
@@ -33,7 +32,8 @@ def copied(variables: Sequence[Variable]) -> list[jax.Array | jax.ShapeDtypeStru
 
     Each is one array tied to no device; with several workers, and of a variable in parts, it is placed like the value.
     """
-    return [use_value(variable, _copied) for variable in variables]
+    with lent(variables) as arrays:
+        return [_copied(variable._joined(array)) for variable, array in zip(variables, arrays, strict=True)]
 
 
 def _copied(value: jax.Array) -> jax.Array | jax.ShapeDtypeStruct:
@@ -54,7 +54,7 @@ def store(variable: Variable, array: jax.Array) -> None:
         variable._store(frames.current(), array)
 
 
-def store_in_parts(variable: Variable, value: Any) -> None:
+def store_in_parts(variable: Variable, value: placement.Sliced) -> None:
     """Set a variable that is in parts from a value of the host, which every worker has; each reads its own slices of it."""
     spec = variable._spec
     assert spec.division is not None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.typing import DTypeLike
 
 from .._jax import interpreter
@@ -38,14 +39,22 @@ class Made:
     division: Division | None
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype."""
         return self.stored.dtype
 
 
-def may_divide(mesh: ReplicaMesh, storage: Storage | StorageName | None) -> bool:
-    """Tell whether new variables with this word of their own may be in parts."""
+def called(
+    function: Callable[[], PyTree],
+    mesh: ReplicaMesh,
+    storage: Storage | StorageName | None,
+    is_on_read: bool,
+    dtype: DTypeLike | None,
+) -> PyTree:
+    """Return what a function makes as the first value of a variable, in parts where the variable may be."""
     how = mesh.storage if storage is None else Storage.parse(storage, "storage")
-    return how is not Storage.WHOLE and len(mesh.devices) > 1
+    may_divide = how is not Storage.WHOLE and len(mesh.devices) > 1 and not is_on_read
+    return make(function, mesh, storage, dtype) if may_divide else function()
 
 
 def make(

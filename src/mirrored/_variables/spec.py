@@ -20,7 +20,7 @@ from .._jax import tracing, user_code
 from .._options import Storage, StorageName, SynchronizationName, VariableAggregation, VariableSynchronization
 from .._replicas import frames
 from .._replicas.arrays import converted_number, host_array, strong
-from .._replicas.division import Division, division_of, placement_of
+from .._replicas.division import Division, Kind, division_of, placement_of
 from .._replicas.mesh import PlannedMesh, ReplicaMesh, default_mesh
 from .._replicas.per_replica import PerReplica
 from .._replicas.reductions import reduction_of
@@ -87,11 +87,11 @@ class VariableSpec:
             return math.prod(self.division.part_shape(self.shape)) * self.dtype.itemsize
         return self.whole_bytes * (self.mesh.per_device if self.is_on_read else 1)
 
-    def stored(self, value: Any) -> Any:
+    def stored(self, value: jax.Array) -> jax.Array:
         """Return what is stored of a value in a trace outside of the replicas."""
         return value if self.division is None else self.division.stored(value)
 
-    def whole(self, stored: Any) -> Any:
+    def whole(self, stored: jax.Array) -> jax.Array:
         """Return the value of what is stored, in a trace outside of the replicas."""
         return stored if self.division is None else self.division.whole(stored)
 
@@ -128,7 +128,7 @@ def takes_each_value(synchronization: VariableSynchronization | SynchronizationN
 
 
 def stored_in(
-    storage: Storage | StorageName | None, mesh: ReplicaMesh, array: Any, is_on_read: bool, name: str
+    storage: Storage | StorageName | None, mesh: ReplicaMesh, array: Kind, is_on_read: bool, name: str
 ) -> Division | None:
     """Return how a new variable is divided, by its own word or else by its strategy's."""
     how = None if storage is None else Storage.parse(storage, "storage")

@@ -36,7 +36,7 @@ from .._workers import joint_programs
 from . import storage
 from .arithmetic import add_operators
 from .assignment import Assignment, placed, placed_copy
-from .making import Made, make, may_divide
+from .making import Made, called
 from .scatter import ScatterMethods
 from .spec import Given, VariableSpec, check_name, creation_mesh, initial_array, stored_in, takes_each_value
 from .storage import Slot
@@ -117,7 +117,8 @@ class Variable(ScatterMethods, _Array):
         ) -> Variable | VariableTree:  # fmt: skip
             """Make a variable, or one of each array in a tree."""
             if callable(initial_value) and not is_tree(initial_value):  # called here, because it may return a tree
-                initial_value = _called(initial_value, name, storage, synchronization, dtype)
+                is_on_read = takes_each_value(synchronization, name or "of a function")
+                initial_value = called(initial_value, creation_mesh(name or "of a function"), storage, is_on_read, dtype)
             if is_tree(initial_value):
                 how = {
                     "trainable": trainable,
@@ -430,14 +431,6 @@ class Variable(ScatterMethods, _Array):
             return _html.element("pre", repr(self))
         title = f"mr.Variable {self.name!r}, shape {self._spec.shape}, dtype {self._spec.dtype}"
         return _html.copies(title, local_copies(self), self._spec.is_on_read)
-
-
-def _called(function: Callable[[], PyTree], name: str | None, storage: Any, synchronization: Any, dtype: Any) -> PyTree:
-    """Return what a function makes as the first value of a variable."""
-    mesh = creation_mesh(name or "of a function")
-    if takes_each_value(synchronization, name or "of a function") or not may_divide(mesh, storage):
-        return function()
-    return make(function, mesh, storage, dtype)
 
 
 def _is_traced() -> bool:
