@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..._jax import jaxprs, primitives, tracing
 from ..._jax.interpreter import Interpreter, run_parts
@@ -122,7 +123,10 @@ class Parted(Interpreter[Value]):
         return own[0] if (is_linear or is_product) and shape_of(own[0]) == shape_of(equation.outvars[0]) else None
 
     def _division_of(self, var: Var) -> Division | None:
-        return self.known.divisions.get(shape_of(var))
+        """Return how arrays of a variable's shape are stored; XLA scatters no complex numbers on CPU."""
+        dtype = getattr(var.aval, "dtype", bool)
+        is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+        return self.known.divisions.get(shape_of(var)) if is_real else None
 
     def _noted(self, var: Var, value: Value) -> Value:
         """Note a gradient, whose sum begins early, or a term of one, which is made early."""
@@ -197,10 +201,10 @@ class Parted(Interpreter[Value]):
         return self.results_of(equation, tracing.bind(equation, [self.whole(value, is_again) for value in values]))
 
     def _differs(self, value: Value) -> bool:
-        """Tell whether a value is computed, and may differ by replica."""
-        if isinstance(value, Addend):
-            return value.value is not None
-        return isinstance(value, Whole) and not value.is_same and isinstance(value.array, jax.core.Tracer)
+        """Tell whether a value may differ by replica, and may wait behind a barrier: computed numbers, no keys or references."""
+        array = self.whole(value) if isinstance(value, Addend) else value.array
+        is_computed = isinstance(array, jax.core.Tracer) and isinstance(getattr(array, "dtype", None), np.dtype)
+        return not _is_same(value) and is_computed and isinstance(jax.typeof(array), jax.core.ShapedArray)
 
     def over_replicas(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
         if not jaxprs.is_sum(equation):
