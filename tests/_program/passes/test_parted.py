@@ -136,3 +136,31 @@ def test_own_gradients_stay_a_replicas_own(in_parts: mr.MirroredStrategy) -> Non
     own, total, both = in_parts.run(step, args=(batch,))
     np.testing.assert_allclose(sum(map(np.asarray, own.values)), np.asarray(total), rtol=1e-5)
     np.testing.assert_allclose(np.asarray(own.values[1]) + np.asarray(total), np.asarray(both.values[1]), rtol=1e-5)
+
+
+def test_arrays_shaped_like_stored_ones_that_are_not_stored_so(in_parts: mr.MirroredStrategy) -> None:
+    """Sums of complex numbers, keys, references and arrays that differ by replica, all shaped like a weight in parts."""
+    with in_parts.scope():
+        w = mr.Variable(WEIGHTS[0], name="w")
+
+    def step(x: Any) -> Any:
+        def cell(w: Any) -> Any:
+            cell = jax.new_ref(w * 1)
+            cell[0] = jnp.zeros(WIDTH)
+            return (jnp.tanh(x @ cell[...]) ** 2).sum()
+
+        own = jax.grad(cell)(w.value)
+        total = mr.get_replica_context().all_reduce("sum", (1 + 1j) * mr.losses.as_share(own))
+        keys = jax.random.split(jax.random.key(0), WEIGHTS[0].shape)
+        drawn = jax.vmap(jax.vmap(jax.random.normal))(keys)
+        return total, w.value + drawn, w.value * jnp.where(total.imag > 0, 1j, 1)
+
+    def both(strategy: mr.Strategy) -> list[Any]:
+        [batch] = strategy.distribute_dataset([BATCH])
+        return [np.asarray(a) for a in strategy.run(step, args=(batch,))]
+
+    found = both(in_parts)
+    expected_drawn = jax.vmap(jax.vmap(jax.random.normal))(jax.random.split(jax.random.key(0), WEIGHTS[0].shape))
+    gradient = jax.grad(lambda w: (jnp.tanh(BATCH @ w.at[0].set(0)) ** 2).sum())(jnp.asarray(WEIGHTS[0]))
+    np.testing.assert_allclose(found[0], np.asarray(gradient) * (1 + 1j), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found[1], WEIGHTS[0] + np.asarray(expected_drawn), rtol=1e-5)
