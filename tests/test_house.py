@@ -476,26 +476,26 @@ def test_sizes() -> None:
 #: was not there. The ground is together, and so are small wings that stand for one thing. `python tests/test_house.py` prints
 #: today's.
 BUDGETS = {
-    "_program": 5483,  # 4,000
-    "_jax": 1784,  # 1,300
-    "_replicas": 3118,  # 2,100
-    "_variables": 1962,  # 1,700
+    "_program": 6273,  # 4,000
+    "_jax": 1791,  # 1,300
+    "_replicas": 3380,  # 2,100
+    "_variables": 2226,  # 1,700
     "_models": 1250,  # 1,050
     "_updates": 262,  # 250
-    "_strategy": 1186,  # 1,100
-    "_transforms": 594,  # 600
+    "_strategy": 1203,  # 1,100
+    "_transforms": 598,  # 600
     "data": 3717,  # 3,200
     "_workers": 2515,  # 1,700
     "_cluster": 1558,  # 1,080
-    "_checkpoint": 2069,  # 1,800
-    "_report": 985,  # 800
-    "_plan": 638,  # a feature of its own
+    "_checkpoint": 2341,  # 1,800
+    "_report": 986,  # 800
+    "_plan": 642,  # a feature of its own
     "_testing": 771,  # 750
-    "losses optimizer": 697,  # 600
+    "losses optimizer": 707,  # 600
     "_command launch": 1401,  # 1,000
-    "__init__ __main__ _public testing": 126,
+    "__init__ __main__ _public testing": 127,
     "_process": 100,  # was in _replicas, _jax, _strategy and _models
-    "_env _errors _html _libraries _options _text _tf_names _typing": 1091,  # 950
+    "_env _errors _html _libraries _options _text _tf_names _typing": 1110,  # 950
 }
 #: So much smaller a wing may be before its budget is to be lowered.
 MAX_SLACK = 30

@@ -16,6 +16,7 @@ AggregationName: TypeAlias = Literal[
     "none", "sum", "mean", "max", "min", "only_first_replica", "NONE", "SUM", "MEAN", "MAX", "MIN", "ONLY_FIRST_REPLICA"
 ]
 CommunicationName: TypeAlias = Literal["auto", "ring", "nccl", "mpi", "AUTO", "RING", "NCCL", "MPI"]
+StorageName: TypeAlias = Literal["whole", "parts", "parts_of_worker", "WHOLE", "PARTS", "PARTS_OF_WORKER"]
 ShardPolicyName: TypeAlias = Literal["auto", "file", "data", "off", "AUTO", "FILE", "DATA", "OFF"]
 
 
@@ -319,3 +320,21 @@ class VariableAggregation(NamedChoice):
     MAX = "MAX"
     MIN = "MIN"
     ONLY_FIRST_REPLICA = "ONLY_FIRST_REPLICA"
+
+
+class Storage(NamedChoice):
+    """The way in which devices store what is the same on every replica. The numbers are the same in all ways.
+
+    * `WHOLE`: every device has all of it.
+    * `PARTS`: each of n devices has the n-th part of every large array, and gathers the rest where a step needs it. Other
+      libraries call this fully sharded, FSDP or ZeRO-3. Arrays below 128 KiB, complex numbers and random keys stay whole.
+    * `PARTS_OF_WORKER`: the devices of each worker divide the arrays, so that every worker has all of them. Gathers stay within
+      a worker, and one sum of parts goes between workers. Others call this hybrid sharding, HSDP. With one worker it is `PARTS`.
+
+    >>> mr.Storage.PARTS
+    <Storage.PARTS: 'PARTS'>
+    """
+
+    WHOLE = "WHOLE"
+    PARTS = "PARTS"
+    PARTS_OF_WORKER = "PARTS_OF_WORKER"

@@ -45,6 +45,7 @@ from ._options import InputOptions as InputOptions
 from ._options import NcclAllReduce as NcclAllReduce
 from ._options import ReduceOp as ReduceOp
 from ._options import ReductionToOneDevice as ReductionToOneDevice
+from ._options import Storage as Storage
 from ._options import VariableAggregation as VariableAggregation
 from ._options import VariableSynchronization as VariableSynchronization
 from ._plan.plan import Plan as Plan

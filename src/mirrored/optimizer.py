@@ -23,13 +23,15 @@ from ._replicas import cross_replica, frames
 from ._replicas.collectives import ReplicaAxis, all_reduce
 from ._replicas.context import axis_of, own_parts
 from ._replicas.frames import Frame
+from ._replicas.mesh import ReplicaMesh
 from ._replicas.per_replica import PerReplica, is_per_replica, proven_of, stack_of
 from ._text import call_it, shown
 from ._transforms.gradients import check_variables, value_and_grad
 from ._typing import PyTree
 from ._updates import shared_out
-from ._variables.access import copied
+from ._variables.access import copied, lent
 from ._variables.assignment import check_per_replica
+from ._variables.making import make
 from ._variables.tree import trainable
 from ._variables.variable import Variable, is_variable, spec_of
 
@@ -96,15 +98,23 @@ class Optimizer:
         # The state is on the variables' devices, even if the optimizer is made outside their scope.
         mesh = spec_of(self._leaves[0]).mesh
         with frames.entered(Frame(None, mesh)):
-            state = mesh.evaluate(tx.init, self._as_tree(copied(self._leaves)))
+            state = self._first_state(mesh)
             paths, self._state_treedef = jax.tree_util.tree_flatten_with_path(state)
             del state  # `paths` has the arrays
-            make = shared_out.state_variable if self._is_sharded else functools.partial(Variable, trainable=False)
+            variable_of = shared_out.state_variable if self._is_sharded else functools.partial(Variable, trainable=False)
             self._state: list[Variable] = []
             while paths:  # removed one by one, so that all arrays never exist twice
                 path, leaf = paths.pop(0)
-                self._state.append(make(leaf, name=f"optimizer{keystr(path)}"))
+                self._state.append(variable_of(leaf, name=f"optimizer{keystr(path)}"))
             self._iterations = Variable(np.int32(0), name="optimizer.iterations", trainable=False)
+
+    def _first_state(self, mesh: ReplicaMesh) -> PyTree:
+        """Return the transformation's first state; of variables in parts, it is made in parts."""
+        if self._is_sharded or not any(spec_of(variable).division for variable in self._leaves):
+            return mesh.evaluate(self._tx.init, self._as_tree(copied(self._leaves)))
+        with lent(self._leaves) as arrays:
+            given = list(zip(map(spec_of, self._leaves), arrays, strict=True))
+            return make(lambda *values: self._tx.init(self._as_tree(list(values))), mesh, given=given)
 
     @property
     def variables(self) -> PyTree:

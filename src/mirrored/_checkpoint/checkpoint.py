@@ -32,7 +32,7 @@ from .writer import Writer
 _logger = logging.getLogger("mirrored")
 
 #: Names for `of_chief`. Between two calls with one name the workers must exchange, so the mark and the rest have two names.
-_CHANNEL, _MARK, _POSITIONS = "checkpoint", "checkpoint/mark", "checkpoint/positions"
+_CHANNEL, _MARK, _POSITIONS, _FOLDER = "checkpoint", "checkpoint/mark", "checkpoint/positions", "checkpoint/folder"
 
 
 class Checkpoint:
@@ -92,7 +92,7 @@ class Checkpoint:
         if not has_strategy() and values.joint_among(values.leaves_of(self._named)):
             self._strategy = joint_strategy() or self._strategy  # made outside the scope, with state of all workers
         state.require_positions(self._leaves())
-        self._writer = Writer(self._files, max_to_keep, max_failed_saves, is_joint=self._strategy.num_workers > 1)
+        self._writer = Writer(self._files, max_to_keep, max_failed_saves, coordination_of(self._strategy))
         self._last: int | None = None  # the step that this program saved or restored last
         self._known = max(self.steps(), default=-1)  # the last step on disk that this program knows
         self._is_closed = False
@@ -139,10 +139,12 @@ class Checkpoint:
                 return
             self._require_mirrored(leaves)
             self._last = self._known = step
-            snapshot = state.take_snapshot(leaves, every_position, is_kept=self._strategy.is_chief)
-            if snapshot is not None:
-                about = {"num_replicas": self._strategy.num_replicas_in_sync, "num_workers": self._strategy.num_workers}
-                self._writer.start(step, snapshot, about)
+            about = {"num_replicas": self._strategy.num_replicas_in_sync, "num_workers": self._strategy.num_workers}
+            start = functools.partial(
+                self._writer.start, step, self._of_chief(self._files.new_folder(step), call, _FOLDER), about
+            )
+            state.take_snapshot(leaves, every_position, self._strategy.is_chief, start)
+            self._writer.settle()
 
     def _prepare_save(self, step: int) -> tuple[Leaves, dict[str, Any], dict[str, Any], Exception | None]:
         """Tell the chief this worker's positions; return its leaves, positions, report to all workers, and own error."""
@@ -179,8 +181,7 @@ class Checkpoint:
         in_flight.finish()  # when the last step has ended, its arguments have been checked
         by_mesh: dict[Any, list[Any]] = {}
         for variable in values.variables_of(leaves):
-            if not spec_of(variable).is_on_read:
-                by_mesh.setdefault(spec_of(variable).mesh, []).append(variable)
+            by_mesh.setdefault(spec_of(variable).mesh, []).append(variable)
         for devices, variables in by_mesh.items():
             equal_copies.check(devices, variables)
 
@@ -269,9 +270,11 @@ class Checkpoint:
             steps = [] if self._is_planned else self._agreed_steps()
             damaged: dict[int, str] = {}
             for step in reversed(steps):
-                saved, problem = self._read(step)
+                with contextlib.ExitStack() as opened:
+                    saved, problem = self._read(step, opened)
+                    if saved is not None:
+                        self._restore(step, saved, partial)
                 if saved is not None:
-                    self._restore(step, saved, partial)
                     self._writer.go_on_from(step, set(damaged))
                     self._last = self._known = step
                     _logger.info("restored step %d from %s", step, self._files.root)
@@ -303,12 +306,12 @@ class Checkpoint:
         if any(report[field] != reports[0][field] for report in reports):
             same_on_workers.require_shared(self._with_places(reports, "restore_latest()"), field, describe)
 
-    def _read(self, step: int) -> tuple[Snapshot | None, str]:
+    def _read(self, step: int, opened: contextlib.ExitStack) -> tuple[Snapshot | None, str]:
         """Read a step on all workers; when any of them finds damage, return None and the damage in words."""
         report: dict[str, Any] = {"problems": [], "error": None, "id": None}
         saved = None
         try:
-            record, arrays = self._files.read(step)
+            record, arrays = self._files.read(step, opened, coordination_of(self._strategy).worker, self._strategy.num_workers)
             saved = Snapshot(record["leaves"], arrays)
             state.require_readable(saved)
             report["id"] = [record.get("time"), files.digest(record)]

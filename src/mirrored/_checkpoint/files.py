@@ -9,7 +9,6 @@ import contextlib
 import errno
 import json
 import logging
-import math
 import os
 import re
 import secrets
@@ -19,24 +18,29 @@ import stat
 import time
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
+from .._cluster.spec import MAX_WORKERS
 from .._errors import CheckpointError
 from .._text import version_of
+from . import array_files
+from .array_files import InFiles
 from .sole_writer import SoleWriter, sole_writer
 
 _logger = logging.getLogger("mirrored")
 
-#: The format that is written and read.
-FORMAT = 3
+#: The format that is written and read, and that of a step with arrays in parts: versions that do not know these refuse it.
+FORMAT, FORMAT_IN_PARTS = 3, 4
 RECORD = "record.json"
 #: A larger record counts as damage: this library writes none.
 MAX_RECORD_BYTES = 256 * 1024 * 1024
 _ARRAYS = "arrays.npz"
+#: The file of the parts that one worker's devices hold.
+_PARTS = "parts-{}.npz"
 _PACKAGES = ("mirrored", "jax", "numpy")
 _STEP = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)
 _MAX_STEP = 10**18 - 1
@@ -162,36 +166,46 @@ class StepFiles:
                     if is_dead:
                         shutil.rmtree(entry.path, ignore_errors=True)
 
-    def write(self, step: int, arrays: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> int:
+    def new_folder(self, step: int) -> str:
+        """Return the name of a folder in which a step is written."""
+        return f"{_SAVING}{step}-{os.getpid()}-{_TOKEN}{secrets.token_hex(2)}"
+
+    def write(
+        self,
+        step: int,
+        arrays: Mapping[str, np.ndarray],
+        record: Mapping[str, Any],
+        write_parts: Callable[[Path], Mapping[str, Any]] | None = None,
+        folder: str = "",
+    ) -> int:
         """Write a step and return its size in bytes; a rename at the end makes it visible, so it is complete or absent.
 
         A damaged step of that number is replaced. Checksums, the time and the versions are added to the record, which is JSON.
+
+        Args:
+            write_parts: writes the arrays in parts, given the folder, and returns what the record says of them.
+            folder: the name of the folder, as of `new_folder`; other workers may write there too.
         """
         self.root.mkdir(parents=True, exist_ok=True)
         self._sweep()
-        new = self.root / f"{_SAVING}{step}-{os.getpid()}-{_TOKEN}{secrets.token_hex(2)}"
+        new = self.root / (folder or self.new_folder(step))
         try:
             new.mkdir()
             with _synced(new / _ARRAYS) as file:
-                # `np.savez` writes the bits of bfloat16 and others that NumPy does not know.
-                stored = {key: a if a.dtype.isbuiltin == 1 else a.view(f"u{a.dtype.itemsize}") for key, a in arrays.items()}
-                np.savez(file, **stored)  # pyrefly: ignore[bad-argument-type]
-            with zipfile.ZipFile(new / _ARRAYS) as zipped:
-                sums = _checksums(zipped)
+                described = array_files.write(file, arrays.items())
+            if write_parts is not None:
+                described |= write_parts(new)
             whole = {
                 **record,
-                "format": FORMAT,
+                "format": FORMAT if write_parts is None else FORMAT_IN_PARTS,
                 "step": step,
                 "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
                 "versions": {name: version_of(name) for name in _PACKAGES},
-                "arrays": {
-                    key: {"dtype": array.dtype.name, "shape": list(array.shape), "crc32": sums[key]}
-                    for key, array in arrays.items()
-                },
+                "arrays": described,
             }
             with _synced(new / RECORD) as file:
                 file.write(_encode(whole))
-            num_bytes = (new / _ARRAYS).stat().st_size
+            num_bytes = sum(entry.stat().st_size for entry in os.scandir(new))
             _sync(new)
             if step in self.scan()[0]:
                 self.remove(step)
@@ -211,8 +225,13 @@ class StepFiles:
         if removed.exists():
             _logger.warning("step %s was removed, but its files could not be deleted; delete %s", step, removed)
 
-    def read(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    def read(
+        self, step: int, opened: contextlib.ExitStack | None = None, worker: int = 0, num_workers: int = 1
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return a step's record and arrays, verified, or raise DamagedStep when anything differs from what was written.
+
+        Arrays in parts are read later, as `InFiles`, while their files are open: until `opened` closes. Of these files, each of
+        `num_workers` verifies its own share.
 
         Raise CheckpointError for a step in another format, and for one that cannot be read although no damage is found.
         """
@@ -220,8 +239,11 @@ class StepFiles:
         try:
             record = _read_record(directory, step)
             with _plain_file(directory / _ARRAYS) as file:
-                problems = _find_damage(file, record)
-                arrays = {} if problems else _load(file, record["arrays"])
+                problems = _find_damage(file, record, _ARRAYS)
+                arrays: dict[str, Any] = {} if problems else _load(file, record)
+            if opened is not None and not problems:
+                problems, in_parts = _open_parts(directory, record, opened, range(worker, MAX_WORKERS, num_workers))
+                arrays |= in_parts
             if problems:
                 raise DamagedStep(*problems)
             return record, arrays
@@ -292,10 +314,11 @@ def _read_record(directory: Path, step: int) -> dict[str, Any]:
         raise DamagedStep(f"file {RECORD} cannot be used: {_one_line(error)}") from error
     if record.get("step") != step:
         raise DamagedStep(f"file {RECORD} is that of step {record.get('step')!r}")
-    if record.get("format") != FORMAT:
+    if record.get("format") not in (FORMAT, FORMAT_IN_PARTS):
         raise CheckpointError(
-            f"{directory} has format {record.get('format')!r}, and this version of mirrored reads format {FORMAT}. It was "
-            f"written by {record.get('versions')}; this is mirrored {version_of('mirrored')}. Read it with what has written it."
+            f"{directory} has format {record.get('format')!r}, and this version of mirrored reads formats {FORMAT} and "
+            f"{FORMAT_IN_PARTS}. It was written by {record.get('versions')}; this is mirrored {version_of('mirrored')}. Read it "
+            "with what has written it."
         )
     for table in (record.get("leaves"), record.get("arrays")):
         if not isinstance(table, dict) or not all(isinstance(entry, dict) for entry in table.values()):
@@ -326,50 +349,69 @@ def digest(record: object) -> str:
     return f"{zlib.crc32(json.dumps(record, sort_keys=True, separators=(',', ':')).encode()):08x}"
 
 
-def _find_damage(file: IO[bytes], record: Mapping[str, Any]) -> list[str]:
-    """Compare the bytes of all arrays with the checksums in their file, and these with the record's."""
-    names = {str(key): name for name, leaf in record["leaves"].items() for key in (leaf.get("value"), leaf.get("copies"))}
+def _find_damage(file: IO[bytes], record: Mapping[str, Any], name: str) -> list[str]:
+    """Compare the bytes of all arrays in a file with the checksums there, and these with the record's."""
+    names = {str(key): path for path, leaf in record["leaves"].items() for key in (leaf.get("value"), leaf.get("copies"))}
     try:
         with zipfile.ZipFile(file) as zipped:
-            if any(info.compress_type != zipfile.ZIP_STORED for info in zipped.infolist()):  # may be larger than any disk
-                raise zipfile.BadZipFile("it is compressed, which no save does")
-            sums, bad = _checksums(zipped), zipped.testzip()
+            wrong = array_files.find_damaged(zipped, _described(record, name))
     except OSError as error:
         if error.errno != errno.EINVAL:  # the error for a seek to before the file's begin
             raise
-        return [f"file {_ARRAYS} is damaged: {_one_line(error)}"]
+        return [f"file {name} is damaged: {_one_line(error)}"]
     except Exception as error:  # `zipfile` raises many types, each for bytes that no writer writes
-        return [f"file {_ARRAYS} is damaged: {type(error).__name__}: {_one_line(error)}"]
-    wrong = {key for key, about in record["arrays"].items() if sums.get(key) != about.get("crc32")}
-    wrong |= {bad.removesuffix(".npy")} if bad else set()
-    return [f"array {names.get(key, key)} is damaged: its CRC-32 is not the one that was written" for key in sorted(wrong)]
+        return [f"file {name} is damaged: {type(error).__name__}: {_one_line(error)}"]
+    of = [names.get(key) or names.get(key.partition(".")[0], key) for key in wrong]
+    return [f"array {path} is damaged: its CRC-32 is not the one that was written" for path in of]
 
 
-def _checksums(zipped: zipfile.ZipFile) -> dict[str, int]:
-    """Return the checksums stored in a file of `np.savez`, by array key."""
-    return {info.filename.removesuffix(".npy"): info.CRC for info in zipped.infolist()}
+def _described(record: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return what a record says of the arrays in one file."""
+    return {key: about for key, about in record["arrays"].items() if about.get("file", _ARRAYS) == name}
 
 
-def _load(file: IO[bytes], described: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def _load(file: IO[bytes], record: Mapping[str, Any]) -> dict[str, np.ndarray]:
     file.seek(0)
     with zipfile.ZipFile(file) as zipped:
         try:
-            return {key: _read_array(zipped, f"{key}.npy", about) for key, about in described.items()}
+            return {key: array_files.read(zipped, key, about) for key, about in _described(record, _ARRAYS).items()}
         except (KeyError, TypeError, ValueError) as error:
             raise DamagedStep(f"file {_ARRAYS} does not hold the arrays that {RECORD} lists: {_one_line(error)}") from error
 
 
-def _read_array(zipped: zipfile.ZipFile, name: str, about: Mapping[str, Any]) -> np.ndarray:
-    """Read an array after its size and header have been compared with the record: a wrong one may claim any size."""
-    dtype, shape = np.dtype(about["dtype"]), tuple(about["shape"])
-    with zipped.open(name) as file:
-        np.lib.format.read_magic(file)
-        stored_shape, _, stored = np.lib.format.read_array_header_1_0(file)
-        num_bytes = zipped.getinfo(name).file_size - file.tell()
-        if (stored_shape, stored.itemsize, num_bytes) != (shape, dtype.itemsize, math.prod(shape) * dtype.itemsize):
-            raise ValueError(f"{name} is {stored}{list(stored_shape)} in {num_bytes} bytes, and was {dtype}{list(shape)}")
-        file.seek(0)
-        return np.lib.format.read_array(file).view(dtype)
+def _open_parts(
+    directory: Path, record: Mapping[str, Any], opened: contextlib.ExitStack, verified: Container[int]
+) -> tuple[list[str], dict[str, InFiles]]:
+    """Open the files of arrays in parts, and verify some of them; return the damage, and the arrays, which are not read yet."""
+    problems: list[str] = []
+    files: dict[str, zipfile.ZipFile] = {}
+    for number, name in enumerate(sorted({about["file"] for about in record["arrays"].values() if "file" in about})):
+        if not re.fullmatch(_PARTS.format("[0-9]+"), name):
+            raise DamagedStep(f"{RECORD} names a file {name!r}, which no save writes")
+        file = opened.enter_context(_plain_file(directory / name))
+        if number in verified and (found := _find_damage(file, record, name)):
+            problems += found
+            continue
+        try:
+            files[name] = opened.enter_context(zipfile.ZipFile(file))
+        except Exception as error:
+            problems.append(f"file {name} is damaged: {type(error).__name__}: {_one_line(error)}")
+    arrays, held = dict[str, InFiles](), dict[str, np.ndarray]()
+    for leaf in [] if problems else [leaf for leaf in record["leaves"].values() if "parts" in leaf]:
+        about = leaf["parts"]
+        keys = [f"{leaf['value']}.{number}" for number in range(about["count"])]
+        parts = [(files[record["arrays"][key]["file"]], key, record["arrays"][key]) for key in keys]
+        dtype = np.dtype(parts[0][2]["dtype"])
+        arrays[leaf["value"]] = InFiles(tuple(about["shape"]), dtype, about["axis"], parts, held)
+    return problems, arrays
+
+
+def write_parts(folder: Path, worker: int, pieces: Iterable[tuple[str, np.ndarray]]) -> dict[str, Any]:
+    """Write the parts that a worker's devices hold, and return what the record says of them."""
+    name = _PARTS.format(worker)
+    with _synced(folder / name) as file:
+        described = array_files.write(file, pieces)
+    return {key: {**about, "file": name} for key, about in described.items()}
 
 
 def _one_line(error: BaseException) -> str:

@@ -16,6 +16,7 @@ from .._libraries import lines_for
 from .._models import keras_variables, nnx
 from .._options import VariableAggregation, VariableSynchronization
 from .._replicas.arrays import refuse_mask
+from .._replicas.division import division_in
 from .._replicas.per_replica import PerReplica
 from .._text import shown
 from .._typing import PyTree
@@ -106,7 +107,8 @@ def _check_leaf(path: str, leaf: Any, is_replaceable: bool, lines: str) -> None:
         )
     if isinstance(leaf, jax.core.Tracer):
         raise TypeError(f"mr.Checkpoint: {path} is a traced value; save outside of jit and strategy.run.")
-    if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+    is_mine = isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated)
+    if is_mine and division_in(leaf) is None:
         raise TypeError(f"mr.Checkpoint: {path} is an array of which this worker holds only a part; keep it in a mr.Variable.")
     refuse_mask(leaf, lambda: f"mr.Checkpoint: {path} is")
     is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import functools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,12 +16,14 @@ import numpy as np
 from .._models import nnx
 from .._options import VariableAggregation, VariableSynchronization
 from .._replicas import cross_replica
+from .._replicas.division import division_in
 from .._replicas.parts import join_parts
 from .._typing import PyTree
-from .._variables.access import lent, store
+from .._variables.access import lent, store, store_in_parts
 from .._variables.sharded import ShardedVariable
 from .._variables.variable import Variable, spec_of
 from ..data._iterator import DistributedIterator, expect_saves
+from .array_files import Pieces
 from .files import RECORD, DamagedStep
 from .leaves import (
     NUMBERS,
@@ -43,11 +45,13 @@ class Snapshot:
 
     Attributes:
         leaves: path -> description of the leaf, with the keys of its arrays, as JSON.
-        arrays: key -> array, which nobody else holds or changes.
+        arrays: key -> array, which nobody else holds or changes; a restored one may be `InFiles`.
+        pieces: of the arrays in parts, what this worker writes; None without any.
     """
 
     leaves: dict[str, dict[str, Any]]
-    arrays: dict[str, np.ndarray]
+    arrays: dict[str, Any]
+    pieces: Pieces | None = None
 
 
 def positions_of(leaves: Leaves) -> dict[str, Any]:
@@ -75,10 +79,15 @@ def require_positions(leaves: Leaves) -> None:
             expect_saves(leaf)
 
 
-def take_snapshot(leaves: Leaves, positions: Sequence[Mapping[str, Any]], is_kept: bool) -> Snapshot | None:
-    """Copy the state to this host, with every worker's positions; return None unless it `is_kept`.
+def take_snapshot(
+    leaves: Leaves, positions: Sequence[Mapping[str, Any]], is_kept: bool, start: Callable[[Snapshot], None] = lambda _: None
+) -> Snapshot | None:
+    """Copy the state to this host, with every worker's positions; return None unless it `is_kept`, or has arrays in parts.
 
     All workers call this, because reading sync-on-read variables is a collective operation.
+
+    Args:
+        start: starts a thread that writes the snapshot: its pieces come while they are written.
     """
     on_devices: dict[str, jax.Array] = {}
     entries: dict[str, dict[str, Any]] = {}
@@ -90,26 +99,52 @@ def take_snapshot(leaves: Leaves, positions: Sequence[Mapping[str, Any]], is_kep
             if has_position(leaf):
                 entries[path] = {"kind": "position", "by_worker": [worker[path] for worker in positions]}
             elif isinstance(leaf, Variable | jax.Array):
-                entries[path] = _array_entry(leaf, held, on_devices)
+                entries[path] = entry = _array_entry(leaf, held, on_devices)
+                if "parts" in entry:
+                    entry["value"] = f"p{len(entries)}"
             elif hasattr(leaf, "dtype"):
                 entries[path] = {"kind": "array", "value": f"h{len(host)}"}
                 host[f"h{len(host)}"] = np.array(leaf, dtype=leaf.dtype.newbyteorder("="))
             else:
                 entries[path] = {"kind": "number", "type": type(leaf).__name__, "value": repr(leaf)}
-        if not is_kept:
+        divided = {entries[path]["value"]: leaf for path, leaf in leaves.items() if "parts" in entries[path]}
+        if not is_kept and not divided:
             return None
+        pieces = Pieces() if divided else None
         own = {key: array.addressable_data(0) if array.is_fully_replicated else array for key, array in on_devices.items()}
         for array in own.values():
             array.copy_to_host_async()
         host |= {key: np.array(array) for key, array in own.items()}
-    for path, leaf in leaves.items():
-        if isinstance(leaf, ShardedVariable):
-            host[entries[path]["value"]] = join_parts(host[entries[path]["value"]], leaf.shape)
-        elif entries[path].get("aggregation") == "SUM" and leaf.dtype.kind in "iu":
-            exact = host[entries[path]["copies"]].sum(axis=0)  # in 64 bits; the device's sum may have wrapped around
-            if not np.array_equal(exact, host[entries[path]["value"]]):
-                host[entries[path]["value"]] = np.asarray(exact)
-    return Snapshot(entries, host)
+        for path, leaf in leaves.items():
+            if isinstance(leaf, ShardedVariable):
+                host[entries[path]["value"]] = join_parts(host[entries[path]["value"]], leaf.shape)
+            elif entries[path].get("aggregation") == "SUM" and leaf.dtype.kind in "iu":
+                exact = host[entries[path]["copies"]].sum(axis=0)  # in 64 bits; the device's sum may have wrapped around
+                if not np.array_equal(exact, host[entries[path]["value"]]):
+                    host[entries[path]["value"]] = np.asarray(exact)
+        start(snapshot := Snapshot(entries, host, pieces))
+        if pieces is not None:
+            _give_pieces(pieces, divided, held)
+    return snapshot
+
+
+def _give_pieces(pieces: Pieces, divided: Mapping[str, Variable | jax.Array], held: Mapping[Variable, jax.Array]) -> None:
+    """Copy this worker's parts to the host, one after the other as they are written; of copies, each worker writes some."""
+    try:
+        for key, leaf in divided.items():
+            stored = held[leaf] if isinstance(leaf, Variable) else leaf
+            division = spec_of(leaf).division if isinstance(leaf, Variable) else division_in(leaf)
+            assert division is not None and isinstance(stored.sharding, jax.sharding.NamedSharding)
+            devices = list(stored.sharding.mesh.devices.flat)
+            for shard in stored.addressable_shards:
+                copy, number = divmod(devices.index(shard.device), division.num_parts)
+                part = shard.data
+                if copy == number % division.num_copies:
+                    pieces.put(f"{key}.{number}", division.without_padding(np.array(part), number))
+        pieces.end()
+    except BaseException as error:
+        pieces.end(error)
+        raise
 
 
 def _array_entry(leaf: Variable | jax.Array, held: Mapping[Variable, jax.Array], arrays: dict[str, jax.Array]) -> dict[str, Any]:
@@ -121,10 +156,13 @@ def _array_entry(leaf: Variable | jax.Array, held: Mapping[Variable, jax.Array],
         arrays[key] = jax.random.key_data(array) if is_key(array) else array
         return key
 
+    kind, division = ("mirrored", spec_of(leaf).division) if isinstance(leaf, Variable) else ("array", division_in(leaf))
+    if division is not None:
+        parts = {"axis": division.axis, "count": division.num_parts, "shape": list(leaf.shape)}
+        return {"kind": kind, "value": "", "parts": parts}
     if not isinstance(leaf, Variable):
         return entry | {"kind": "array", "value": add(leaf)}
-    stored = held[leaf]
-    mesh = spec_of(leaf).mesh
+    stored, mesh = held[leaf], spec_of(leaf).mesh
     is_mirrored = leaf.synchronization is VariableSynchronization.ON_WRITE
     has_whole_copies = mesh.is_alone or (is_mirrored and not isinstance(leaf, ShardedVariable))
     copies = stored if has_whole_copies else cross_replica.compiled(jnp.asarray, mesh.mirrored)(stored)
@@ -275,7 +313,9 @@ def restore_values(named: Mapping[str, PyTree], leaves: Leaves, saved: Snapshot)
         entry = saved.leaves[path]
         if isinstance(leaf, Variable):
             mesh, impl = spec_of(leaf).mesh, entry.get("key")
-            if _takes_copies(leaf, saved, entry):
+            if spec_of(leaf).division is not None:
+                store_in_parts(leaf, saved.arrays[entry["value"]])
+            elif _takes_copies(leaf, saved, entry):
                 store(leaf, _on_devices(saved.arrays[entry["copies"]], mesh.stacked, impl))
             else:
                 leaf.assign(_on_devices(saved.arrays[entry["value"]], mesh.mirrored, impl))
@@ -306,6 +346,7 @@ def _plain_value(leaf: object, host: np.ndarray, entry: Mapping[str, Any]) -> An
         return _on_devices(host, leaf.sharding, entry.get("key"))
     if "key" in entry:
         return jax.random.wrap_key_data(jnp.asarray(host), impl=entry["key"])
+    host = np.asarray(host)
     return jnp.asarray(host.item() if leaf.weak_type and not host.shape else host)  # a weak type stays weak
 
 

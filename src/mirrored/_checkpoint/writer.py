@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
+import json
 import logging
+import math
 import os
 import queue
 import sys
@@ -18,11 +21,17 @@ from typing import Any
 
 from .. import _env
 from .._errors import CheckpointError
+from .._workers.coordination import SLICE_SECONDS, Coordination
 from .._workers.progress import progress
+from . import files
+from .array_files import Pieces
 from .files import StepFiles
 from .state import Snapshot
 
 _logger = logging.getLogger("mirrored")
+
+#: The prefix of what workers tell each other of the parts that they write.
+_PARTS = "checkpoint/parts"
 
 _writers: weakref.WeakSet[Writer] = weakref.WeakSet()
 
@@ -41,11 +50,13 @@ class Writer:
         damaged: steps on disk that could not be restored. They do not count, and are removed when a new step is complete.
     """
 
-    def __init__(self, files: StepFiles, max_to_keep: int | None, max_failed_saves: int, is_joint: bool = False) -> None:
+    def __init__(
+        self, files: StepFiles, max_to_keep: int | None, max_failed_saves: int, coordination: Coordination | None = None
+    ) -> None:
         self._files = files
+        self._coordination = Coordination() if coordination is None else coordination
         self._max_to_keep = max_to_keep
         self._max_failed_saves = max_failed_saves
-        self._is_joint = is_joint
         self._thread: threading.Thread | None = None
         self._step = -1  # the one being written, or written last
         self._end: queue.SimpleQueue[None] = queue.SimpleQueue()  # gets an element when it is written
@@ -54,8 +65,11 @@ class Writer:
         self.damaged: set[int] = set()
         _writers.add(self)
 
-    def start(self, step: int, snapshot: Snapshot, about: Mapping[str, Any]) -> None:
-        """Begin to write a snapshot and its record, to which `about` is added; the previous write must have ended."""
+    def start(self, step: int, folder: str, about: Mapping[str, Any], snapshot: Snapshot) -> None:
+        """Begin to write a snapshot and its record, to which `about` is added; the previous write must have ended.
+
+        Other workers than the chief write their parts only, into the chief's `folder`.
+        """
         assert not self.is_writing()
         # A queue, which waits in C: Ctrl-C in an Event may leave its lock held for ever, and an interrupted `join` makes
         # Python 3.12 believe that the thread has ended.
@@ -63,8 +77,13 @@ class Writer:
 
         def work() -> None:
             try:
-                self._write(step, snapshot, about)
+                if self._coordination.worker == 0:
+                    self._write(step, folder, about, snapshot)
+                else:
+                    self._write_parts_for_chief(folder, snapshot)
             finally:
+                if snapshot.pieces is not None:
+                    snapshot.pieces.abandon()
                 self._end.put(None)
 
         atexit.unregister(_finish_all)
@@ -72,7 +91,10 @@ class Writer:
         # A daemon, because Python would wait for another thread without telling the guard of the workers.
         self._thread = threading.Thread(target=work, name=f"mirrored-save-{step}", daemon=True)
         self._thread.start()
-        if not threading.main_thread().is_alive():  # too late: Python may not call functions that are registered now
+
+    def settle(self) -> None:
+        """Wait for the write that has begun if the program is ending: Python may not call functions that are registered now."""
+        if not threading.main_thread().is_alive():
             self.finish()
 
     def is_writing(self) -> bool:
@@ -127,20 +149,24 @@ class Writer:
             return
         failures, self.failures = self.failures, []
         times = f"{len(failures)} times in a row" if len(failures) > 1 else "and no later save has made up for it"
+        where = " on worker 0" if self._coordination.num_workers > 1 else ""
         raise CheckpointError(
-            f"saving to {self._files.root}{' on worker 0' * self._is_joint} failed {times}: {'; '.join(failures)}. The last step "
-            f"there is {self.latest}. Free space on the disk, or choose another directory; max_failed_saves says how many may "
-            "fail while training goes on."
+            f"saving to {self._files.root}{where} failed {times}: {'; '.join(failures)}. The last step there is {self.latest}. "
+            "Free space on the disk, or choose another directory; max_failed_saves says how many may fail while training goes on."
         )
 
     def _good_steps(self) -> list[int]:
         return [step for step in self._files.scan()[0] if step not in self.damaged]
 
-    def _write(self, step: int, snapshot: Snapshot, about: Mapping[str, Any]) -> None:
-        started = time.monotonic()
+    def _write(self, step: int, folder: str, about: Mapping[str, Any], snapshot: Snapshot) -> None:
+        started, write_parts = time.monotonic(), None
+        if snapshot.pieces is not None:
+            write_parts = functools.partial(self._write_parts_of_all, snapshot.pieces)
         try:
-            num_bytes = self._files.write(step, snapshot.arrays, {**about, "leaves": snapshot.leaves})
+            record = {**about, "leaves": snapshot.leaves}
+            num_bytes = self._files.write(step, snapshot.arrays, record, write_parts, folder)
         except Exception as error:  # such as a full disk: training is worth more than this save
+            self._coordination.put(f"{_PARTS}/{folder}/failed", "1")
             self.failures.append(f"step {step}: {type(error).__name__}: {error}")
             _logger.error(
                 "saving step %d to %s failed with %s: %s. This is failure %d in a row, and training ends at %d; the last step "
@@ -153,6 +179,38 @@ class Writer:
         _logger.info("saved step %d to %s: %d bytes, %.2f s", step, self._files.root, num_bytes, time.monotonic() - started)
         self._note_progress(step)
         self._remove_old()
+
+    def _write_parts_of_all(self, pieces: Pieces, folder: Path) -> dict[str, Any]:
+        """Write the chief's parts, wait until the other workers have written theirs, and return what the record says of all."""
+        this = self._coordination
+        this.put(f"{_PARTS}/{folder.name}/begun", "1")
+        described: dict[str, Any] = {}
+        try:
+            described = files.write_parts(folder, 0, pieces)
+        finally:  # also after an error: they write into the folder
+            told = this.await_workers(f"{_PARTS}/{folder.name}/of", this.others, math.inf)
+            this.delete(f"{_PARTS}/{folder.name}")
+        for worker, text in told.items():
+            of_worker = json.loads(text)
+            if isinstance(of_worker, str):
+                raise OSError(f"worker {worker}: {of_worker}")
+            described |= of_worker
+        return described
+
+    def _write_parts_for_chief(self, folder: str, snapshot: Snapshot) -> None:
+        """Write this worker's parts, and tell the chief what its record says of them, or the error."""
+        this, told = self._coordination, dict[str, Any]()
+        assert snapshot.pieces is not None
+        try:
+            while this.get(f"{_PARTS}/{folder}/begun", SLICE_SECONDS) is None:
+                if this.peek(f"{_PARTS}/{folder}/failed"):
+                    return
+            told = files.write_parts(self._files.root / folder, this.worker, snapshot.pieces)
+        except Exception as error:
+            _logger.error("the parts of worker %d could not be written: %s: %s", this.worker, type(error).__name__, error)
+            this.say(f"{_PARTS}/{folder}/of", json.dumps(f"{type(error).__name__}: {error}"))
+        else:
+            this.say(f"{_PARTS}/{folder}/of", json.dumps(told))
 
     def _remove_old(self) -> None:
         """Remove old and damaged steps, now that a newer one is complete."""

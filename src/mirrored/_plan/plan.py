@@ -228,10 +228,14 @@ def _describe(plan: Plan, program: ProgramPlan) -> str:
         saved = memory.whole_state - memory.whole_state // plan.devices
         if saved > LITTLE:
             remedies += f"; mr.Optimizer(..., shard_state=True) saves up to {bytes_in_words(saved)}"
+        in_parts = memory.whole - memory.whole // plan.devices
+        if in_parts > LITTLE:
+            remedies += f'; the strategy\'s storage="parts" saves up to {bytes_in_words(in_parts)}'
         lines = [f"does not fit into the memory of a device: it needs {needs}", f"of these {memory.in_words()}", f"{remedies}."]
         return title + list_lines(lines, most=len(lines))
     lines = [
         f"memory       {bytes_in_words(memory.peak)}{have}: {memory.in_words()}",
+        *[f"in parts     saves {bytes_in_words(memory.saved)} of variables on each device"] * bool(memory.saved),
         f"work         {program.flops / 1e12:.3g} TFLOP, {bytes_in_words(program.bytes_moved)} read and written",
         f"sends        {_describe_sent(program.collectives)}",
     ]

@@ -24,6 +24,7 @@ from .._replicas.per_replica import PerReplica
 from .._replicas.spent import Spent, forget_pause, waited
 from .._typing import PyTree, UserFunction
 from .._variables.access import claimed, load, store
+from .._variables.variable import spec_of
 from . import lift
 from .cache import Programs
 from .call import Call, argument_names, array_leaves, check_replicas, key_of, of_last_batch, take_apart
@@ -184,9 +185,9 @@ def _call_traced(program: Program, call: Call) -> PyTree:
     check_replicas(call.arrays, call.array_leaves(), lambda: argument_names(call), program.mesh.num_replicas)
     lifted = program.lifted
     with claimed(lifted.written):
-        written = [load(variable) for variable in lifted.written]
-        read_only = [load(variable) for variable in lifted.read_only]
+        written = [spec_of(variable).stored(load(variable)) for variable in lifted.written]
+        read_only = [spec_of(variable).stored(load(variable)) for variable in lifted.read_only]
         results, new, _ = program.mapped(written, read_only, call.arrays, program.constants)
-        for variable, value in zip(lifted.written, new, strict=True):
-            store(variable, value)
+        for variable, stored in zip(lifted.written, new, strict=True):
+            store(variable, spec_of(variable).whole(stored))
     return program.rebuild(results)

@@ -19,6 +19,7 @@ from .._errors import ContextError, UnevenReplicasError
 from .._models import keras, replaced
 from .._replicas import frames, placement
 from .._replicas.context import ReplicaContext
+from .._replicas.division import Division, division_of_array, placement_of
 from .._replicas.mesh import ReplicaMesh
 from .._typing import REPLICA_AXIS, PyTree
 from .._variables.access import claimed, lent, store
@@ -70,8 +71,9 @@ def run_eagerly(strategy: object, program: StepProgram, call: Call) -> PyTree:
     new_lifted: dict[str, Any] = {}
 
     def body(caches: Callable[[], Any], values: list[Any], arrays: list[Any]) -> list[Any]:
-        local = [jnp.squeeze(a, 0) if spec_of(v).is_on_read else a for a, v in zip(values, lifted.variables, strict=True)]
-        own = [jnp.squeeze(a, 0) if leaf.is_per_replica else a for a, leaf in zip(arrays, call.array_leaves(), strict=True)]
+        facts = map(spec_of, lifted.variables)
+        local = [_own(array, its.is_on_read, its.division) for array, its in zip(values, facts, strict=True)]
+        own = [_own(a, leaf.is_per_replica, its) for a, leaf, its in zip(arrays, call.array_leaves(), divisions, strict=True)]
         with caches() as renew:
             bindings = Bindings(dict(zip(lifted.variables, local, strict=True)), _refuse_unknown, renew)
             frame = frames.Frame(strategy, mesh, replica, program.axis, bindings)
@@ -81,9 +83,12 @@ def run_eagerly(strategy: object, program: StepProgram, call: Call) -> PyTree:
             _refuse_unknown(variable)
         return [jnp.asarray(x)[None] for x in (*results, *bindings.values(lifted.written))]
 
-    replicated, stacked = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
-    value_specs = [stacked if spec_of(v).is_on_read else replicated for v in lifted.variables]
-    array_specs = [stacked if leaf.is_per_replica else replicated for leaf in call.array_leaves()]
+    stacked, leaves = PartitionSpec(REPLICA_AXIS), call.array_leaves()
+    divisions = [None if leaf.is_per_replica else division_of_array(mesh, leaf.shape, leaf.dtype) for leaf in leaves]
+    value_specs = [spec_of(v).placement.spec for v in lifted.variables]
+    array_specs = [
+        stacked if leaf.is_per_replica else placement_of(mesh, its).spec for leaf, its in zip(leaves, divisions, strict=True)
+    ]
     arrays = place(mesh, call.arrays, call.array_leaves, lambda: argument_names(call))
 
     def compute(values: list[Any], caches: Callable[[], Any]) -> list[Any]:
@@ -113,6 +118,13 @@ def silenced() -> Iterator[None]:
         raise
     finally:
         sys.breakpointhook = hook
+
+
+def _own(array: jax.Array, is_own: bool, division: Division | None) -> jax.Array:
+    """Return a replica's value of what its device stores."""
+    if division is not None:
+        return division.gathered(array)
+    return jnp.squeeze(array, 0) if is_own else array
 
 
 def _first_row(mesh: ReplicaMesh, stack: jax.Array) -> jax.Array:

@@ -103,7 +103,10 @@ class Lifted:
         """
         specs = map(spec_of, self.variables)
         ways = {True: "on read", False: "mirrored"}
-        kinds = [f"{s.number} {without_counters(s.name)}: {ways[s.is_on_read]} {s.dtype}{list(s.shape)}" for s in specs]
+        kinds = [
+            f"{s.number} {without_counters(s.name)}: {ways[s.is_on_read]} {s.dtype}{list(s.shape)} {s.division or ''}"
+            for s in specs
+        ]
         settings = ", ".join(f"{name}={getattr(jax.config, name)}" for name in _SETTINGS)
         known = [array for array in jaxprs.inner_constants(self.shown.jaxpr) if not isinstance(array, jax.core.Tracer)]
         arrays = [a for a in known if isinstance(a, np.ndarray) or a.is_fully_addressable or a.is_fully_replicated]
@@ -151,7 +154,7 @@ class Traced(NamedTuple):
 def _aval(variable: Variable, frame: frames.Frame) -> jax.core.ShapedArray:
     """Return the type of a variable's operand: of a replica's own value, or of all that is stored."""
     spec = spec_of(variable)
-    return jax.core.ShapedArray(spec.stored_shape if frame.replica is None else spec.shape, spec.dtype)
+    return jax.core.ShapedArray(spec.traced_shape if frame.replica is None else spec.shape, spec.dtype)
 
 
 def trace(call: Call, shapes: Sequence[Shape], frame: frames.Frame) -> Traced:

@@ -10,19 +10,27 @@ from typing import Any
 import jax
 
 from .._errors import DeviceError
+from .._replicas.division import division_in, is_divisible
 from .._text import bytes_in_words
 from .._workers.joint_programs import Announced
 
 _OF_STATE = "an optimizer's and other state"
 _REMEDIES = (
     "It was not run, and nothing has changed. Temporaries shrink with fewer rows, with parts of a batch one after the other "
-    '(schedule="one_by_one"), with jax.checkpoint and with bfloat16; the state of an optimizer with shard_state=True.'
+    '(schedule="one_by_one"), with jax.checkpoint and with bfloat16; variables, with the state of an optimizer, in parts: '
+    'mr.MirroredStrategy(storage="parts").'
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes on each device; `variables` are those that are trained, `state` the others, `whole_state` its part on all devices."""
+    """Bytes on each device; `variables` are those that are trained, `state` the others.
+
+    Attributes:
+        whole_state: the part of `state` that every device has all of.
+        whole: the bytes of large variables and arrays of which every device has all, and might have a part.
+        saved: the bytes that each device does not have because they are other parts of what it has one of.
+    """
 
     variables: int
     state: int
@@ -30,6 +38,8 @@ class Memory:
     results: int
     temporaries: int
     whole_state: int = 0
+    whole: int = 0
+    saved: int = 0
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled | None, is_trained: Sequence[bool], arguments: tuple[Any, ...]) -> Memory:
@@ -49,6 +59,8 @@ class Memory:
             results=0 if sizes is None else sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
             temporaries=0 if sizes is None else sizes.temp_size_in_bytes,
             whole_state=sum(bytes_on_device(array) for array in state if array.sharding.is_fully_replicated),
+            whole=sum(map(_may_be_divided, variables)),
+            saved=sum(map(_saved, variables)),
         )
 
     @property
@@ -94,6 +106,19 @@ def refuse_too_large(
     raise DeviceError(
         f"{name} needs {bytes_in_words(needs)} of memory on each device, which has {bytes_in_words(has)}: {parts}. {_REMEDIES}"
     )
+
+
+def _may_be_divided(array: Any) -> int:
+    """Return the bytes of a large array of which every device has all."""
+    return bytes_on_device(array) if array.sharding.is_fully_replicated and is_divisible(array.shape, array.dtype) else 0
+
+
+def _saved(array: Any) -> int:
+    """Return the bytes of an array in parts that a device does not have; none of an array of all replicas' values."""
+    division = division_in(array)
+    if division is None or (division.axis, division.length) == (0, division.num_parts):
+        return 0
+    return math.prod(array.shape) * array.dtype.itemsize - bytes_on_device(array)
 
 
 def bytes_on_device(array: Any) -> int:

@@ -19,8 +19,10 @@ from .._errors import StrategyMismatchError
 from .._jax import callbacks, jaxprs, user_code
 from .._jax.primitives import DEVICE_MAPS, HOST_CALLBACKS, LOOPS, PRINTS, SUMS
 from .._jax.tracing import is_wide
+from .._options import Storage
 from .._replicas import in_flight, placement
 from .._replicas.collectives import ReplicaAxis
+from .._replicas.division import division_of_array, placement_of_array
 from .._replicas.mesh import PlannedMesh, ReplicaMesh
 from .._replicas.per_replica import PerReplica
 from .._text import bytes_in_words, counted
@@ -251,10 +253,12 @@ class StepProgram(Program):
 
 
 def is_placed(mesh: ReplicaMesh, array: Any) -> bool:
-    """Tell whether an argument has one of the two placements that programs are compiled for."""
+    """Tell whether an argument has one of the placements that programs are compiled for."""
     if isinstance(array, (*_ON_HOST, jax.core.Tracer)):
         return False
-    return array.sharding is mesh.stacked or array.sharding is mesh.mirrored or array.sharding in (mesh.stacked, mesh.mirrored)
+    if array.sharding is mesh.stacked or array.sharding is mesh.mirrored or array.sharding in (mesh.stacked, mesh.mirrored):
+        return True
+    return mesh.storage is not Storage.WHOLE and array.sharding == placement_of_array(mesh, array)
 
 
 @functools.lru_cache(maxsize=64)
@@ -291,7 +295,8 @@ def place(
             )
     moving = [placed[position] for position in elsewhere]
     if mesh.is_alone:
-        targets = [mesh.stacked if leaves[position].is_per_replica else mesh.mirrored for position in elsewhere]
+        kinds = [leaves[position] for position in elsewhere]
+        targets = [mesh.stacked if kind.is_per_replica else placement_of_array(mesh, kind) for kind in kinds]
         moved = mesh.put(list(map(placement.own_copy, moving)), targets)
     else:
 
@@ -301,6 +306,8 @@ def place(
         # A message has bytes: a number has those of its type in the trace.
         given = [np.asarray(a, leaves[i].dtype) if type(a) in NUMBERS else a for i, a in zip(elsewhere, moving, strict=True)]
         moved = placement.mirror(mesh, given, differ, is_checked_late=True)
+        kinds = [division_of_array(mesh, array.shape, array.dtype) for array in moved]
+        moved = [a if kind is None else placement.divide(mesh, kind, a) for kind, a in zip(kinds, moved, strict=True)]
     for position, array in zip(elsewhere, moved, strict=True):
         placed[position] = array
     return placed

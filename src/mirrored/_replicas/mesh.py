@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .. import _env, _process
 from .._errors import ClusterConfigError, DeviceError
 from .._jax import distributed, interrupts, topologies
+from .._options import Storage
 from .._text import counted, shown
 from .._typing import REPLICA_AXIS, ArrayLike, PyTree
 from .._workers import verdict
@@ -48,6 +49,7 @@ class ReplicaMesh:
     """
 
     mesh: Mesh
+    storage: Storage = dataclasses.field(default=Storage.WHOLE, compare=False)  # of what is the same on every replica
 
     @functools.cached_property
     def axis(self) -> str:
@@ -169,17 +171,17 @@ class PlannedMesh(ReplicaMesh):
         return made
 
 
-def make_mesh(devices: Sequence[jax.Device], axis: str = REPLICA_AXIS) -> ReplicaMesh:
+def make_mesh(devices: Sequence[jax.Device], axis: str = REPLICA_AXIS, storage: Storage = Storage.WHOLE) -> ReplicaMesh:
     """Make the mesh of some devices, in the given order."""
-    mesh = replicas_of(Mesh(np.array(devices, dtype=object), (axis,)))
+    mesh = replicas_of(Mesh(np.array(devices, dtype=object), (axis,)), storage)
     if _process.topology and isinstance(mesh, PlannedMesh):
         _process.planned_meshes.append(mesh)
     return mesh
 
 
-def replicas_of(mesh: Mesh) -> ReplicaMesh:
+def replicas_of(mesh: Mesh, storage: Storage = Storage.WHOLE) -> ReplicaMesh:
     """Return the ReplicaMesh of one of our meshes, as found in an array's sharding."""
-    return (PlannedMesh if topologies.runs_nothing(mesh.devices.flat[0]) else ReplicaMesh)(mesh)
+    return (PlannedMesh if topologies.runs_nothing(mesh.devices.flat[0]) else ReplicaMesh)(mesh, storage)
 
 
 def with_replicas(mesh: ReplicaMesh, num_replicas: int | None, schedule: str) -> ReplicaMesh:
@@ -204,10 +206,10 @@ def with_replicas(mesh: ReplicaMesh, num_replicas: int | None, schedule: str) ->
     if num_replicas == count:
         return mesh
     axis = f"device_of_{num_replicas // count}_replicas{_ONE_BY_ONE if schedule == 'one_by_one' else ''}"
-    return make_mesh(mesh.devices, axis)
+    return make_mesh(mesh.devices, axis, mesh.storage)
 
 
-def cluster_mesh() -> ReplicaMesh:
+def cluster_mesh(storage: Storage = Storage.WHOLE) -> ReplicaMesh:
     """Make the mesh of all workers' best devices, worker by worker; refuse workers with different kinds or numbers of them."""
     start_backend(0)
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
@@ -218,7 +220,7 @@ def cluster_mesh() -> ReplicaMesh:
             f"the workers have different devices: {listed}. Each needs the same number of one kind: set CUDA_VISIBLE_DEVICES, "
             "JAX_PLATFORMS or JAX_NUM_CPU_DEVICES alike on all of them."
         )
-    return make_mesh(devices)
+    return make_mesh(devices, storage=storage)
 
 
 @functools.cache

@@ -11,12 +11,12 @@ import hashlib
 import weakref
 import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _process
 from .._errors import ReplicasDivergeError, StrategyMismatchError
@@ -25,6 +25,7 @@ from .._typing import Shape
 from .._workers import joint_programs
 from .._workers.progress import progress
 from . import cross_replica, host_memory, in_flight
+from .division import Division, placement_of
 from .mesh import ReplicaMesh
 
 _NAME = "sending values from the chief"
@@ -61,6 +62,56 @@ def own_copy(array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
     """Return this worker's copy of an array that all workers hold whole; return any other value unchanged."""
     is_joint = isinstance(array, jax.Array) and not array.is_fully_addressable and array.is_fully_replicated
     return array.addressable_data(0) if is_joint else array  # pyrefly: ignore[missing-attribute]
+
+
+def divide(mesh: ReplicaMesh, division: Division, array: jax.Array | np.ndarray) -> jax.Array:
+    """Store an array, which all workers have alike, in parts; of a host's array, no device gets more than its part."""
+    target = placement_of(mesh, division)
+    if division.is_plain and isinstance(array, jax.Array) and array.sharding == target:
+        return array
+    if mesh.is_alone:
+        with jax.ensure_compile_time_eval():
+            return mesh.put(division.stored(own_copy(array)), target)
+    return cross_replica.compiled(_stored, target, division)(array)
+
+
+class Sliced(Protocol):
+    """A value of the host that gives its slices: an array, or what reads one."""
+
+    @property
+    def shape(self) -> Shape: ...
+    def __getitem__(self, index: tuple[slice, ...], /) -> np.ndarray: ...
+
+
+def divide_slices(mesh: ReplicaMesh, division: Division, host: Sliced) -> jax.Array:
+    """Store a value of the host in parts: only the slices of this worker's devices are taken of it, one after the other."""
+    shape = tuple(host.shape)
+
+    def part(index: Any) -> np.ndarray:
+        start = index[division.axis].start or 0
+        first, last = division.range_of(start // division.part_length)
+        own = np.asarray(host[(*index[: division.axis], slice(first, last), *index[division.axis + 1 :])])
+        rows = [(0, division.part_length - (last - first) if k == division.axis else 0) for k in range(len(shape))]
+        return np.pad(own, rows) if division.is_padded else own
+
+    return jax.make_array_from_callback(division.stored_shape(shape), placement_of(mesh, division), part)
+
+
+def join(mesh: ReplicaMesh, division: Division, stored: jax.Array) -> jax.Array:
+    """Return the whole value of a stored array: in parts where this process can read all of them, else on each device."""
+    if division.is_plain and mesh.is_alone:
+        return stored
+    with jax.ensure_compile_time_eval():
+        return cross_replica.compiled(_joined, mesh.mirrored, division, mesh.mirrored)(stored)
+
+
+def _stored(array: jax.Array, division: Division) -> jax.Array:
+    return division.stored(array)
+
+
+def _joined(stored: jax.Array, division: Division, everywhere: NamedSharding) -> jax.Array:
+    """Join parts. They are brought to all devices first: XLA may join them by adding zeros, which turns -0.0 into 0.0."""
+    return division.whole(jax.lax.with_sharding_constraint(stored, everywhere))
 
 
 def check_later(mesh: ReplicaMesh, arrays: Sequence[Any], name_of: Callable[[int], str]) -> None:

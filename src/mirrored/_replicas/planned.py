@@ -142,8 +142,10 @@ class CompiledOnly:
             self.seconds = time.perf_counter() - start
             _logger.info("compiled %s in %.1f s", self.name, self.seconds)
         found = jax.tree.leaves(self.compiled.output_shardings)
-        placements = [mirrored if sharding.is_fully_replicated else stacked for sharding in found]
         results, treedef = jax.tree.flatten(lowered.out_info)
+        known = [mirrored if placement.is_fully_replicated else placement for placement in found]
+        pairs = zip(known, results, strict=True)
+        placements = [stacked if p.is_equivalent_to(stacked, max(len(r.shape), 1)) else p for p, r in pairs]
         self._results = treedef.unflatten(map(stand_in, results, placements))
 
 

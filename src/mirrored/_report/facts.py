@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import platform
 import time
@@ -29,7 +28,7 @@ from .._variables.variable import live_variables, spec_of
 from ..data._dataset import DistributedDataset, batch_rows
 
 #: The version of the files' format.
-_VERSION = 3
+_VERSION = 4
 
 
 class Replica(NamedTuple):
@@ -71,13 +70,14 @@ class Compiled(NamedTuple):
 
 
 class StateEntry(NamedTuple):
-    """A variable; `num_bytes` counts its bytes on each device."""
+    """A variable; `num_bytes` counts its bytes on each device, `division` says how they divide it, or is ""."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     num_bytes: int
     is_on_read: bool
+    division: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,8 +137,8 @@ def facts_of(strategy: Strategy) -> Facts:
         datasets=tuple(map(_split, datasets)),
         programs=_programs([*steps.programs.causes(), *function_programs(mesh)]),
         variables=tuple(
-            StateEntry(spec.name, spec.shape, str(spec.dtype), math.prod(spec.shape) * spec.dtype.itemsize, spec.is_on_read)
-            for spec in map(spec_of, live_variables(mesh))
+            StateEntry(s.name, s.shape, str(s.dtype), s.bytes_on_device, s.is_on_read, str(s.division or ""))
+            for s in map(spec_of, live_variables(mesh))
         ),
         num_compiled=spent.num_compiled,
         compile_seconds=spent.compiling,

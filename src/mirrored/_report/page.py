@@ -204,7 +204,8 @@ def _memory(facts: Facts) -> Html:
     rows = [(f"replica {r.number}, {r.device}", total if r.in_use is None else r.in_use, r.limit) for r in shown]
     largest = sorted(facts.variables, key=lambda state: -state.num_bytes)[:_MAX_VARIABLES]
     kinds = {True: "sync-on-read", False: "mirrored"}
-    cells = [(element("code", v.name), str(v.shape), v.dtype, bytes_in_words(v.num_bytes), kinds[v.is_on_read]) for v in largest]
+    named = {v: f"{kinds[v.is_on_read]} {v.division}".strip() for v in largest}
+    cells = [(element("code", v.name), str(v.shape), v.dtype, bytes_in_words(v.num_bytes), kind) for v, kind in named.items()]
     listed = _table(("variable", "shape", "dtype", "bytes on each device", "kind"), cells)
     left = len(facts.variables) - len(largest)
     rest = [_quiet(f"and {counted(left, 'smaller variable')}.")] * bool(left)

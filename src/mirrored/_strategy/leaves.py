@@ -17,6 +17,7 @@ from .._program.advice import Said
 from .._program.refusals import check_outside
 from .._replicas import arrays, collectives, cross_replica, frames, host_memory, placement
 from .._replicas.cross_replica import Task
+from .._replicas.division import placement_of_array
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica, carried_sums, proven_of, require_whole, stack_of, uneven_shapes
 from .._replicas.reductions import REDUCTIONS
@@ -38,7 +39,7 @@ class Leaves:
         frames.require_no_mesh_around()
         leaves, treedef = jax.tree.flatten(value, is_leaf=_is_distributed)
         for leaf in leaves:
-            _refuse_stack(leaf, "local_results")
+            _refuse_stack(leaf, "local_results", self.mesh)
         if not any(map(_is_distributed, leaves)):
             return (value,)
         columns = [self._local_values(leaf) if _is_distributed(leaf) else None for leaf in leaves]
@@ -123,7 +124,7 @@ class Leaves:
             self._note(leaf, verb)
             return all_copies(leaf)
         array = arrays.as_array(leaf, f"strategy.{verb}")
-        _refuse_stack(array, verb)
+        _refuse_stack(array, verb, self.mesh)
         if self.mesh.is_alone and not self._is_elsewhere(array):
             return array
         if not self.mesh.is_alone and (frames.is_traced() or isinstance(array, jax.core.Tracer)):
@@ -160,6 +161,8 @@ class Leaves:
         if isinstance(leaf, Variable):  # the copies on this worker; others are not asked
             with lent([leaf]) as [stored]:
                 copies = [copy for _, copy in local_arrays(leaf, stored) for _ in range(self.mesh.per_device)]
+                if spec_of(leaf).division is not None:
+                    copies = [leaf.value] * len(copies)
                 values = tuple(map(jax.numpy.copy, copies))
         else:
             self._check_own(leaf, "local_results")
@@ -182,9 +185,9 @@ def _carried_sum(op: ReduceOp, value: PerReplica, mesh: ReplicaMesh) -> jax.Arra
     return None if result.is_deleted() or stack_of(value).is_deleted() else result
 
 
-def _refuse_stack(leaf: object, verb: str) -> None:
+def _refuse_stack(leaf: object, verb: str, mesh: ReplicaMesh) -> None:
     is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
-    if not is_array or REPLICA_AXIS not in getattr(leaf.sharding, "spec", ()):
+    if not is_array or REPLICA_AXIS not in getattr(leaf.sharding, "spec", ()) or leaf.sharding == placement_of_array(mesh, leaf):
         return
     arguments = {"reduce": "'sum', nest", "gather": "nest, axis=0"}.get(verb, "nest")
     raise PerReplicaError(

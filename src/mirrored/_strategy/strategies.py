@@ -23,6 +23,8 @@ from .._options import (
     CrossDeviceOps,
     NcclAllReduce,
     ReductionToOneDevice,
+    Storage,
+    StorageName,
 )
 from .._replicas import placement
 from .._replicas.mesh import ReplicaMesh, cluster_mesh, make_mesh, raising_cpu_threads, resolve_devices, with_replicas
@@ -49,13 +51,15 @@ class MirroredStrategy(Strategy):
             compute what as many devices would. None: one replica on each device.
         schedule: how a device runs several replicas: `"together"`, which is fast, or `"one_by_one"`, which needs the memory
             of one replica.
+        storage: `"parts"` for models larger than a device: each device stores a part of every large variable, and of every large
+            array that a step returns for all replicas. `"whole"`, the default: every device stores all of it. See `mr.Storage`.
 
     Raises:
         DeviceError: (a ValueError) for a device that does not exist or is named twice, for an empty list, and when the
             number of devices does not divide `num_replicas`.
         TypeError: for an entry that is neither a name nor a `jax.Device`, a `num_replicas` that is no int, and any other
             `cross_device_ops`.
-        ValueError: for any other `schedule`, and for NCCL without GPUs.
+        ValueError: for any other `schedule` or `storage`, and for NCCL without GPUs.
 
     >>> strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
     >>> strategy.num_replicas_in_sync
@@ -74,10 +78,11 @@ class MirroredStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | Literal["auto"] | None = None,
         num_replicas: int | None = None,
         schedule: Literal["together", "one_by_one"] = "together",
+        storage: Storage | StorageName = Storage.WHOLE,
     ) -> None:
-        ops = _parse_ops(cross_device_ops)
+        ops, stored = _parse_ops(cross_device_ops), Storage.parse(storage, "storage")
         look_for_others("MirroredStrategy")
-        mesh = with_replicas(make_mesh(resolve_devices(devices)), num_replicas, schedule)
+        mesh = with_replicas(make_mesh(resolve_devices(devices), storage=stored), num_replicas, schedule)
         super().__init__(mesh, ops=_select_accumulation(ops, mesh))
 
 
@@ -94,6 +99,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         cluster: a resolver, such as `mr.SimpleClusterResolver`, or None to look at the environment.
         communication_options: see `mr.CommunicationOptions`.
         cross_device_ops: as in `mr.MirroredStrategy`. TensorFlow's strategy has no such argument.
+        storage: as in `mr.MirroredStrategy`; `"parts_of_worker"` divides arrays among the devices of each worker.
         cluster_resolver: TensorFlow's name of `cluster`; it works, with a DeprecationWarning.
         communication: TensorFlow 2.0's name of the options' implementation; it also works with a DeprecationWarning.
 
@@ -101,7 +107,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         ClusterConfigError: (a ValueError) when the cluster's description is wrong, or when workers have different
             descriptions or numbers of devices.
         ClusterStartError: (a RuntimeError) when a worker is missing, a port is taken, or JAX has already started.
-        ValueError: for NCCL without GPUs.
+        ValueError: for any other `storage`, and for NCCL without GPUs.
 
     >>> strategy = mr.MultiWorkerMirroredStrategy()
     >>> strategy.num_workers, strategy.is_chief
@@ -117,6 +123,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         *,
         communication_options: CommunicationOptions | None = None,
         cross_device_ops: CrossDeviceOps | Literal["auto"] | None = None,
+        storage: Storage | StorageName = Storage.WHOLE,
         cluster_resolver: ClusterResolver | None = None,
         communication: CommunicationImplementation | CommunicationName | None = None,
     ) -> None:
@@ -128,14 +135,14 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication_options = _by_either_name("communication", chosen, "communication_options", communication_options, right)
         options = CommunicationOptions() if communication_options is None else communication_options
         _refuse_options(cluster, options)
-        ops = _parse_ops(cross_device_ops)
+        ops, stored = _parse_ops(cross_device_ops), Storage.parse(storage, "storage")
         with runtime.exit_codes():
             joined = self._join(cluster, options)
             if joined is None:
-                mesh = make_mesh(resolve_devices(None))
+                mesh = make_mesh(resolve_devices(None), storage=stored)
             else:
                 with runtime.starting_devices():
-                    mesh = cluster_mesh()
+                    mesh = cluster_mesh(stored)
         if options.implementation is CommunicationImplementation.NCCL and (kind := mesh.devices[0].platform) != "gpu":
             raise ValueError(
                 f"implementation is NCCL, which connects GPUs, but JAX has found none; it uses {kind} devices. Leave the option "
@@ -147,7 +154,13 @@ class MultiWorkerMirroredStrategy(Strategy):
             # The first collective on a set of devices waits only 30 s for all workers: so all run one now, together.
             with progress.phase("the barrier after the exchange of devices", waits=True):
                 own = machine.words(device.device_kind for device in mesh.local_devices)
-                machines = self._coordination.barrier("MultiWorkerMirroredStrategy", own)
+                told = self._coordination.barrier("MultiWorkerMirroredStrategy", [own, stored.name])
+            machines, storages = zip(*told, strict=True)
+            if len(set(storages)) > 1:
+                listed = ", ".join(f"worker {worker} {name}" for worker, name in enumerate(storages))
+                raise ClusterConfigError(
+                    f"the workers store what is the same in different ways: {listed}. Give storage= alike on all of them."
+                )
             if self.is_chief and (difference := machine.difference(machines)):
                 machine.warn_once(difference)
             placement.mirror(mesh, [np.zeros((), np.int32)])[0].block_until_ready()

@@ -26,9 +26,9 @@ from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica
 from .._text import shown
 from .._typing import ArrayLike, PyTree, UserFunction
-from .._variables import equal_copies
+from .._variables import equal_copies, in_parts
 from .._variables.access import lent
-from .._variables.variable import live_variables, spec_of
+from .._variables.variable import live_variables
 from .._workers.coordination import Coordination
 from .._workers.progress import progress
 from .._workers.same_program import require_same_history
@@ -176,6 +176,7 @@ class Strategy:
         lines = [f"{type(self).__name__}: {self._mesh}" + (f", adds up by {self._ops}" if self._ops is not None else "")]
         for program, cause in self._steps.programs.causes():
             lines += [f"program {describe_program(program)}", *[f"  compiled again, because {cause}"] * bool(cause)]
+        lines += in_parts.describe(self._mesh)
         lines += [f"dataset {dataset.describe()}" for dataset in self._datasets]
         lines += self._steps.spent.in_words()
         if (profiled := spent.last_profile(self._mesh, self._steps.spent.since)) is not None:
@@ -507,7 +508,7 @@ class Strategy:
             ContextError: (a RuntimeError) inside a step or an `mr.function`.
         """
         _require_untraced("assert_mirrored")
-        equal_copies.check(self._mesh, [variable for variable in live_variables(self._mesh) if not spec_of(variable).is_on_read])
+        equal_copies.check(self._mesh, live_variables(self._mesh))
 
 
 def joint_strategy() -> Strategy | None:

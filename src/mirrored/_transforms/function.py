@@ -18,11 +18,13 @@ from .._program.dispatch import Dispatcher
 from .._program.lift import Lifted
 from .._program.program import Program
 from .._replicas import frames, in_flight
+from .._replicas.division import placement_of_array
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh, default_mesh, replicas_of
 from .._replicas.per_replica import PerReplica
 from .._text import shown
 from .._typing import PyTree, UserFunction
+from .._variables.spec import VariableSpec
 from .._variables.variable import spec_of
 
 P = ParamSpec("P")
@@ -121,20 +123,22 @@ def _make(frame: Frame, call: Call) -> FunctionProgram:
     lifted = lift.trace(call, shapes, frame).lifted()
     mesh, name = _mesh_of(frame, lifted, call), call.name
     check_replicas(call.arrays, leaves, lambda: argument_names(call), mesh.num_replicas)
-    placements = (
-        [mesh.stacked if is_stacked else mesh.mirrored for is_stacked in lifted.plan.stacked],
-        [mesh.stacked if spec_of(variable).is_on_read else mesh.mirrored for variable in lifted.written],
-        mesh.mirrored,
-    )
+    kinds: list[Any] = [atom.aval for atom in lifted.closed.jaxpr.outvars]
+    results = zip(lifted.plan.stacked, kinds, strict=False)
+    kept = [mesh.stacked if is_stacked else placement_of_array(mesh, kind) for is_stacked, kind in results]
+    specs = list(map(spec_of, lifted.variables))
+    placements = (kept, [spec.placement for spec in specs[: len(lifted.written)]], mesh.mirrored)
     is_split = [leaf.is_per_replica for leaf in leaves]
     describe = lambda: f"arguments by replica: {is_split}\n{lifted.describe()}"  # noqa: E731
-    return FunctionProgram.compile(mesh, lifted, name, functools.partial(_pure, lifted.bare(), mesh), describe, placements)
+    return FunctionProgram.compile(mesh, lifted, name, functools.partial(_pure, lifted.bare(), mesh, specs), describe, placements)
 
 
-def _pure(lifted: Lifted, mesh: ReplicaMesh, written: Any, read_only: Any, arrays: Any, constants: Any) -> Any:
-    outputs = interpreter.evaluate(lifted.closed, constants, [*written, *read_only, *arrays])
-    witness = in_flight.new_witness(mesh.mirrored)
-    return outputs[: lifted.num_results], outputs[lifted.num_results :], witness
+def _pure(lifted: Lifted, mesh: ReplicaMesh, specs: list[VariableSpec], *inputs: Any) -> Any:
+    written, read_only, arrays, constants = inputs
+    values = [spec.whole(stored) for spec, stored in zip(specs, [*written, *read_only], strict=True)]
+    outputs = interpreter.evaluate(lifted.closed, constants, [*values, *arrays])
+    new = [spec.stored(value) for spec, value in zip(specs, outputs[lifted.num_results :], strict=False)]
+    return outputs[: lifted.num_results], new, in_flight.new_witness(mesh.mirrored)
 
 
 def _mesh_of(frame: Frame, lifted: Lifted, call: Call) -> ReplicaMesh:

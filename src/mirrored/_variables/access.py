@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._options import VariableSynchronization
-from .._replicas import cross_replica, frames
+from .._replicas import cross_replica, frames, placement
 from .._replicas.per_replica import PerReplica
 from .._replicas.planned import Planned
 from . import storage
@@ -30,12 +30,17 @@ def claimed(variables: Sequence[Variable]) -> contextlib.AbstractContextManager[
 def copied(variables: Sequence[Variable]) -> list[jax.Array | jax.ShapeDtypeStruct]:
     """Return copies of mirrored variables: unlike taken arrays, they leave a program free to overwrite the variables.
 
-    Each is one array tied to no device; with several workers a mirrored one, so that nothing need be sent.
+    Each is one array tied to no device; with several workers, and of a variable in parts, it is placed like the value.
     """
     with lent(variables) as arrays:
-        if arrays and isinstance(arrays[0], Planned):
-            return [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
-        return [jnp.asarray(np.array(a.addressable_data(0))) if a.is_fully_addressable else jnp.copy(a) for a in arrays]
+        return [_copied(variable._joined(array)) for variable, array in zip(variables, arrays, strict=True)]
+
+
+def _copied(value: jax.Array) -> jax.Array | jax.ShapeDtypeStruct:
+    if isinstance(value, Planned):
+        return jax.ShapeDtypeStruct(value.shape, value.dtype)
+    is_mirrored = value.is_fully_addressable and value.is_fully_replicated
+    return jnp.asarray(np.array(value.addressable_data(0))) if is_mirrored else jnp.copy(value)
 
 
 def load(variable: Variable) -> jax.Array:
@@ -47,6 +52,14 @@ def store(variable: Variable, array: jax.Array) -> None:
     """Set the stored array, or its value in the current trace."""
     with claimed([variable]):
         variable._store(frames.current(), array)
+
+
+def store_in_parts(variable: Variable, value: placement.Sliced) -> None:
+    """Set a variable that is in parts from a value of the host, which every worker has; each reads its own slices of it."""
+    spec = variable._spec
+    assert spec.division is not None
+    with claimed([variable]):
+        variable._keep(placement.divide_slices(spec.mesh, spec.division, value))
 
 
 def all_copies(variable: Variable) -> PerReplica:

@@ -18,6 +18,7 @@ from .._options import VariableAggregation
 from .._replicas import collectives, cross_replica, frames, placement
 from .._replicas.arrays import cast, host_array
 from .._replicas.collectives import ReplicaAxis
+from .._replicas.division import Division
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
 from .._replicas.per_replica import PerReplica, require_whole, stack_of
@@ -122,7 +123,8 @@ class Assignment:
             if array is operand and not frames.is_traced():
                 placement.check_later(spec.mesh, [array], lambda _: f"what variable {spec.name!r} was given by {self.method}")
             if spec.mesh.is_alone or not frames.is_traced():
-                array = placed(array, spec.mesh)
+                is_divided = spec.division is not None and spec.division.is_plain and array.shape == spec.shape
+                array = placed(array, spec.mesh, division=spec.division if is_divided else None)
             elif array.is_fully_addressable:
                 array = jnp.asarray(np.asarray(array))  # a constant of the program
         if tuple(array.shape) != spec.shape:
@@ -155,22 +157,28 @@ def check_per_replica(spec: VariableSpec, method: str, operand: PerReplica) -> N
         )
 
 
-def placed(array: jax.Array | np.ndarray, mesh: ReplicaMesh, name: str = "") -> jax.Array:
-    """Return an array as the chief has it, on each replica: the first value of a variable, if it has a name.
+def placed(array: jax.Array | np.ndarray, mesh: ReplicaMesh, name: str = "", division: Division | None = None) -> jax.Array:
+    """Return what is stored of an array, as the chief has it: the first value of a variable, if it has a name.
 
     Then the name goes along, in the same program, and must be the chief's: else variables would hold each other's values.
     """
+    if division is not None:
+        now = getattr(array, "sharding", None) or mesh.mirrored  # a ShapeDtypeStruct has None
+        is_joint = now.device_set == mesh.mirrored.device_set and not now.is_fully_replicated
+        return placement.divide(mesh, division, array if mesh.is_alone or is_joint else placed(array, mesh, name))
     if mesh.is_alone or not name:
         return placement.mirror(mesh, [array])[0]
     sum_of_name = np.uint32(zlib.crc32(without_counters(name).encode()))
     return placement.mirror(mesh, [array, sum_of_name], lambda position, _: _refuse_names(name) if position else None)[0]
 
 
-def placed_copy(array: jax.Array | np.ndarray, mesh: ReplicaMesh, name: str = "") -> jax.Array:
+def placed_copy(array: jax.Array | np.ndarray, mesh: ReplicaMesh, name: str = "", division: Division | None = None) -> jax.Array:
     """As `placed`, in a fresh buffer that the first step may donate.
 
     XLA overwrites no buffer that somebody else holds, nor, on CPU, memory that NumPy has allocated.
     """
+    if division is not None:
+        return mesh.fresh(placed(array, mesh, name, division))  # type: ignore[no-any-return]
     return placed(mesh.fresh(array) if mesh.is_alone or isinstance(array, jax.Array) else array, mesh, name)
 
 

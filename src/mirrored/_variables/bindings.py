@@ -119,7 +119,8 @@ def outer_reader() -> Fallback:
         if is_foreign:
             raise ContextError(frames.foreign_trace_message("read", variable.name, None))
         with lent([variable]) as [array]:
-            variable._slot.note_held()
-            return array
+            if (value := variable._joined(array)) is array:
+                variable._slot.note_held()
+            return value
 
     return stored

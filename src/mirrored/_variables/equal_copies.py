@@ -8,6 +8,7 @@ import math
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -53,6 +54,8 @@ last_comparisons: dict[ReplicaMesh, CopiesCompared] = {}
 def check(mesh: ReplicaMesh, variables: Sequence[Variable], every: int = 0) -> int:
     """Compare the checksums of all copies of mirrored variables; with several workers, all call this together.
 
+    Of a variable in parts there is one copy of each part, and nothing to compare.
+
     Workers collect garbage at different times, so only variables that all of them still have are compared. Returns the
     `every` of worker 0, the number of runs after which it would like to compare again.
 
@@ -62,7 +65,7 @@ def check(mesh: ReplicaMesh, variables: Sequence[Variable], every: int = 0) -> i
     """
     if len(mesh.devices) == 1:
         return every
-    start = time.perf_counter()
+    start, variables = time.perf_counter(), list(filter(_has_copies, variables))
     own: list[Any] = [[spec_of(variable).number, _checksums(variable)] for variable in variables]
     differ_here = any(len(set(copies)) > 1 for _, copies in own)
     digest_of_one = None if differ_here else digest(json.dumps([[number, copies[:1]] for number, copies in own]))
@@ -92,7 +95,16 @@ def _find_difference(mesh: ReplicaMesh, variables: Sequence[Variable], own: list
 
 def _checksums(variable: Variable) -> list[int]:
     with lent([variable]) as [stored]:
-        return [checksum(copy) for _, copy in local_arrays(variable, stored)]
+        sums = [checksum(array) for _, array in local_arrays(variable, stored)]
+    if spec_of(variable).division is None:
+        return sums
+    return [zlib.crc32(repr(sums).encode())] * len(sums)  # of all parts, of which each worker has a copy
+
+
+def _has_copies(variable: Variable) -> bool:
+    """Tell whether there is more than one copy of a variable's value, which must be equal."""
+    spec = spec_of(variable)
+    return not spec.is_on_read and (spec.division is None or spec.division.num_copies > 1)
 
 
 def _exchange(mesh: ReplicaMesh, own: Any) -> Sequence[Any]:
@@ -170,7 +182,7 @@ def watch(mesh: ReplicaMesh, variables: Sequence[Variable]) -> Watch | None:
 
     With several workers a program without variables is watched too, because their histories are compared.
     """
-    mirrored = [variable for variable in variables if not spec_of(variable).is_on_read]
+    mirrored = list(filter(_has_copies, variables))
     if isinstance(mesh, PlannedMesh):  # whose copies have no values
         return None
     return Watch(mesh, mirrored) if not mesh.is_alone or (mirrored and len(mesh.devices) > 1) else None

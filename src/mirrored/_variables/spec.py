@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -11,19 +12,19 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from .._errors import ContextError, PerReplicaError
 from .._jax import tracing, user_code
-from .._libraries import lines_for
-from .._options import SynchronizationName, VariableAggregation, VariableSynchronization
+from .._options import Storage, StorageName, SynchronizationName, VariableAggregation, VariableSynchronization
 from .._replicas import frames
 from .._replicas.arrays import converted_number, host_array, strong
+from .._replicas.division import Division, Kind, division_of, placement_of
 from .._replicas.mesh import PlannedMesh, ReplicaMesh, default_mesh
 from .._replicas.per_replica import PerReplica
 from .._replicas.reductions import reduction_of
 from .._typing import ArrayLike, Shape
-from .tree import is_tree
 
 #: A value that users give: an array, or one for each replica.
 Given: TypeAlias = ArrayLike | Sequence[Any] | PerReplica
@@ -36,6 +37,7 @@ class VariableSpec:
     Attributes:
         number: of variables created on these replicas before; the same on every worker.
         is_on_read: whether each replica has its own value, which is aggregated when it is read outside a step.
+        division: how the devices divide the value into parts; None: each has all of it.
     """
 
     name: str
@@ -46,6 +48,7 @@ class VariableSpec:
     is_on_read: bool
     aggregation: VariableAggregation
     trainable: bool
+    division: Division | None = None
 
     def __post_init__(self) -> None:
         reduction = reduction_of(self.aggregation)
@@ -62,9 +65,35 @@ class VariableSpec:
             )
 
     @property
-    def stored_shape(self) -> Shape:
-        """The shape of the stored array: one value, or the stack of all copies."""
+    def traced_shape(self) -> Shape:
+        """The shape of the variable in a trace outside of the replicas: one value, or the stack of all copies."""
         return (self.mesh.num_replicas, *self.shape) if self.is_on_read else self.shape
+
+    @property
+    def placement(self) -> NamedSharding:
+        """The placement of the stored array."""
+        return self.mesh.stacked if self.is_on_read else placement_of(self.mesh, self.division)
+
+    @property
+    def whole_bytes(self) -> int:
+        """The bytes of one whole value; of a random key, two numbers of 32 bits."""
+        is_key = jax.dtypes.issubdtype(self.dtype, jax.dtypes.extended)
+        return math.prod(self.shape) * (8 if is_key else self.dtype.itemsize)
+
+    @property
+    def bytes_on_device(self) -> int:
+        """The bytes that each device stores."""
+        if self.division is not None:
+            return math.prod(self.division.part_shape(self.shape)) * self.dtype.itemsize
+        return self.whole_bytes * (self.mesh.per_device if self.is_on_read else 1)
+
+    def stored(self, value: jax.Array) -> jax.Array:
+        """Return what is stored of a value in a trace outside of the replicas."""
+        return value if self.division is None else self.division.stored(value)
+
+    def whole(self, stored: jax.Array) -> jax.Array:
+        """Return the value of what is stored, in a trace outside of the replicas."""
+        return stored if self.division is None else self.division.whole(stored)
 
 
 _numbers = itertools.count()
@@ -98,6 +127,19 @@ def takes_each_value(synchronization: VariableSynchronization | SynchronizationN
     return mode is VariableSynchronization.ON_READ
 
 
+def stored_in(
+    storage: Storage | StorageName | None, mesh: ReplicaMesh, array: Kind, is_on_read: bool, name: str
+) -> Division | None:
+    """Return how a new variable is divided, by its own word or else by its strategy's."""
+    how = None if storage is None else Storage.parse(storage, "storage")
+    if is_on_read and how is not None:
+        raise ValueError(
+            f"variable {name!r}: storage {how.name} is for mirrored variables, and this one is sync-on-read: each replica has a "
+            "value of its own, so that there is nothing to divide. Leave storage out."
+        )
+    return None if is_on_read else division_of(mesh, array.shape, array.dtype, how)
+
+
 def creation_mesh(name: str) -> ReplicaMesh:
     frame = frames.current()
     if (frame is not None and frame.bindings is not None) or tracing.is_staging():
@@ -120,11 +162,6 @@ def initial_array(value: object, dtype: DTypeLike | None, name: str) -> Any:
         )
     if isinstance(value, jax.core.Tracer):
         raise ContextError(_created_in_trace_message(name))
-    if is_tree(value):
-        raise TypeError(
-            f"variable {name!r}: the function returned a {type(value).__name__}, which holds arrays; expected one array. Give "
-            "the tree itself: mr.Variable(make()) instead of mr.Variable(make)." + lines_for(value)
-        )
     if isinstance(value, jax.ShapeDtypeStruct) and isinstance(creation_mesh(name), PlannedMesh):
         return jax.ShapeDtypeStruct(value.shape, value.dtype if dtype is None else dtype)
     if isinstance(value, jax.Array):

@@ -17,6 +17,7 @@ from .._replicas.per_replica import is_per_replica
 from .._text import counted
 from .._typing import PyTree
 from . import storage
+from .making import Made
 
 #: So many arrays of a tree are shown.
 _MAX_SHOWN = 20
@@ -149,7 +150,7 @@ class VariableTree:
 
 def is_array(leaf: object) -> bool:
     """Tell whether a leaf of a tree is state."""
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | Made)
 
 
 def _is_state(leaf: object) -> bool:

@@ -18,7 +18,14 @@ from jax.typing import DTypeLike
 from .. import _html, _tf_names
 from .._errors import ContextError, StrategyMismatchError
 from .._jax import tracing, user_code
-from .._options import AggregationName, SynchronizationName, VariableAggregation, VariableSynchronization
+from .._options import (
+    AggregationName,
+    Storage,
+    StorageName,
+    SynchronizationName,
+    VariableAggregation,
+    VariableSynchronization,
+)
 from .._replicas import collectives, cross_replica, frames, in_flight, placement
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
@@ -29,8 +36,9 @@ from .._workers import joint_programs
 from . import storage
 from .arithmetic import add_operators
 from .assignment import Assignment, placed, placed_copy
+from .making import Made, called
 from .scatter import ScatterMethods
-from .spec import Given, VariableSpec, check_name, creation_mesh, initial_array, takes_each_value
+from .spec import Given, VariableSpec, check_name, creation_mesh, initial_array, stored_in, takes_each_value
 from .storage import Slot
 from .tree import VariableTree, is_tree
 
@@ -68,14 +76,17 @@ class Variable(ScatterMethods, _Array):
     with `value`, `assign` and `numpy` of the whole tree.
 
     Args:
-        initial_value: an array or number of any shape, or a function of no arguments that makes one; called
-            once. It is copied, so later changes of a numpy array do not matter. Or a tree of arrays.
+        initial_value: an array or number of any shape, or a tree of arrays. It is copied, so later changes of a numpy array do
+            not matter. Or a function of no arguments that makes one; it is called once. Where variables are in parts, JAX
+            traces it, so that no device makes a whole large array.
         name: for messages and checkpoints. Default: `"variable_<n>"`.
         trainable: a hint for optimizers and libraries. Default: True unless sync-on-read.
         dtype: convert the initial value to it. Default: its own.
         synchronization: `"auto"` or `"on_write"` (mirrored), or `"on_read"`.
         aggregation: `"none"`, `"sum"`, `"mean"`, `"max"`, `"min"` or `"only_first_replica"`: how the replicas' values become
             one, when a mirrored variable is written in a step and when a sync-on-read variable is read.
+        storage: `"whole"` or `"parts"`: whether each device stores all of a mirrored variable or, if it is large, a part. See
+            `mr.Storage`. Default: the strategy's.
 
     Raises:
         ValueError: for `synchronization="none"`, an unknown mode, or a MEAN of a non-floating dtype.
@@ -102,14 +113,24 @@ class Variable(ScatterMethods, _Array):
         def __new__(
             cls, initial_value: PyTree, *, name: str | None = None, trainable: bool | None = None, dtype: Any = None,
             synchronization: VariableSynchronization | SynchronizationName = "auto",
-            aggregation: VariableAggregation | AggregationName = "none",
+            aggregation: VariableAggregation | AggregationName = "none", storage: Storage | StorageName | None = None,
         ) -> Variable | VariableTree:  # fmt: skip
             """Make a variable, or one of each array in a tree."""
+            if callable(initial_value) and not is_tree(initial_value):  # called here, because it may return a tree
+                is_on_read = takes_each_value(synchronization, name or "of a function")
+                initial_value = called(initial_value, creation_mesh(name or "of a function"), storage, is_on_read, dtype)
             if is_tree(initial_value):
-                how = {"trainable": trainable, "dtype": dtype, "synchronization": synchronization, "aggregation": aggregation}
+                how = {
+                    "trainable": trainable,
+                    "dtype": dtype,
+                    "synchronization": synchronization,
+                    "aggregation": aggregation,
+                    "storage": storage,
+                }
                 return VariableTree(initial_value, functools.partial(cls, **how), check_name(name))
             self = super().__new__(cls)
             self._slot = Slot()  # here, because `__del__` finds it also where `__init__` does not take the arguments
+            self._slot.array = initial_value  # for `__init__`, if a function made it
             return self
 
     @user_code.shorten_errors
@@ -122,19 +143,25 @@ class Variable(ScatterMethods, _Array):
         dtype: DTypeLike | None = None,
         synchronization: VariableSynchronization | SynchronizationName = "auto",
         aggregation: VariableAggregation | AggregationName = "none",
+        storage: Storage | StorageName | None = None,
     ) -> None:
         self._slot.name = name = check_name(name)
         is_on_read = takes_each_value(synchronization, name)
         how = VariableAggregation.parse(aggregation, "aggregation")
         mesh = creation_mesh(name)
-        value = initial_value() if callable(initial_value) else initial_value
-        array = initial_array(value.value if isinstance(value, Variable) else value, dtype, name)
-        placement.check_later(mesh, [array], lambda _: f"the initial value of variable {name!r}")
-        if is_on_read:
-            broadcast = cross_replica.compiled(cross_replica.broadcast_stack, mesh.stacked, mesh.num_replicas)
-            self._slot.array = broadcast(placed(array, mesh, name))
+        value = self._slot.array if callable(initial_value) else initial_value
+        array: Any = value
+        if isinstance(value, Made):
+            self._slot.array, division = value.stored, value.division
         else:
-            self._slot.array = placed_copy(array, mesh, name)
+            array = initial_array(value.value if isinstance(value, Variable) else value, dtype, name)
+            division = stored_in(storage, mesh, array, is_on_read, name)
+            placement.check_later(mesh, [array], lambda _: f"the initial value of variable {name!r}")
+            if is_on_read:
+                broadcast = cross_replica.compiled(cross_replica.broadcast_stack, mesh.stacked, mesh.num_replicas)
+                self._slot.array = broadcast(placed(array, mesh, name))
+            else:
+                self._slot.array = placed_copy(array, mesh, name, division)
         self._spec = VariableSpec(
             name=name,
             shape=tuple(array.shape),
@@ -144,6 +171,7 @@ class Variable(ScatterMethods, _Array):
             is_on_read=is_on_read,
             aggregation=how,
             trainable=(not is_on_read) if trainable is None else bool(trainable),
+            division=division,
         )
         _live.add(self)
         for tell in listeners:
@@ -220,7 +248,7 @@ class Variable(ScatterMethods, _Array):
         return self._use_stored(frame, lambda stored: use(self._value_of(frame, stored)))
 
     def _use_stored(self, frame: Frame | None, use: Callable[[jax.Array], ResultT]) -> ResultT:
-        """As `_use`, for the stored array: one copy inside a step, else the mirrored array or the stack of copies."""
+        """As `_use`, for a mirrored variable's value or, outside of a step, for the stack of a sync-on-read one's copies."""
         if frame is not None and frame.bindings is not None:
             self._check_mesh(frame)
             return use(frame.bindings.read(self))
@@ -228,10 +256,17 @@ class Variable(ScatterMethods, _Array):
             raise ContextError(frames.foreign_trace_message("read", self.name, frame))
         in_flight.require_threads()
         with storage.lent([self._slot]) as [stored]:
-            result = use(stored)
+            result = use(self._joined(stored))
             if result is self._slot.array:
                 self._slot.note_held()
             return result
+
+    def _joined(self, stored: jax.Array) -> jax.Array:
+        """Return the value of a lent array."""
+        if (division := self._spec.division) is None:
+            return stored
+        note_use(self, "read")
+        return placement.join(self._spec.mesh, division, stored)
 
     def _value_of(self, frame: Frame | None, stored: jax.Array) -> jax.Array:
         if not self._spec.is_on_read or (frame is not None and frame.replica is not None):
@@ -303,7 +338,10 @@ class Variable(ScatterMethods, _Array):
             return
         if isinstance(value, jax.core.Tracer):
             raise ContextError(frames.foreign_trace_message("written", self.name, frame))
-        array = value if self._spec.is_on_read else placed(value, self._spec.mesh)
+        self._keep(value if self._spec.is_on_read else placed(value, self._spec.mesh, division=self._spec.division))
+
+    def _keep(self, array: jax.Array) -> None:
+        """Set the stored array; the caller has claimed the variable."""
         note_use(self, "assign to")
         self._slot.note_held()  # a user may hold it too
         self._slot.array = array
@@ -376,6 +414,8 @@ class Variable(ScatterMethods, _Array):
             head += ", synchronization=ON_READ"
         if self._spec.aggregation is not _NONE:
             head += f", aggregation={self._spec.aggregation.name}"
+        if (division := self._spec.division) is not None:
+            head += f", {division}"
         if _is_traced():
             return f"{head}, traced)"
         if isinstance(self._slot.array, storage.Lost):
@@ -431,11 +471,13 @@ def local_arrays(variable: Variable, stored: jax.Array) -> list[tuple[int, jax.A
 
 
 def local_copies(variable: Variable) -> list[tuple[int, np.ndarray]]:
-    """Return this worker's copies as numpy arrays, with their replica numbers."""
+    """Return this worker's copies, or its parts, as numpy arrays, with their replica numbers."""
     is_key = jnp.issubdtype(variable.dtype, jax.dtypes.prng_key)
     plain: Callable[[Any], Any] = jax.random.key_data if is_key else np.asarray
     with storage.lent([variable._slot]) as [stored]:
         arrays = [(i, np.array(plain(copy))) for i, copy in local_arrays(variable, stored)]
+    if (division := variable._spec.division) is not None:
+        return [(i, division.without_padding(part, i // variable._spec.mesh.per_device)) for i, part in arrays]
     if not variable._spec.is_on_read:
         return arrays
     return [(first + row, np.asarray(value)) for first, array in arrays for row, value in enumerate(array)]

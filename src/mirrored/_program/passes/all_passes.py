@@ -13,6 +13,7 @@ from ..._replicas.reductions import divide
 from .fuse_all_reduces import join_sums
 from .order_sums import order_sums
 from .proven import Proven
+from .store_in_parts import store_in_parts
 from .virtual import run_all_on_device
 
 #: When a pass runs, and the pass, in the order in which they run. docs/design/passes.md has their gains.
@@ -20,6 +21,7 @@ PASSES: tuple[tuple[Callable[[Proven], bool], Callable[[Proven], Proven]], ...] 
     (Proven.may_join_sums, join_sums),  # how sums travel: together
     (Proven.may_order_sums, order_sums),  # where a sum is made: at its gradient, for which the backward pass waits
     (Proven.shares_devices, run_all_on_device),  # how many replicas a device has, where sums are of the rows of all
+    (Proven.has_parts, store_in_parts),  # how what is the same on every replica is stored
 )
 
 

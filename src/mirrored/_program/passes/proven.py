@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from ..._jax import interpreter
 from ..._jax.jaxprs import ClosedJaxpr
+from ..._options import Storage
 from ..._replicas.collectives import ReplicaAxis
 from ..._replicas.mesh import ReplicaMesh
 from ..._replicas.platforms import platform_of
@@ -81,14 +82,23 @@ class Proven:
         return self.findings.has_collective and self.mesh.per_device == 1 and not is_users
 
     def may_order_sums(self) -> bool:
-        """Tell whether it adds up over replicas with devices of their own, on a platform where the order of sums saves memory."""
+        """Tell whether it adds up over replicas with devices of their own, on a platform where the order of sums saves memory.
+
+        Arrays in parts have an order of their own, with their gathers.
+        """
         way = platform_of(self.mesh.mesh)
         is_ordered = way.orders_sums or way.orders_scatters
-        return self.findings.has_collective and self.mesh.per_device == 1 < self.mesh.num_replicas and is_ordered
+        is_needed = self.findings.has_collective and self.mesh.per_device == 1 < self.mesh.num_replicas
+        return is_needed and is_ordered and not self.has_parts()
 
     def shares_devices(self) -> bool:
         """Tell whether a device has several replicas."""
         return self.mesh.per_device > 1
+
+    def has_parts(self) -> bool:
+        """Tell whether large arrays that are the same on every replica may lie in parts."""
+        is_divided = (spec_of(variable).division is not None for variable in self.lifted.variables)
+        return self.mesh.storage is not Storage.WHOLE or any(is_divided)
 
     def describe(self) -> str:
         """Write the step as text that is equal on two workers which may run it together."""

@@ -1,0 +1,377 @@
+"""Runs a proven step in which large arrays that are the same on every replica are stored in parts, one on each device.
+
+An elementwise operation on such arrays runs on parts. A sum over the replicas whose result is stored in parts is a
+reduce-scatter. Every other operation gets the whole array, gathered where it is used: in a loop over layers the row of one
+round, and in a backward pass once more. docs/design/parts.md says why.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._jax import jaxprs, primitives, tracing
+from ..._jax.interpreter import Interpreter, run_parts
+from ..._jax.jaxprs import ClosedJaxpr, Equation, Jaxpr, Literal, Var
+from ..._replicas.division import Division
+from ..._typing import Shape
+from ..proof import SAME, prove, varying
+from .flat import flattened
+from .on_parts import Addend, DevicePart, Gathers, Value, Whole, run_on_parts, shape_of
+from .order_sums import moved_up, terms_of
+from .turns import Turns
+
+_ADDS = primitives.COMMUTATIVE | primitives.DERIVATIVE_SUMS
+#: Operations that make a multiple of their first operand, if the others are factors.
+_MULTIPLIES = primitives.DIVISIONS | primitives.MOVES & primitives.ELEMENTWISE
+
+
+class Known(NamedTuple):
+    """What is known of a step before it runs."""
+
+    axis: str  # of the mesh
+    divisions: Mapping[Shape, Division]  # of the shapes of what is stored: sums of these shapes are stored in parts, too
+
+
+class Parted(Interpreter[Value]):
+    """An evaluation of a program on parts. The body of a loop or a condition has one of its own, with gathers of its own."""
+
+    def __init__(self, known: Known, around: tuple[str, ...] = ()) -> None:
+        self.known, self.around = known, around
+        self.turns, self.gathers = Turns(), Gathers(known.axis, self.whole)
+        self.varying: set[Var] = set()  # the variables that may differ by replica
+        self.gathered: dict[tuple[int, int, bool], tuple[Any, Any]] = {}  # see `_gather`
+
+    # -- values
+
+    def constant(self, value: Any, aval: Any) -> Value:
+        return Whole(value, True)
+
+    def is_same(self, var: Var) -> bool:
+        """Tell whether the proof shows that a result is the same on every replica."""
+        return var not in self.varying
+
+    def whole(self, value: Value, is_again: bool = False) -> Any:
+        """Return the whole array of a value; gathered for the backward pass, `is_again`, apart from the forward pass."""
+        if isinstance(value, Whole):
+            return value.array
+        if isinstance(value, Addend):
+            assert value.value is not None  # it is only added up
+            return value.value.array
+        return self._gather(value, value.array, is_again)
+
+    def _gather(self, part: DevicePart, array: Any, is_again: bool) -> Any:
+        """Gather a part once; `array` is the part's, or the same behind a barrier."""
+        key = id(part.array), part.division.axis, is_again
+        if key not in self.gathered:
+            self.gathered[key] = part.array, part.division.gathered(array, self.known.axis)  # the part keeps its number
+        return self.gathered[key][1]
+
+    def begin(self, addend: Addend) -> Any:
+        """Return this device's part of a sum, which begins now if it has not."""
+        if addend.total is None:
+            addend.total = addend.division.scattered_sum(self.whole(addend), self.known.axis)
+        return addend.total
+
+    # -- the walk
+
+    def run(self, jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Value]) -> list[Value]:
+        """Return the values of a program's results; its calls are opened, and then it is proven again, variable by variable."""
+        equations, results = flattened(jaxpr)
+        differ = {var for var, value in zip(jaxpr.invars, arguments, strict=True) if not _is_same(value)}
+        states = [varying("its own") if var in differ else SAME for var in jaxpr.invars]
+        self.varying = differ | prove(jaxpr.replace(eqns=equations, outvars=results), states).varying
+        self._find_sums(equations, results, {var for var, value in zip(jaxpr.invars, arguments, strict=True) if _is_total(value)})
+        values: dict[Var, Value] = dict(zip(jaxpr.invars, arguments, strict=True))
+        values.update({v: self.constant(value, v.aval) for v, value in zip(jaxpr.constvars, constants, strict=True)})
+
+        def read(atom: Any) -> Value:
+            return self.constant(atom.val, atom.aval) if isinstance(atom, Literal) else values[atom]
+
+        for equation in moved_up(self.terms, equations):
+            made = self.equation(equation, list(map(read, equation.invars)))
+            values.update({var: self._noted(var, value) for var, value in zip(equation.outvars, made, strict=True)})
+        return list(map(read, results))
+
+    def _find_sums(self, equations: Sequence[Equation], results: Sequence[Any], carried: set[Var]) -> None:
+        """Find what is added up to a sum in parts, what is only used so, and what such are made of.
+
+        `carried` are the sums that a loop carries: what is added to them is added up over the replicas, too.
+        """
+        used = collections.Counter(atom for equation in equations for atom in equation.invars if isinstance(atom, Var))
+        used.update(atom for atom in results if isinstance(atom, Var))
+        sums = [e for e in equations if jaxprs.is_sum(e) or any(atom in carried for atom in e.invars if isinstance(atom, Var))]
+        added = {atom for equation in sums for atom in equation.invars if isinstance(atom, Var)}
+        self.sums = {var for var in added - carried if var in self.varying and self._division_of(var)}
+        self.only = {var for var in self.sums if used[var] == 1}
+        for equation in reversed(equations):
+            if self.only.issuperset(equation.outvars) and (var := self._scaled(equation)) is not None and used[var] == 1:
+                self.only.add(var)
+        self.terms = terms_of(self.sums, equations, set(used) - self.varying)
+
+    def _scaled(self, equation: Equation) -> Var | None:
+        """Return the operand of which an operation makes a multiple, the same on every replica; else None."""
+        own = [atom for atom in equation.invars if isinstance(atom, Var) and atom in self.varying]
+        is_linear = equation.primitive.name in _MULTIPLIES and own == [equation.invars[0]]
+        is_product = equation.primitive.name in primitives.BILINEAR & primitives.ELEMENTWISE and len(own) == 1
+        return own[0] if (is_linear or is_product) and shape_of(own[0]) == shape_of(equation.outvars[0]) else None
+
+    def _division_of(self, var: Var) -> Division | None:
+        """Return how arrays of a variable's shape are stored; XLA scatters no complex numbers on CPU."""
+        dtype = getattr(var.aval, "dtype", bool)
+        is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+        return self.known.divisions.get(shape_of(var)) if is_real else None
+
+    def _noted(self, var: Var, value: Value) -> Value:
+        """Note a gradient, whose sum begins early, or a term of one, which is made early."""
+        division = self._division_of(var) if var in self.terms else None
+        if division is None or not isinstance(value, Whole) or value.is_same:
+            return value
+        addend = Addend(value, division) if var in self.sums else None
+        self.turns.add(value, addend)
+        return addend or value
+
+    def results_of(self, equation: Equation, arrays: Sequence[Any]) -> list[Value]:
+        return [Whole(array, self.is_same(var)) for array, var in zip(arrays, equation.outvars, strict=True)]
+
+    # -- the rules
+
+    def plain(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
+        name = equation.primitive.name
+        if any(map(_is_total, values)):
+            return [self._of_total(equation, values)]
+        if name in primitives.ONE_TO_ONE:
+            return self._held(equation, values)
+        if any(isinstance(value, DevicePart) for value in values):
+            if (results := run_on_parts(self.gathers, equation, values)) is not None:
+                return results
+        elif (filled := _fill(equation, values)) is not None:
+            return [filled]
+        return self._on_wholes(equation, values)
+
+    def _of_total(self, equation: Equation, values: list[Value]) -> Addend:
+        """Run on sums what their addends would have gone through: another addend, or a factor that is the same for all."""
+        first: Any = next(value for value in values if _is_total(value))
+        shape, division = shape_of(equation.outvars[0]), first.division
+        if equation.primitive.name in _ADDS:
+            return Addend(None, division, *tracing.bind(equation, [self.total(value, division, shape) for value in values]))
+        results = run_on_parts(
+            self.gathers, equation, [DevicePart(first.total, division, shape) if v is first else v for v in values]
+        )
+        assert results is not None  # see `_scaled`
+        return Addend(None, division, results[0].array)
+
+    def total(self, value: Value, division: Division, shape: Shape) -> Any:
+        """Return this device's part of a value's sum over the replicas."""
+        if isinstance(value, Addend):
+            return self.begin(value)
+        if _is_same(value):
+            part = self.gathers.part(value, division, shape)
+            return part * jnp.asarray(jax.lax.axis_size(self.known.axis), part.dtype)
+        return division.scattered_sum(value.array, self.known.axis)
+
+    def _held(self, equation: Equation, values: list[Value]) -> list[Value]:
+        """Hold what is behind a barrier until its turn, parts as parts: from there on they are gathered again."""
+        parts, others = ([k for k, v in enumerate(values) if isinstance(v, DevicePart) == is_part] for is_part in (True, False))
+        arrays = [_array_of(values[k]) for k in parts], [self.whole(values[k]) for k in others]
+        results = list(values)
+        for k, array in zip([*parts, *others], self.turns.hold(*arrays, self.begin), strict=True):
+            part, is_same = values[k], self.is_same(equation.outvars[k])
+            results[k] = dataclasses.replace(part, array=array) if isinstance(part, DevicePart) else Whole(array, is_same)
+        return results
+
+    def _on_wholes(self, equation: Equation, values: list[Value]) -> list[Value]:
+        """Run an operation on whole arrays; in a backward pass each is gathered when its turn comes."""
+        is_again = jaxprs.is_backward(equation, self.around)
+        new = [v for v in values if isinstance(v, DevicePart) and (id(v.array), v.division.axis, is_again) not in self.gathered]
+        own = [k for k, value in enumerate(values) if self._differs(value)]
+        if is_again and new and own:
+            first = own[0]
+            ready = self.turns.ready([part.array for part in new])
+            [tied] = self.turns.wait([self.whole(values[first])], self.begin)
+            for part, array in zip(new, ready, strict=True):
+                self._gather(part, array, is_again)
+            values = [*values[:first], Whole(tied, False), *values[first + 1 :]]
+        return self.results_of(equation, tracing.bind(equation, [self.whole(value, is_again) for value in values]))
+
+    def _differs(self, value: Value) -> bool:
+        """Tell whether a value may differ by replica, and may wait behind a barrier: computed numbers, no keys or references."""
+        array = self.whole(value) if isinstance(value, Addend) else value.array
+        is_computed = isinstance(array, jax.core.Tracer) and isinstance(getattr(array, "dtype", None), np.dtype)
+        return not _is_same(value) and is_computed and isinstance(jax.typeof(array), jax.core.ShapedArray)
+
+    def over_replicas(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
+        if not jaxprs.is_sum(equation):
+            return self._on_wholes(equation, values)
+        results: list[Value | None] = [self._sum(atom, value) for atom, value in zip(equation.invars, values, strict=True)]
+        rest = [k for k, result in enumerate(results) if result is None]
+        if rest:
+            few = equation.replace(invars=[equation.invars[k] for k in rest], outvars=[equation.outvars[k] for k in rest])
+            for k, total in zip(rest, tracing.bind(few, [self.whole(values[k]) for k in rest]), strict=True):
+                results[k] = Whole(total, True)
+        return results  # type: ignore[return-value]
+
+    def _sum(self, atom: Any, value: Value) -> DevicePart | None:
+        """Return the sum of a value over the replicas in parts; None if it is to be whole."""
+        division = self._division_of(atom) if isinstance(value, Whole) else value.division
+        if division is None or (_is_same(value) and isinstance(value, Whole)):
+            return None
+        return DevicePart(self.total(value, division, shape_of(atom)), division, shape_of(atom))
+
+    def call(self, equation: Equation, inner: ClosedJaxpr, values: list[Value]) -> Sequence[Value]:
+        """Keep what is still a call: it has a derivative of its own."""
+        return self._on_wholes(equation, values)
+
+    def loop(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
+        """Run a loop with a part of each row; parts that all rounds take are whole, unless rounds have backward passes."""
+        if not jaxprs.is_scan(equation):
+            return self._on_wholes(equation, values)
+        loop, around = jaxprs.loop_of(equation), self.around + jaxprs.transforms_of(equation)
+        [body], is_again = loop.parts, jaxprs.is_backward(equation, self.around)
+        is_of_steps = not is_again and any(jaxprs.is_backward(inner, around) for inner in jaxprs.inside(equation))
+        given: list[Value] = [self._given(v, is_again, k not in body.fixed or is_of_steps) for k, v in enumerate(values)]
+        for place, (k, var) in enumerate(zip(loop.carry, equation.outvars, strict=False)):
+            division = self._division_of(var) if is_of_steps and var in self.only else None
+            if division is not None and _is_added_to(body.closed.jaxpr, k, place):
+                given[k] = Addend(None, division, self.total(given[k], division, shape_of(var)))
+            elif not self.is_same(var) or not isinstance(given[k], DevicePart):
+                given[k] = Whole(self.whole(given[k], is_again), self.is_same(var))
+        for k in loop.rows:
+            if isinstance(row := given[k], DevicePart):
+                given[k] = _moved(row, -1) if row.division.axis else Whole(self.whole(row, is_again), True)
+        arrays: list[Any] = [_array_of(value) for value in given]
+        divisions = [self._row_division(var) if var in self.only else None for var in equation.outvars]
+        kinds: list[Value] = []
+
+        def one_round(*arrays: Any) -> list[Any]:
+            walk = Parted(self.known, around)
+            kinds[:] = walk.run_closed(body.closed, list(map(_with_array, given, arrays)))
+            for k, value in enumerate(kinds):
+                if k < len(loop.carry):
+                    kinds[k] = value if _is_total(value) else walk.like(value, given[loop.carry[k]])
+                elif (division := divisions[k]) is not None and not isinstance(value, DevicePart):
+                    kinds[k] = Addend(None, division, division.scattered_sum(walk.whole(value), self.known.axis))
+            return [jnp.asarray(_array_of(value)) for value in kinds]
+
+        made = run_parts(equation, arrays, [one_round])
+        results = [_with_array(kind, array) for kind, array in zip(kinds, made, strict=True)]
+        for k, var in enumerate(equation.outvars):
+            if isinstance(result := results[k], Whole):
+                results[k] = Whole(result.array, self.is_same(var))
+            elif k >= len(loop.carry):
+                results[k] = _moved(result, 1, shape_of(var))
+        return results
+
+    def _given(self, value: Value, is_again: bool, may_be_part: bool = True) -> DevicePart | Whole:
+        """Return a value as an inner program gets it."""
+        if isinstance(value, Whole) or (isinstance(value, DevicePart) and may_be_part):
+            return value
+        return Whole(self.whole(value, is_again), isinstance(value, DevicePart))
+
+    def _row_division(self, var: Var) -> Division | None:
+        """Return the division of the rows of a stack whose sum over the replicas is stored in parts."""
+        division = self._division_of(var)
+        return dataclasses.replace(division, axis=division.axis - 1) if division is not None and division.axis else None
+
+    def like(self, value: Value, other: Value) -> DevicePart | Whole:
+        """Return a value in parts or as a whole, as another one is."""
+        if isinstance(other, DevicePart):
+            return dataclasses.replace(other, array=self.gathers.part(value, other.division, other.shape))
+        return Whole(self.whole(value), isinstance(other, Whole) and other.is_same)
+
+    def cond(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
+        """Run a condition that is the same on every replica with parts; any other with whole arrays."""
+        decision, *operands = values
+        is_joint = isinstance(decision, Whole) and decision.is_same
+        if not is_joint or not any(isinstance(value, DevicePart) for value in operands):
+            return self._on_wholes(equation, values)
+        around, loop = self.around + jaxprs.transforms_of(equation), jaxprs.loop_of(equation)
+        given = [self._given(value, jaxprs.is_backward(equation, self.around)) for value in operands]
+        kinds: list[DevicePart | Whole] = [self._stored(None, var) for var in equation.outvars]
+
+        def branch_of(part: jaxprs.Part) -> Callable[..., list[Any]]:
+            def branch(*arrays: Any) -> list[Any]:
+                walk = Parted(self.known, around)
+                results = walk.run_closed(part.closed, list(map(_with_array, given, arrays)))
+                return [jnp.asarray(walk.like(value, kind).array) for value, kind in zip(results, kinds, strict=True)]
+
+            return branch
+
+        arrays = run_parts(equation, [self.whole(decision), *map(_array_of, given)], list(map(branch_of, loop.parts)))
+        return list(map(_with_array, kinds, arrays))
+
+    def _stored(self, array: Any, var: Var) -> DevicePart | Whole:
+        """Return a result in parts if arrays of its shape are stored so and it is the same on every replica, else whole."""
+        division, is_same = self._division_of(var), self.is_same(var)
+        return Whole(array, is_same) if division is None or not is_same else DevicePart(array, division, shape_of(var))
+
+    def solve(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
+        return self._on_wholes(equation, values)
+
+
+def _is_same(value: Value) -> bool:
+    """Tell whether a value is known to be the same on every replica."""
+    return isinstance(value, DevicePart) or (isinstance(value, Whole) and value.is_same)
+
+
+def _is_total(value: Value) -> bool:
+    """Tell whether a value is only known by its sum over the replicas."""
+    return isinstance(value, Addend) and value.value is None
+
+
+def _is_added_to(jaxpr: Jaxpr, argument: int, result: int) -> bool:
+    """Tell whether a program only adds to an argument, and returns what comes of it."""
+    equations, results = flattened(jaxpr)
+    atoms = [*(atom for equation in equations for atom in equation.invars), *results]
+    users = [equation for equation in equations if jaxpr.invars[argument] in equation.invars]
+    if len(users) != 1 or users[0].primitive.name not in _ADDS:
+        return False
+    [added] = users[0].outvars
+    return results[result] is added and atoms.count(added) == 1 == atoms.count(jaxpr.invars[argument])
+
+
+def _array_of(value: Value) -> Any:
+    return value.total if isinstance(value, Addend) else value.array
+
+
+def _with_array(value: Any, array: Any) -> Any:
+    """Return a value with another array, such as one behind a barrier or in a loop."""
+    if isinstance(value, Whole):
+        return Whole(array, value.is_same)
+    return dataclasses.replace(value, **{"total" if isinstance(value, Addend) else "array": array})
+
+
+def _moved(value: Any, places: int, shape: Shape = ()) -> Any:
+    """Return parts with so many more axes before the divided one."""
+    division = dataclasses.replace(value.division, axis=value.division.axis + places)
+    if isinstance(value, Addend):
+        return Addend(None, division, value.total)
+    return DevicePart(value.array, division, shape or value.shape[-places:])
+
+
+def _fill(equation: Equation, values: Sequence[Value]) -> Whole | None:
+    """Run an operation that gives every element of its result one number; return None for any other."""
+    [first, *_], name = equation.outvars, equation.primitive.name
+    shape, numbers = getattr(first.aval, "shape", ()), [_number_of(value) for value in values]
+    if shape == () or any(number is None for number in numbers):
+        return None
+    if name in primitives.BROADCASTS:
+        number = numbers[0]
+    elif name in primitives.ELEMENTWISE:
+        [number] = tracing.bind(equation, numbers)
+    else:
+        return None
+    return Whole(jnp.broadcast_to(number, shape), True, number)
+
+
+def _number_of(value: Value) -> Any:
+    """Return the number that is all elements of an array, the same on every replica; None if there is none."""
+    if not isinstance(value, Whole) or not value.is_same:
+        return None
+    return value.array if jnp.ndim(value.array) == 0 else value.number

@@ -1,0 +1,91 @@
+"""Lets a step take and return large arrays that are the same on every replica in parts, one on each device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from ..._replicas.division import Division, division_of_array, placement_of
+from ..._variables.variable import spec_of
+from .on_parts import DevicePart, Value, Whole, shape_of
+from .parted import Known, Parted
+from .proven import Proven, Run
+
+
+class Divisions(NamedTuple):
+    """How the inputs and outputs of a step are divided; None: each device has all of it, or its replicas their own."""
+
+    inputs: list[Division | None]
+    outputs: list[Division | None]
+
+    @classmethod
+    def of(cls, step: Proven) -> Divisions:
+        """Return the divisions of a step's variables, and of its arguments and results that are arrays in parts."""
+        jaxpr, written, variables = step.closed.jaxpr, step.lifted.written, step.lifted.variables
+
+        def of_array(atom: Any, is_own: bool) -> Division | None:
+            is_array = isinstance(atom.aval, jax.core.ShapedArray) and not is_own
+            return division_of_array(step.mesh, shape_of(atom), atom.aval.dtype) if is_array else None
+
+        arguments = map(of_array, jaxpr.invars[len(variables) :], step.own_inputs[len(variables) :])
+        results = map(of_array, jaxpr.outvars[: step.lifted.num_results], step.own_outputs)
+        kept = ([spec_of(variable).division for variable in some] for some in (variables, written))
+        return cls([*next(kept), *arguments], [*results, *next(kept)])
+
+
+def store_in_parts(step: Proven) -> Proven:
+    """Let a step take and return large arrays in parts. Devices with several replicas gather them at its begin."""
+    divisions = Divisions.of(step)
+    if not any((*divisions.inputs, *divisions.outputs)):
+        return step
+
+    def specs(of: Sequence[PartitionSpec], its: Sequence[Division | None]) -> tuple[PartitionSpec, ...]:
+        pairs = zip(of, its, strict=True)
+        return tuple([spec if division is None else placement_of(step.mesh, division).spec for spec, division in pairs])
+
+    new = {"in_specs": specs(step.in_specs, divisions.inputs), "out_specs": specs(step.out_specs, divisions.outputs)}
+    if step.mesh.per_device > 1:
+        return dataclasses.replace(step, run=functools.partial(_run_gathered, step.run, divisions), **new)
+    atoms = [*step.closed.jaxpr.invars, *step.closed.jaxpr.outvars[: len(divisions.outputs)]]  # no sums that it carries
+    stored = zip(atoms, (*divisions.inputs, *divisions.outputs), strict=True)
+    shapes = {shape_of(atom): division for atom, division in stored if division is not None}
+    known = Known(step.mesh.axis, shapes)
+    return dataclasses.replace(step, run=functools.partial(_run_on_parts, known, divisions), **new)
+
+
+def _run_on_parts(known: Known, divisions: Divisions, step: Proven, constants: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+    """Run a step on the device of a replica, where an array of per-replica values has a first axis of size 1."""
+    jaxpr, given = step.closed.jaxpr, list[Value]()
+    for var, array, division, is_own in zip(jaxpr.invars, inputs, divisions.inputs, step.own_inputs, strict=True):
+        if division is not None:
+            given.append(DevicePart(array, division, shape_of(var)))
+        else:
+            given.append(Whole(jnp.squeeze(array, 0) if is_own else array, not is_own))
+    walk = Parted(known)
+    results = walk.run(jaxpr, constants, given)
+    outputs = []
+    for value, atom, division, is_own in zip(results, jaxpr.outvars, divisions.outputs, step.own_outputs, strict=False):
+        if division is not None:
+            part = walk.gathers.part(value, division, shape_of(atom))
+            outputs.append(walk.gathers.real(part, division, 0))
+        else:
+            array = walk.whole(value)
+            outputs.append(jnp.expand_dims(array, 0) if is_own else array)
+    return [*outputs, *map(walk.whole, results[len(outputs) :])]
+
+
+def _run_gathered(run: Run, divisions: Divisions, step: Proven, constants: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+    """Run a step in another way, with all arrays whole until it ends."""
+    name = step.mesh.axis
+    pairs = zip(inputs, divisions.inputs, strict=True)
+    outputs = run(step, constants, [array if its is None else its.gathered(array, name) for array, its in pairs])
+    for k, division in enumerate(divisions.outputs):
+        if division is not None:
+            outputs[k] = division.own_part(outputs[k], name)
+    return outputs

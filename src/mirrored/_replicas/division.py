@@ -1,0 +1,206 @@
+"""Divides arrays that are the same on every replica into parts, one on each device: along which axis, and with which padding.
+
+An array in parts is still one value: a device stores its part only, and every operation that needs the whole array gathers it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .._options import Storage
+from .._typing import REPLICA_AXIS, Shape
+from .mesh import ReplicaMesh
+
+#: Smaller arrays stay whole: a collective for each would cost more time than their bytes are worth.
+LEAST_BYTES = 128 * 1024
+
+
+class Kind(Protocol):
+    """What has a shape and a dtype: an array, or what stands for one."""
+
+    @property
+    def shape(self) -> Shape: ...
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """The division of an array along `axis`, which has `length` elements, into `num_parts` equal parts.
+
+    Zeros behind the last element pad the last parts. There are `num_copies` of each part: device i has part `i % num_parts`.
+    """
+
+    axis: int
+    length: int
+    num_parts: int
+    num_copies: int = 1
+
+    def __str__(self) -> str:
+        copies = "" if self.num_copies == 1 else f", {self.num_copies} copies of each"
+        padding = f", padded from {self.length} to {self.num_parts * self.part_length}" if self.is_padded else ""
+        return f"in {self.num_parts} parts along axis {self.axis}{padding}{copies}"
+
+    @property
+    def part_length(self) -> int:
+        """The length of a part along the axis, padding included."""
+        return -(-self.length // self.num_parts)
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether zeros pad the last parts."""
+        return self.length % self.num_parts > 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the stored array has the shape of the whole one, so that JAX takes it for the value."""
+        return self.num_copies == 1 and not self.is_padded
+
+    def part_shape(self, shape: Shape) -> Shape:
+        """Return the shape of a part of an array of a shape."""
+        return (*shape[: self.axis], self.part_length, *shape[self.axis + 1 :])
+
+    def stored_shape(self, shape: Shape) -> Shape:
+        """Return the shape of all parts and copies, one behind the other along the axis."""
+        count = self.num_copies * self.num_parts
+        return (*shape[: self.axis], count * self.part_length, *shape[self.axis + 1 :])
+
+    def stored(self, whole: jax.Array | np.ndarray | jax.ShapeDtypeStruct) -> Any:
+        """Return a whole array, or the stand-in for one, as it is stored: all parts and copies of it."""
+        if isinstance(whole, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(self.stored_shape(whole.shape), whole.dtype)
+        padded = self._padded(whole)
+        return padded if self.num_copies == 1 else jnp.concatenate([padded] * self.num_copies, self.axis)
+
+    def whole(self, stored: jax.Array) -> jax.Array:
+        """Return the whole array of a stored one, or of all parts, without padding and further copies."""
+        if stored.shape[self.axis] == self.length:
+            return stored
+        return jax.lax.slice_in_dim(stored, 0, self.length, axis=self.axis)
+
+    def range_of(self, device: int) -> tuple[int, int]:
+        """Return where a device's part begins and ends along the axis of the whole array."""
+        start = device % self.num_parts * self.part_length
+        return min(start, self.length), min(start + self.part_length, self.length)
+
+    def without_padding(self, part: np.ndarray, device: int) -> np.ndarray:
+        """Return a device's part without its padding."""
+        start, end = self.range_of(device)
+        return part[(*[slice(None)] * self.axis, slice(end - start))]
+
+    def _padded(self, whole: jax.Array | np.ndarray) -> Any:
+        if not self.is_padded:
+            return whole
+        rows = [(0, self.num_parts * self.part_length - self.length if k == self.axis else 0) for k in range(whole.ndim)]
+        return (np if isinstance(whole, np.ndarray) else jnp).pad(whole, rows)
+
+    @property
+    def _groups(self) -> list[list[int]] | None:
+        """The devices that have all parts together; None: all."""
+        ids = range(self.num_copies * self.num_parts)
+        return None if self.num_copies == 1 else [list(ids[k : k + self.num_parts]) for k in ids[:: self.num_parts]]
+
+    # -- inside a step, on each device; `name` is that of the mesh's axis
+
+    def gathered(self, part: jax.Array, name: str = REPLICA_AXIS) -> jax.Array:
+        """Return the whole array of this device's part."""
+        groups = self._groups
+        return self.whole(jax.lax.all_gather(part, name, axis=self.axis, tiled=True, axis_index_groups=groups))
+
+    def own_part(self, whole: jax.Array, name: str = REPLICA_AXIS) -> jax.Array:
+        """Return this device's part of a whole array."""
+        start = jax.lax.axis_index(name) % self.num_parts * self.part_length
+        return jax.lax.dynamic_slice_in_dim(self._padded(whole), start, self.part_length, self.axis)
+
+    def scattered_sum(self, whole: jax.Array, name: str = REPLICA_AXIS) -> jax.Array:
+        """Return this device's part of the sum of all devices' arrays."""
+        padded, groups = self._padded(whole), self._groups
+        part = jax.lax.psum_scatter(padded, name, scatter_dimension=self.axis, tiled=True, axis_index_groups=groups)
+        if groups is None:
+            return part
+        return jax.lax.psum(part, name, axis_index_groups=list(map(list, zip(*groups, strict=True))))
+
+
+def division_of(mesh: ReplicaMesh, shape: Shape, dtype: np.dtype[Any], storage: Storage | None = None) -> Division | None:
+    """Return how a variable of a shape and dtype is divided on a mesh; None: every device has all of it.
+
+    `storage` is the variable's own word, if it has one. Of an array with three axes or more the first is divided only if no other
+    will do: it counts layers, and a loop over layers takes them one by one.
+    """
+    storage = mesh.storage if storage is None else storage
+    if storage is Storage.WHOLE:
+        return None
+    num_copies = _num_workers(mesh) if storage is Storage.PARTS_OF_WORKER else 1
+    return _division(tuple(shape), dtype, len(mesh.devices) // num_copies, num_copies, LEAST_BYTES)
+
+
+def _num_workers(mesh: ReplicaMesh) -> int:
+    return len({device.process_index for device in mesh.devices})
+
+
+@functools.lru_cache(maxsize=4096)
+def _division(shape: Shape, dtype: np.dtype[Any], num_parts: int, num_copies: int, _: int) -> Division | None:
+    if num_parts == 1 or not is_divisible(shape, dtype):
+        return None
+
+    def cost(axis: int) -> tuple[bool, bool, float]:
+        length = shape[axis]
+        return length <= num_parts, axis == 0 and len(shape) > 2, -length % num_parts / length
+
+    axis = min((k for k in range(len(shape)) if shape[k] > 1), key=cost)
+    return Division(axis, shape[axis], num_parts, num_copies)
+
+
+def is_divisible(shape: Shape, dtype: np.dtype[Any]) -> bool:
+    """Tell whether arrays of a shape and dtype are divided: those of real numbers that are large.
+
+    XLA on CPU cannot scatter complex numbers; random keys and numbers of a few bits are small.
+    """
+    if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer)) or jax.dtypes.itemsize_bits(dtype) < 8:
+        return False
+    return math.prod(shape) * dtype.itemsize >= LEAST_BYTES
+
+
+def division_of_array(mesh: ReplicaMesh, shape: Shape, dtype: np.dtype[Any]) -> Division | None:
+    """Return how an array outside of variables is divided, such as a result of a step: only where nothing need be padded.
+
+    One that is divided into rows of one element looks like an array of all replicas' values, and stays whole.
+    """
+    division = division_of(mesh, shape, dtype)
+    if division is None or not division.is_plain or (division.axis, division.length) == (0, mesh.num_replicas):
+        return None
+    return division
+
+
+def division_in(array: jax.Array) -> Division | None:
+    """Return how an array that exists is divided among devices; None if it is whole, or divided in another way."""
+    placement = array.sharding
+    if not isinstance(placement, NamedSharding) or placement.is_fully_replicated or not is_divisible(array.shape, array.dtype):
+        return None
+    axes = [axis for axis, name in enumerate(placement.spec) if name is not None]
+    return (
+        Division(axes[0], array.shape[axes[0]], placement.num_devices) if placement.mesh.axis_names == (REPLICA_AXIS,) else None
+    )
+
+
+def placement_of_array(mesh: ReplicaMesh, array: Kind) -> NamedSharding:
+    """Return the placement of an array outside of variables, or of its kind, that is the same on every replica."""
+    return placement_of(mesh, division_of_array(mesh, array.shape, array.dtype))
+
+
+def placement_of(mesh: ReplicaMesh, division: Division | None) -> NamedSharding:
+    """Return the placement of a stored value that is the same on every replica."""
+    return mesh.mirrored if division is None else _placement(mesh, division.axis)
+
+
+@functools.lru_cache(maxsize=1024)
+def _placement(mesh: ReplicaMesh, axis: int) -> NamedSharding:
+    return NamedSharding(mesh.mesh, PartitionSpec(*[None] * axis, mesh.axis))

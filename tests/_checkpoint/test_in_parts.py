@@ -1,0 +1,152 @@
+"""Checkpoints of state in parts: a piece at a time, for any number of devices, whole or in parts."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from strategies import strategy_of
+
+import mirrored as mr
+from mirrored._checkpoint import array_files, files
+from mirrored._replicas import division
+
+rng = np.random.default_rng(0)
+VALUE, GRADIENT = rng.normal(size=(12, 20)).astype(np.float32), rng.normal(size=(12, 20)).astype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def small_arrays_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(division, "LEAST_BYTES", 256)
+
+
+class Run:
+    """A training, whose state is all kinds of what is in parts."""
+
+    def __init__(self, directory: Path, count: int, storage: str) -> None:
+        self.strategy = strategy_of(count, storage=storage)
+        with self.strategy.scope():
+            self.w = mr.Variable(np.zeros_like(VALUE), name="w")
+            self.half = mr.Variable(jnp.zeros((20, 21), jnp.bfloat16), name="half")
+            self.optimizer = mr.Optimizer(optax.adam(0.1), [self.w])
+            self.state = {"bare": jnp.zeros((12, 20)), "host": np.zeros((12, 20), np.float32), "epoch": 0}
+            named = {"w": self.w, "half": self.half, "optimizer": self.optimizer, "state": self.state}
+            self.checkpoint = mr.Checkpoint(directory, **named)
+
+    def train(self) -> None:
+        def step(bare: jax.Array) -> jax.Array:
+            self.optimizer.apply_gradients([jnp.asarray(GRADIENT)], aggregate=False)
+            self.half.assign_add(jnp.full_like(self.half, 0.5))
+            return bare + self.w
+
+        self.state["bare"] = self.strategy.run(step, args=(self.state["bare"],))
+        self.state["host"] = np.asarray(self.state["bare"])
+        self.state["epoch"] += 1
+
+    def values(self) -> list[np.ndarray]:
+        leaves = [self.w.numpy(), self.half.numpy(), *jax.tree.leaves(self.optimizer.state), *self.state.values()]
+        return list(map(np.array, leaves))
+
+
+def saved(directory: Path, count: int, storage: str) -> list[np.ndarray]:
+    run = Run(directory, count, storage)
+    for step in (1, 2):
+        run.train()
+        run.checkpoint.save(step)
+    run.checkpoint.close()
+    return run.values()
+
+
+@pytest.mark.parametrize(("count", "storage"), [(4, "parts"), (8, "parts"), (3, "whole")], ids=str)
+def test_any_storage_on_any_number_of_devices_is_restored_on_any_other(tmp_path: Path, count: int, storage: str) -> None:
+    expected = saved(tmp_path, count, storage)
+    record = json.loads((tmp_path / "2" / "record.json").read_text())["record"]
+    assert record["format"] == (files.FORMAT_IN_PARTS if storage == "parts" else files.FORMAT)
+    assert (tmp_path / "2" / "parts-0.npz").exists() == (storage == "parts")
+    for others, way in [(1, "parts"), (2, "whole"), (3, "parts"), (8, "parts")]:
+        run = Run(tmp_path, others, way)
+        placements = [run.w._slot.array.sharding, run.half._slot.array.sharding]
+        assert run.checkpoint.restore_latest() == 2
+        assert [run.w._slot.array.sharding, run.half._slot.array.sharding] == placements
+        for own, value in zip(run.values(), expected, strict=True):
+            np.testing.assert_array_equal(own, value, strict=True)
+        run.train()  # with the same program and donated arrays
+        assert run.state["epoch"] == 3
+        run.checkpoint.close()
+
+
+def test_the_host_holds_few_pieces_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits until those before are written; also where writing fails."""
+    monkeypatch.setattr(array_files, "MAX_HELD_BYTES", 300)
+    most, held = 0.0, 0
+    put, write = array_files.Pieces.put, np.lib.format.write_array
+
+    def counting(pieces: array_files.Pieces, key: str, array: np.ndarray) -> None:
+        nonlocal most
+        put(pieces, key, array)
+        most = max(most, pieces._held)
+
+    monkeypatch.setattr(array_files.Pieces, "put", counting)
+    saved(tmp_path / "sound", 4, "parts")
+    assert 240 <= most <= 300
+
+    def failing(file: Any, array: np.ndarray, **options: Any) -> None:
+        nonlocal held
+        held += 1
+        if held == 2:
+            raise OSError(28, "No space left on device")
+        write(file, array, **options)
+
+    monkeypatch.setattr(np.lib.format, "write_array", failing)
+    run = Run(tmp_path / "full", 4, "parts")
+    run.train()
+    run.checkpoint.save(1)
+    with pytest.raises(mr.CheckpointError, match="No space left"):
+        run.checkpoint.close()
+    assert list((tmp_path / "full").glob("[.0-9]*")) in ([], [tmp_path / "full" / ".writer"])
+
+
+@pytest.mark.parametrize("damage", ["flip", "missing", "short", "another"])
+def test_a_damaged_part_is_found_and_the_step_before_is_restored(tmp_path: Path, damage: str, caplog: Any) -> None:
+    saved(tmp_path, 4, "parts")
+    path = tmp_path / "2" / "parts-0.npz"
+    data = bytearray(path.read_bytes())
+    if damage == "flip":
+        data[len(data) // 3] ^= 1
+        path.write_bytes(data)
+    elif damage == "short":
+        path.write_bytes(data[: len(data) // 2])
+    elif damage == "missing":
+        path.unlink()
+    else:
+        shutil.copy(tmp_path / "1" / "parts-0.npz", path)
+    run = Run(tmp_path, 2, "parts")
+    assert run.checkpoint.restore_latest() == 1 and run.state["epoch"] == 1
+    assert "step 2 in" in caplog.text and "is damaged and is not used" in caplog.text
+    assert ("w is damaged" in caplog.text or "is damaged: its CRC-32" in caplog.text) or damage in ("missing", "short")
+    run.checkpoint.close()
+
+
+def test_a_format_that_a_version_does_not_know_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path, 4, "parts")
+    monkeypatch.setattr(files, "FORMAT_IN_PARTS", 3)  # a version without parts
+    run = Run(tmp_path, 2, "whole")
+    with pytest.raises(mr.CheckpointError, match=r"2 has format 4, and this version of mirrored reads formats 3"):
+        run.checkpoint.restore_latest()
+    assert run.state["epoch"] == 0
+    run.checkpoint.close()
+
+
+def test_a_value_of_another_shape_does_not_fit(tmp_path: Path) -> None:
+    saved(tmp_path, 4, "parts")
+    strategy = strategy_of(4, storage="parts")
+    with strategy.scope():
+        checkpoint = mr.Checkpoint(tmp_path, w=mr.Variable(np.zeros((12, 24), np.float32)))
+    with pytest.raises(mr.CheckpointError, match=r"w is mirrored float32\[12, 24\] here, and mirrored float32\[12, 20\]"):
+        checkpoint.restore_latest(partial=True)
+    checkpoint.close()
