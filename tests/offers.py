@@ -94,7 +94,7 @@ OFFERS = {
         _sources.open.open_source
     """,
     "_models": """
-        libraries.LIBRARIES libraries.has_module libraries.has_strangers libraries.imported libraries.in_scope
+        libraries.LIBRARIES libraries.has_strangers libraries.imported libraries.in_scope
         libraries.own_variable libraries.static_leaves libraries.traced libraries.tree_of objects.arrays_by_name
         objects.arrays_in objects.held_in objects.is_object objects.run_with objects.set_arrays
     """,

@@ -34,11 +34,6 @@ def imported() -> list[Library]:
     return [library for library in LIBRARIES if library.package in sys.modules]
 
 
-def has_module(name: str) -> bool:
-    """Tell whether a module is a library's."""
-    return any(f"{name}.".startswith(f"{library.package}.") for library in LIBRARIES)
-
-
 @contextlib.contextmanager
 def in_scope() -> Iterator[None]:
     """Let the libraries make variables and models that belong to a strategy inside this block, its scope."""

@@ -63,7 +63,7 @@ def held_in(arguments: PyTree) -> Objects | None:
 
 def is_object(value: object) -> bool:
     """Tell whether a value is an object that holds arrays, of an imported library."""
-    return any(kind.is_one(value) for kind in _kinds())
+    return any(library.package in sys.modules and library.objects.is_one(value) for library in LIBRARIES if library.objects)
 
 
 def arrays_in(value: object) -> tuple[Any, ...]:

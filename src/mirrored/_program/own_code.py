@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._models import libraries, objects
+from .._models import objects
+from .._models.libraries import LIBRARIES
 
 #: Stands for a name that is no global, an empty cell, or a missing attribute.
 ABSENT = object()
@@ -268,7 +269,7 @@ def _is_librarys(value: object) -> bool:
 
 
 def _is_library(module: str) -> bool:
-    return module.partition(".")[0] in _WHOLE or libraries.has_module(module)
+    return module.partition(".")[0] in _WHOLE or any(f"{module}.".startswith(f"{each.package}.") for each in LIBRARIES)
 
 
 def _is_whole(value: object, is_item: bool, key: Hashable) -> bool:
