@@ -90,10 +90,9 @@ OFFERS = {
         _sources.open.open_source
     """,
     "_models": """
-        equinox.places_in_modules keras.build_by keras.in_scope keras.refusing_new_variables keras.traced_until_found
-        keras_fit.describe keras_variables.has_strangers keras_variables.is_keras_variable
-        keras_variables.own_variable keras_variables.state_of nnx.arrays_by_name nnx.holds_objects nnx.is_object
-        nnx.run_with_objects nnx.set_arrays nnx.variables_of replaced.over_replicas
+        libraries.LIBRARIES libraries.has_strangers libraries.imported libraries.in_scope
+        libraries.own_variable libraries.static_leaves libraries.traced libraries.tree_of objects.arrays_by_name
+        objects.arrays_in objects.held_in objects.is_object objects.run_with objects.set_arrays
     """,
     "_program": """
         advice.Said call.Call call.argument_names call.check_replicas dispatch.Dispatcher eager.eager lift.Lifted

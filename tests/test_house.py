@@ -340,6 +340,30 @@ def test_the_environment_is_read_in_one_file() -> None:
     assert readers == {"_env"}
 
 
+#: Files that name a model library beside those of `_models/`, and why.
+NAME_LIBRARIES = {
+    "_command.env",  # a table of packages, whose versions it prints without importing JAX
+}
+
+
+def names_of_libraries(tree: ast.Module) -> set[str]:
+    """Return what names a model library in code: a name, an attribute, a module, a text; docstrings may name all."""
+    notes = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    found = set()
+    for node in ast.walk(tree):
+        texts = [value for _, value in ast.iter_fields(node) if isinstance(value, str) and id(node) not in notes]
+        found |= {word for text in texts for word in re.findall(r"flax|nnx\.|equinox|keras", text)}
+    return found
+
+
+def test_model_libraries_are_named_in_one_wing() -> None:
+    """Who asks one asks all, by `_models/libraries`: a library is one file and one entry."""
+    assert {name for name, tree in TREES.items() if wing(name) != "_models" and names_of_libraries(tree)} == NAME_LIBRARIES
+    for planted in ("from flax import nnx", "x = 'flax.nnx' in sys.modules", "models.keras.state_of(x)", "keras_models = 1"):
+        assert names_of_libraries(ast.parse(planted)), planted
+    assert not names_of_libraries(ast.parse('def f():\n    """Take keras."""\n    return "a model of Keras"'))
+
+
 def test_threads_start_where_the_house_says() -> None:
     starts = {name for name, path in PATHS.items() if re.search(r"\bThread\(|PoolExecutor|start_new_thread\(", path.read_text())}
     assert starts == THREADS
@@ -620,7 +644,8 @@ def test_the_way_of_a_step_is_short(num_variables: int, strategy2: mr.Strategy, 
 
     first, _ = way(lambda: strategy2.run(step))
     models = {name for name in first if name.startswith("_models/")}  # of libraries that some test has imported
-    known = {f"_models/{name}" for name in ("keras", "keras_layers", "keras_parts", "replaced")}
+    names = "equinox keras keras_layers keras_parts libraries library linen objects replaced"
+    known = {f"_models/{name}" for name in names.split()}
     assert len(first - models) <= MOST_FILES_FIRST and models <= known, sorted(first)
     warm, calls = min((way(lambda: strategy2.run(step)) for _ in range(2)), key=lambda found: found[1])  # one may wait for others
     assert warm <= WARM, sorted(warm - WARM)

@@ -4,34 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-#: First part of a module's name -> the library, the lines before the step, and the lines in it.
-_LINES = {
-    "flax.nnx": (
-        "Flax NNX",
-        "strategy.run(step, args=(model, optimizer, batch))",
-        "grads = mr.get_replica_context().all_reduce('sum', grads); optimizer.update(model, grads)",
-    ),
-    "flax": (
-        "Flax Linen",
-        "with strategy.scope(): variables = mr.Variable(model.init(key, x))",
-        "model.apply(variables.value, x)",
-    ),
-    "equinox": (
-        "Equinox",
-        "with strategy.scope(): variables = mr.Variable(model)",
-        "variables.value(x), and variables.assign(eqx.apply_updates(variables.value, updates))",
-    ),
-    "keras": (
-        "Keras",
-        "with strategy.scope(): model, optimizer = ..., ...",
-        "mr.value_and_grad(loss, model.trainable_variables), and optimizer.apply_gradients of Keras",
-    ),
-    "torch": (
-        "PyTorch, which does not compute with JAX",
-        "variables = {name: mr.Variable(p.detach().numpy()) for name, p in model.named_parameters()}",
-        "the model written in JAX",
-    ),
-}
+from . import _process
 
 
 def lines_for(value: object) -> str:
@@ -39,8 +12,8 @@ def lines_for(value: object) -> str:
     values = [value, *value] if isinstance(value, list | tuple) else [value]
     if isinstance(value, Mapping):
         values = [value, *value.values()]
-    for prefix, (library, before, inside) in _LINES.items():
-        modules = [base.__module__ for one in values for base in type(one).__mro__]
-        if any(module == prefix or module.startswith(f"{prefix}.") for module in modules):
-            return f" This is an object of {library}. Before the step write {before}. In the step: {inside}."
+    modules = [f"{base.__module__}." for one in values for base in type(one).__mro__]
+    for library in _process.libraries:  # `_models/library.Library`
+        if any(module.startswith(f"{library.package}.") for module in modules):
+            return f" This is an object of {library.name}. Before the step write {library.before}. In the step: {library.inside}."
     return ""

@@ -13,15 +13,15 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 # -- where the program is, for each thread and each asynchronous task
 
 #: The innermost scope, step or trace (`_replicas/frames.Frame`).
 frame: contextvars.ContextVar[Any] = contextvars.ContextVar("mirrored_frame", default=None)
-#: Whether a Keras optimizer is writing variables: then its gradients are already summed.
-is_keras_update: contextvars.ContextVar[bool] = contextvars.ContextVar("mirrored_keras_update", default=False)
+#: Whether the optimizer of a model library is writing variables: then its gradients are already summed.
+is_library_update: contextvars.ContextVar[bool] = contextvars.ContextVar("mirrored_library_update", default=False)
 
 # -- the command `mirrored plan`
 
@@ -43,14 +43,16 @@ is_forked = False
 #: Mesh and content, or mesh and `id` of an array of JAX's, that programs close over -> its copy on each device.
 constants: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
 
-# -- replacements in other libraries
+# -- model libraries
 
-#: Guards the next three: the replaced methods of Keras and Equinox, how many blocks need them, and the strategies' models.
+#: All of them (`_models/library.Library`), once `_models/libraries` is imported.
+libraries: Sequence[Any] = ()
+#: Guards the next three: their replaced methods, how many blocks need these, and the strategies' models.
 replaced_lock = threading.RLock()
 replaced: dict[tuple[type, str], tuple[Callable[..., Any], Any]] = {}
 num_replacing = 0
-#: Keras model, made in a strategy's scope or run on a strategy -> its devices.
-keras_models: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+#: Model that trains itself, made in a strategy's scope or run on a strategy -> its devices.
+library_models: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 #: Guards the next two: the places of JAX's functions that are replaced while steps are traced, and how many traces run.
 lax_lock = threading.Lock()
 lax_replaced: list[tuple[Any, str, Callable[..., Any]]] = []

@@ -16,7 +16,7 @@ from . import _tf_names
 from ._errors import ContextError, PerReplicaError
 from ._jax import user_code
 from ._jax.marks import Mark, Purpose, mark
-from ._models.keras_variables import own_variable
+from ._models.libraries import own_variable
 from ._options import ReduceOp
 from ._program.refusals import check_outside
 from ._replicas import cross_replica, frames

@@ -1,4 +1,4 @@
-"""Damages to what makes Keras' variables ours, and lets its layers, optimizers and fit know about replicas."""
+"""Damages to the door for model libraries, and to what makes Keras' variables ours."""
 
 _HERE = "tests/_models/test_"
 
@@ -11,4 +11,8 @@ MUTANTS = [
      _HERE + "keras_variables.py::test_what_is_kept_is_refused"),
     ("_models/replaced.py", "            delattr(owner, name)\n", "            pass\n",
      _HERE + "replaced.py::test_the_table_is_in_place_inside_scopes_and_steps_and_undone_after_the_last"),
+    ("_models/objects.py", "        if structure != whole.structure:", "        if False:",
+     _HERE + "library.py::test_wrong_steps_are_refused_in_the_words_of_the_library_and_change_nothing"),
+    ("_models/libraries.py", " for library in LIBRARIES if library.package in sys.modules]", " for library in LIBRARIES]",
+     _HERE + "library.py::test_a_library_that_the_program_has_not_imported_is_not_asked"),
 ]  # fmt: skip

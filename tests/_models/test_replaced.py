@@ -114,7 +114,7 @@ def test_a_model_of_no_strategy_is_trained_to_the_same_bits_beside_a_scope_and_a
     plain = model(keras.layers.Dropout(0.5, seed=1))
     require_same_bits(found, trained(plain))
     assert {len(variable.value.devices()) for variable in plain.variables} == {1}
-    assert not any(name in vars(plain) for name in ("fit", "evaluate", "predict")) and plain not in _process.keras_models
+    assert not any(name in vars(plain) for name in ("fit", "evaluate", "predict")) and plain not in _process.library_models
     layer, state = equinox.nn.make_with_state(equinox.nn.BatchNorm)(3, "batch", mode="batch")
     call = equinox.filter_vmap(layer, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
     require_same_bits([beside(strategy2.scope, lambda: np.asarray(call(X, state)[0]))], [np.asarray(call(X, state)[0])])
@@ -130,7 +130,7 @@ def test_models_of_two_strategies_know_them_after_the_scopes(strategy2: mr.Strat
         for a, b in zip(trained(made), trained_alone(), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-4)
         assert {len(variable.value.devices()) for variable in made.variables} == {count} and methods() == before
-    assert keras.models.clone_model(models[0]) not in _process.keras_models
+    assert keras.models.clone_model(models[0]) not in _process.library_models
 
 
 def test_a_model_of_no_scope_that_a_step_has_taken_over_is_fitted_outside_with_a_warning(strategy2: mr.Strategy) -> None:

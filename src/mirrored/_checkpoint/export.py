@@ -6,13 +6,12 @@ import jax
 
 from .._errors import UnevenReplicasError
 from .._jax import user_code
-from .._models import keras_variables, nnx
+from .._models import libraries, objects
 from .._replicas.per_replica import PerReplica, require_whole, stack_of, uneven_shapes
 from .._typing import PyTree
 from .._variables.tree import VariableTree
 from .._variables.variable import Variable
 from ..optimizer import Optimizer
-from .leaves import is_nnx_object
 
 
 @user_code.shorten_errors
@@ -44,7 +43,7 @@ def export(tree: PyTree) -> PyTree:
 
 
 def _is_whole(value: object) -> bool:
-    return isinstance(value, Variable | VariableTree | PerReplica) or is_nnx_object(value)
+    return isinstance(value, Variable | VariableTree | PerReplica) or objects.is_object(value)
 
 
 def _export_leaf(value: PyTree) -> PyTree:
@@ -52,8 +51,8 @@ def _export_leaf(value: PyTree) -> PyTree:
         return value.value
     if isinstance(value, Optimizer):
         return export(value.state)
-    if is_nnx_object(value):
-        return nnx.arrays_by_name(value)
+    if objects.is_object(value):
+        return objects.arrays_by_name(value)
     if isinstance(value, PerReplica):
         if uneven_shapes(value) is not None:
             raise UnevenReplicasError(
@@ -62,5 +61,5 @@ def _export_leaf(value: PyTree) -> PyTree:
             )
         require_whole(value, lambda: "mr.export got")
         return stack_of(value)
-    state = keras_variables.state_of(value)
+    state = libraries.tree_of(value)
     return value if state is value else export(state)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._libraries import lines_for
-from .._models import keras_variables, nnx
+from .._models import libraries, objects
 from .._options import VariableAggregation, VariableSynchronization
 from .._replicas.arrays import refuse_mask
 from .._replicas.division import division_in
@@ -60,9 +59,9 @@ def _walk(path: str, tree: PyTree, is_replaceable: bool, lines: str) -> Iterator
     if isinstance(tree, Optimizer):
         yield f"{path}:iterations", tree.iterations
         tree = tree.state
-    tree = keras_variables.state_of(tree)
-    if is_nnx_object(tree):
-        for name, array in nnx.arrays_by_name(tree).items():
+    tree = libraries.tree_of(tree)
+    if objects.is_object(tree):
+        for name, array in objects.arrays_by_name(tree).items():
             _check_leaf(path + name, array, True, lines)
             yield path + name, array
         return
@@ -80,16 +79,11 @@ def _walk(path: str, tree: PyTree, is_replaceable: bool, lines: str) -> Iterator
 
 def children_of(tree: PyTree) -> tuple[list[tuple[Any, Any]], Any] | None:
     """Return a node's children, with their keys, and its treedef; None for a leaf."""
-    if isinstance(tree, Variable | PerReplica | Optimizer) or has_position(tree) or is_nnx_object(tree):
+    if isinstance(tree, Variable | PerReplica | Optimizer) or has_position(tree) or objects.is_object(tree):
         return None
     children, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
     is_leaf = len(children) == 1 and not children[0][0]  # its path to itself is empty
     return None if is_leaf else (children, treedef)
-
-
-def is_nnx_object(value: object) -> bool:
-    """Tell whether a value is a module, optimizer, metric or variable of Flax NNX."""
-    return "flax.nnx" in sys.modules and nnx.is_object(value)
 
 
 def has_position(value: object) -> bool:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._models import nnx
+from .._models import objects
 from .._options import VariableAggregation, VariableSynchronization
 from .._replicas import cross_replica
 from .._replicas.division import division_in
@@ -32,7 +32,6 @@ from .leaves import (
     dtype_name,
     has_position,
     is_key,
-    is_nnx_object,
     key_impl,
     kind_of,
     variables_of,
@@ -352,8 +351,8 @@ def _plain_value(leaf: object, host: np.ndarray, entry: Mapping[str, Any]) -> An
 
 def _replace_leaves(path: str, tree: PyTree, new: Mapping[str, Any]) -> PyTree:
     """Return a tree with new leaves: dicts and lists are changed in place, other nodes are made anew."""
-    if is_nnx_object(tree):
-        nnx.set_arrays(tree, {name.removeprefix(path): value for name, value in new.items() if name.startswith(path)})
+    if objects.is_object(tree):
+        objects.set_arrays(tree, {name.removeprefix(path): value for name, value in new.items() if name.startswith(path)})
     children = None if path in new else children_of(tree)
     if children is None:
         return new.get(path, tree)

@@ -22,7 +22,6 @@ _TRACER_NEEDED = re.compile(r"(unhashable type:|single integer, got) '\w*Tracer"
 _COMPLAINTS: dict[str, tuple[type[Exception], str]] = {
     "no static number": (jax.errors.ConcretizationTypeError, r"is expected: .*\n(.*(?:size argument|static).*)"),
     "no attribute": (AttributeError, r"^The '(\w+)' (?:method|attribute) is not available on"),
-    "object of a closure": (Exception, r"^Cannot mutate (\w+) from a different trace level"),  # of Flax NNX
     "no axis": (NameError, r"unbound axis name:? ['\"]?(\w+)"),
     "array is called": (TypeError, r"'\w*Tracer' object is not callable"),
     "array in a format": (TypeError, r"unsupported format string passed to \w*Tracer\.__format__"),

@@ -54,6 +54,7 @@ class Mark:
     name: str
     where: str
     number: int = 0  # which optimizer, for a gradient; which array, in a sum; which variable, for a state
+    message: str = ""  # what a model library says if it is refused
 
     def __str__(self) -> str:
         """Show the mark without its line, whose path may differ between workers that run the same program."""

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from .._errors import ContextError
 from .._jax import user_code
 from .._replicas.mesh import ReplicaMesh, default_mesh
-from . import keras_parts
+from . import keras_fit, keras_layers, keras_parts, keras_variables
 from .keras_variables import UndiscoveredError, adopt, ours_of, scope_mesh
-from .replaced import in_place
+from .library import Library
 
 if TYPE_CHECKING:
     import keras
@@ -27,11 +27,10 @@ MAX_TRACES = 8
 
 
 @contextlib.contextmanager
-def in_scope() -> Iterator[None]:
-    """Inside this block, a strategy's scope, let Keras make variables and models that belong to the strategy."""
+def _in_scope() -> Iterator[None]:
+    """Warn if Keras is imported inside this block, a strategy's scope."""
     was_there = keras_parts.imported_keras() is not None
-    with in_place():
-        yield
+    yield
     if not was_there and keras_parts.imported_keras() is not None:
         user_code.warn(
             "keras was imported inside a strategy's scope, so the strategy does not know the models that were made there: steps "
@@ -40,15 +39,30 @@ def in_scope() -> Iterator[None]:
         )
 
 
-def traced_until_found(trace: Callable[[], Any], mesh: ReplicaMesh | None) -> Any:
-    """Trace a function. While the trace meets Keras variables that are not ours, adopt them and trace again."""
+def _replaced() -> Iterator[tuple[type, str, Callable[..., Any]]]:
     keras = keras_parts.imported_keras()
     if keras is None:
+        return
+    user_code.leave_out(keras)
+    yield keras.Variable, "__init__", keras_variables.init_variable
+    if keras.config.backend() != "jax":
+        return
+    yield keras.layers.BatchNormalization, keras_parts.MOMENTS, keras_layers.moments
+    yield keras.random.SeedGenerator, "next", keras_layers.next_seed
+    yield keras.optimizers.Optimizer, "apply", keras_layers.apply
+    yield keras.optimizers.LossScaleOptimizer, "apply", keras_layers.apply
+    yield keras.Model, "__init__", keras_fit.init_model
+    for name, method in keras_fit.METHODS.items():
+        yield keras.Model, name, method
+
+
+def _traced(trace: Callable[[], Any], mesh: ReplicaMesh | None, may_repeat: bool) -> Any:
+    """Trace a function. While the trace meets Keras variables that are not ours, adopt them and trace again."""
+    keras, new = keras_parts.imported_keras(), ""
+    if keras is None:
         return trace()
-    new = ""
     for _ in range(MAX_TRACES):
-        with adopting_variables(keras, mesh, is_discovery=True) as found:
-            result = trace()
+        result, found = _trace_once(keras, trace, mesh, may_repeat)
         if not found:
             return result
         new = found[-1].path
@@ -58,7 +72,38 @@ def traced_until_found(trace: Callable[[], Any], mesh: ReplicaMesh | None) -> An
     )
 
 
-def build_by(call: Callable[[], Any]) -> None:
+def _trace_once(keras: ModuleType, trace: Callable[[], Any], mesh: ReplicaMesh | None, may_repeat: bool) -> tuple[Any, list[Any]]:
+    """Trace a function; return the result, and the new Keras variables that it has met, now adopted.
+
+    If the trace may be repeated, the variables will be on `mesh`; else there must be none. If a larger trace has to be
+    repeated, raise UndiscoveredError.
+    """
+    is_inner = isinstance(keras_parts.innermost_scope(keras), VariableScope)
+    scope, result = keras_parts.subclass_of(keras.StatelessScope, VariableScope)(), None
+    make: Callable[[], list[Any]] = list
+    try:
+        # Keras initializes new variables at the end of the outermost scope, when no trace is running any more.
+        with scope:
+            result = trace()
+    except UndiscoveredError as error:
+        scope.strangers |= {id(variable): variable for variable in error.variables}
+        mesh, make = error.mesh or mesh, error.make
+    found = list(scope.strangers.values())
+    if is_inner and (found or make is not list):
+        raise UndiscoveredError(found, mesh, make)
+    found += make()
+    if found and not may_repeat:
+        raise ContextError(
+            f"the Keras variable {found[0].path!r} was used when the function was traced, but not when its variables were "
+            "discovered a moment before. A step must do the same every time it is traced: look for layers, metrics or "
+            "optimizers that are made in it, and for code that depends on something outside that changes."
+        )
+    for variable in found:
+        adopt(variable, mesh or default_mesh())
+    return result, found
+
+
+def _build_by(call: Callable[[], Any]) -> None:
     """Call a function that has no variables yet; if it makes some, like a model's first call, start the whole trace again.
 
     Outside a trace that can be repeated, the function is not called.
@@ -69,12 +114,6 @@ def build_by(call: Callable[[], Any]) -> None:
         call()
         if scope.strangers:
             raise UndiscoveredError(list(scope.strangers.values()), scope_mesh())
-
-
-def refusing_new_variables(mesh: ReplicaMesh | None) -> contextlib.AbstractContextManager[Any]:
-    """Let a function be traced, or run, inside this block; it must not meet new Keras variables."""
-    keras = keras_parts.imported_keras()
-    return contextlib.nullcontext() if keras is None else adopting_variables(keras, mesh, is_discovery=False)
 
 
 # -- the variables that a trace touches
@@ -109,33 +148,19 @@ class VariableScope:
             super().add_update(update)  # type: ignore[misc]
 
 
-@contextlib.contextmanager
-def adopting_variables(keras: ModuleType, mesh: ReplicaMesh | None, is_discovery: bool) -> Iterator[list[Any]]:
-    """Let a function be traced inside this block; afterwards the yielded list has the new Keras variables, now adopted.
-
-    With `is_discovery` the trace can be repeated, and the variables will be on `mesh`; without it, there must be none. If a
-    larger trace has to be repeated, raise UndiscoveredError.
-    """
-    found: list[Any] = []
-    is_inner = isinstance(keras_parts.innermost_scope(keras), VariableScope)
-    scope, met = keras_parts.subclass_of(keras.StatelessScope, VariableScope)(), mesh
-    make: Callable[[], list[Any]] = list
-    try:
-        # Keras initializes new variables at the end of the outermost scope, when no trace is running any more.
-        with in_place(), scope:
-            yield found
-    except UndiscoveredError as error:
-        scope.strangers |= {id(variable): variable for variable in error.variables}
-        met, make = error.mesh or mesh, error.make
-    found += scope.strangers.values()
-    if is_inner and (found or make is not list):
-        raise UndiscoveredError(found, met, make)
-    found += make()
-    if found and not is_discovery:
-        raise ContextError(
-            f"the Keras variable {found[0].path!r} was used when the function was traced, but not when its variables were "
-            "discovered a moment before. A step must do the same every time it is traced: look for layers, metrics or "
-            "optimizers that are made in it, and for code that depends on something outside that changes."
-        )
-    for variable in found:
-        adopt(variable, met or default_mesh())
+KERAS = Library(
+    package="keras",
+    name="Keras",
+    before="with strategy.scope(): model, optimizer = ..., ...",
+    inside="mr.value_and_grad(loss, model.trainable_variables), and optimizer.apply_gradients of Keras",
+    unbuilt=" A Keras model has none before it is built: model.build(input_shape).",
+    scope=_in_scope,
+    replaced=_replaced,
+    traced=_traced,
+    build=_build_by,
+    is_stranger=keras_variables.is_stranger,
+    own_variable=keras_variables.own_variable,
+    tree_of=keras_variables.tree_of,
+    describe=keras_fit.describe,
+    explain=keras_variables.explain,
+)

@@ -17,7 +17,7 @@ import numpy as np
 
 from .._errors import PlanError, StrategyMismatchError
 from .._jax import user_code
-from .._process import keras_models
+from .._process import library_models
 from .._replicas import cross_replica, in_flight, placement
 from .._replicas.mesh import PlannedMesh, ReplicaMesh, replicas_of
 from .._replicas.per_replica import PerReplica, is_per_replica, stack_of, uneven_shapes
@@ -27,6 +27,7 @@ from .._variables.variable import spec_of
 from ..data._dataset import DistributedDataset, mesh_of
 from . import keras_parts
 from .keras_variables import adopt, ours_of, scope_mesh
+from .replaced import in_place
 
 if TYPE_CHECKING:
     import keras
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 def describe(mesh: ReplicaMesh) -> list[str]:
     """Name the models for which Keras has run `fit`, `evaluate` or `predict` on these devices."""
-    models = [model for model, own in list(keras_models.items()) if own == mesh]
+    models = [model for model, own in list(library_models.items()) if own == mesh]
     names = [m.name for m in models if _OnAll in map(type, (m.train_function, m.test_function, m.predict_function))]
     how = "share each batch out over all replicas, or give it whole to each when they do not divide it"
     return [f"Keras model {name!r}: fit, evaluate and predict {how}" for name in names]
@@ -43,7 +44,7 @@ def describe(mesh: ReplicaMesh) -> list[str]:
 def _mesh_of(model: keras.Model) -> ReplicaMesh | None:
     """Return the devices of a model's strategy, else of the strategy whose scope the program is in."""
     known = (spec_of(ours).mesh for ours in map(ours_of, _variables_of(model)) if ours is not None)
-    mesh = next(known, keras_models.get(model))
+    mesh = next(known, library_models.get(model))
     here = scope_mesh()
     if mesh is not None and here is not None and mesh != here:
         raise StrategyMismatchError(
@@ -58,10 +59,33 @@ def _variables_of(model: keras.Model) -> list[Any]:
     return [*model.variables, *model.metrics_variables, *(() if optimizer is None else optimizer.variables)]
 
 
+# -- the models of a strategy
+
+
+def init_model(old: Callable[..., None], model: keras.Model, *args: object, **kwargs: object) -> None:
+    """Make a model; if it is made in a scope, it still belongs to the strategy after the scope."""
+    if (mesh := scope_mesh()) is not None:
+        library_models[model] = mesh
+        _know(model)
+    old(model, *args, **kwargs)
+
+
+def _know(model: keras.Model) -> None:
+    """Give one model methods that put the table in place while they run, so that it trains outside the scope too."""
+    for name in METHODS:
+        own = functools.partial(_call_in_place, model, name)
+        model.__dict__.setdefault(name, functools.update_wrapper(own, getattr(model, name)))
+
+
+def _call_in_place(model: keras.Model, name: str, *args: object, **kwargs: object) -> Any:
+    with in_place():
+        return getattr(type(model), name)(model, *args, **kwargs)
+
+
 # -- the functions that Keras compiles
 
 
-def make_function(old: Callable[..., Any], model: keras.Model, force: bool = False) -> Callable[..., Any] | None:
+def _make_function(old: Callable[..., Any], model: keras.Model, force: bool = False) -> Callable[..., Any] | None:
     """Make the function that `fit` calls with the state and the batches; it places both on all devices."""
     mesh = _mesh_of(model)
     if mesh is None:
@@ -79,7 +103,8 @@ def make_function(old: Callable[..., Any], model: keras.Model, force: bool = Fal
         with _distribution(mesh).scope():  # so that Keras asks for this placement of the new state
             old(model, True)
         setattr(model, name, _OnAll(mesh, getattr(model, name), name.removesuffix("_function")))
-        keras_models[model] = mesh
+        library_models[model] = mesh
+    _know(model)  # it may have been made elsewhere; from now on it belongs to the strategy
     return getattr(model, name)
 
 
@@ -162,7 +187,7 @@ def _refuse_batch(position: int, workers: Sequence[int]) -> None:
 # -- distributed datasets
 
 
-def build_quietly(old: Callable[..., None], model: keras.Model, *args: object, **kwargs: object) -> None:
+def _build_quietly(old: Callable[..., None], model: keras.Model, *args: object, **kwargs: object) -> None:
     """Build a model, without JAX's warning that int64 labels become int32."""
     with warnings.catch_warnings():
         if _mesh_of(model) is not None:
@@ -170,7 +195,7 @@ def build_quietly(old: Callable[..., None], model: keras.Model, *args: object, *
         old(model, *args, **kwargs)
 
 
-def with_dataset(old: Callable[..., Any], model: keras.Model, x: object = None, *args: object, **kwargs: object) -> Any:
+def _with_dataset(old: Callable[..., Any], model: keras.Model, x: object = None, *args: object, **kwargs: object) -> Any:
     """Call `fit`, `evaluate` or `predict`; accept distributed datasets, and shuffle alike on all workers."""
     mesh = _mesh_of(model)
     if isinstance(x, DistributedDataset):
@@ -242,3 +267,11 @@ def _joined(value: PerReplica) -> jax.Array:
     if shapes is None:
         return cross_replica.compiled(jax.lax.collapse, mesh.stacked, 0, 2)(stack)
     return cross_replica.compiled(cross_replica.gather_stack, mesh.mirrored, 0, shapes, mesh.mirrored)(stack)
+
+
+#: The methods of a strategy's model that take batches.
+METHODS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("make_train_function", "make_test_function", "make_predict_function"), _make_function),
+    **dict.fromkeys(("fit", "evaluate", "predict"), _with_dataset),
+    keras_parts.BUILD: _build_quietly,
+}

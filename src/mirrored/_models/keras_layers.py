@@ -14,7 +14,7 @@ import numpy as np
 from .._jax import random_keys, user_code
 from .._jax.marks import Mark, Purpose, mark
 from .._options import ReduceOp
-from .._process import is_keras_update
+from .._process import is_library_update
 from .._replicas import rows_drawn
 from .._replicas.context import axis_of, current_replica
 from . import keras_parts
@@ -73,7 +73,7 @@ def apply(
 ) -> None:
     """Sum the gradients over the replicas, and update the variables."""
     replica = current_replica()
-    if replica is None or is_keras_update.get():  # an optimizer inside another gets sums already
+    if replica is None or is_library_update.get():  # an optimizer inside another gets sums already
         return old(optimizer, grads, trainable_variables)
     variables = None if trainable_variables is None else list(trainable_variables)
     _build_first(optimizer, variables)
@@ -85,13 +85,13 @@ def apply(
     marked = [mark(jnp.asarray(grads[i]), Mark(Purpose.GRADIENT, paths[i], where)) for i in present]
     totals = dict(zip(present, replica.all_reduce(ReduceOp.SUM, marked), strict=True))
     summed = [totals.get(i) for i in range(len(grads))]
-    token = is_keras_update.set(True)
+    token = is_library_update.set(True)
     try:
         if not isinstance(optimizer, sys.modules["keras"].optimizers.LossScaleOptimizer):
             return old(optimizer, summed, variables)
         return _apply_scaled(optimizer, {id(v): g for g, v in zip(summed, trained, strict=True)})
     finally:
-        is_keras_update.reset(token)
+        is_library_update.reset(token)
 
 
 def _apply_scaled(optimizer: keras.optimizers.Optimizer, by_variable: dict[int, Any]) -> None:

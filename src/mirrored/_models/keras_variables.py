@@ -7,7 +7,7 @@ import functools
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,14 +15,13 @@ import jax.numpy as jnp
 
 from .. import _process
 from .._errors import ContextError
-from .._jax import tracing, user_code
+from .._jax import complaints, tracing, user_code
 from .._jax.marks import Mark, Purpose, mark
 from .._options import VariableAggregation
 from .._replicas import frames
 from .._replicas.mesh import ReplicaMesh, default_mesh
-from .._typing import PyTree
 from .._variables.access import store
-from .._variables.variable import Variable, is_variable, spec_of
+from .._variables.variable import Variable, spec_of
 from . import keras_parts
 
 if TYPE_CHECKING:
@@ -34,6 +33,13 @@ _OURS, _MESH = "_mirrored_variable", "_mirrored_mesh"
 _FIT_OUTSIDE = (
     "a Keras model that was made outside of a strategy's scope, and that its steps have taken over, is fitted outside of it: "
     "each replica computes the whole batch, which is right and slow. Make the model in `with strategy.scope():`, or fit it there."
+)
+_NO_SUM = (
+    "the variable {name!r} of a Keras metric is summed over the replicas when it is read, and the value assigned to it at "
+    "{where} is no sum: it is not the old value and something that was added to it. A largest or last value, or a running mean, "
+    "would be a sum of those of all replicas. Add to it: variable.assign_add(value). Or combine the replicas in update_state, "
+    "and say so where the variable is made: self.add_variable(shape, initializer, aggregation='only_first_replica'), and for a "
+    "largest value variable.assign(keras.ops.maximum(variable, jax.lax.pmax(value, 'replica')))."
 )
 
 
@@ -63,7 +69,7 @@ class View:
             return
         if ours is None:
             vars(self)[_OURS] = _made(self, value)
-        elif _process.is_keras_update.get():
+        elif _process.is_library_update.get():
             is_mirrored = not spec_of(ours).is_on_read
             store(ours, mark(value, Mark(Purpose.ASSIGN, ours.name, user_code.user_line())) if is_mirrored else value)
         else:
@@ -86,7 +92,7 @@ def _noted(purpose: Purpose, variable: Variable, value: jax.Array) -> jax.Array:
     frame, spec = frames.current(), spec_of(variable)
     if frame is None or frame.replica is None or not (spec.is_on_read and spec.aggregation is VariableAggregation.SUM):
         return value
-    return mark(jnp.asarray(value), Mark(purpose, spec.name, user_code.user_line(), spec.number))
+    return mark(jnp.asarray(value), Mark(purpose, spec.name, user_code.user_line(), spec.number, _NO_SUM))
 
 
 @functools.cache
@@ -179,9 +185,24 @@ def own_variable(value: object) -> Any:
     return ours_of(value)
 
 
-def has_strangers(tree: PyTree) -> bool:
-    """Tell whether a tree has Keras variables that are not ours yet."""
-    return any(is_keras_variable(leaf) and ours_of(leaf) is None for leaf in jax.tree.leaves(tree, is_leaf=is_variable))
+def is_stranger(value: object) -> bool:
+    return is_keras_variable(value) and ours_of(value) is None
+
+
+def explain(error: Exception, arguments: Iterable[tuple[str, Any]], where: str) -> TypeError | None:
+    """Name the variables of Keras among the arguments, which fewer functions of JAX take than take a mr.Variable."""
+    if complaints.complaint_of(error)[0] != "variable is not converted":
+        return None
+    found = [(name, value.path) for name, value in arguments if is_keras_variable(value)]
+    if not found:
+        return None
+    (name, path), more = found[0], len(found) - 1
+    return TypeError(
+        f"the argument {name} is a variable of Keras, {path!r}{f', and so are {more} more' * bool(more)}. A function of JAX that "
+        f"takes arrays only, such as jax.jit, jax.grad, a loop or one of jax.lax, was given a variable, at {where}. Pass arrays, "
+        "args=([v.value for v in model.trainable_variables], x), and return the new ones from the step; or pass none, and "
+        "write mr.value_and_grad(loss_fn, model.trainable_variables)() in the step."
+    )
 
 
 class UndiscoveredError(BaseException):
@@ -198,7 +219,7 @@ class UndiscoveredError(BaseException):
 # -- the names of state, the same in every run that builds the objects in the same way
 
 
-def state_of(value: object) -> Any:
+def tree_of(value: object) -> Any:
     """Return the variables of a model, layer, metric or optimizer, by name; return any other value unchanged."""
     keras = keras_parts.imported_keras()
     if is_keras_variable(value):

@@ -1,11 +1,12 @@
-"""Flax NNX objects among a step's arguments: the step takes their arrays, and they get their new values when it ends."""
+"""Flax NNX: models, optimizers, metrics and variables are objects that hold arrays. Random streams differ by replica."""
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import functools
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -13,86 +14,36 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._errors import ContextError
-from .._jax import tracing, user_code
-from .._jax.marks import Mark, Purpose, mark
+from .._jax import user_code
 from .._options import ReduceOp
-from .._replicas import frames, placement
-from .._replicas.context import ReplicaContext, current_replica
-from .._replicas.mesh import ReplicaMesh
-from .._typing import REPLICA_AXIS, PyTree
+from .._replicas.context import ReplicaContext
+from .._typing import REPLICA_AXIS
+from .library import Apart, Library, Objects, Path
 
-#: The path of an array in a list of NNX objects.
-_Path = tuple[Any, ...]
 _ARRAYS = (jax.Array, np.ndarray)
-
-
-@jax.tree_util.register_pytree_with_keys_class
-@dataclasses.dataclass(frozen=True)
-class _StandIn:
-    """The stand-in for an NNX object in the arguments of a step; the first one has the structure and arrays of all objects."""
-
-    number: int  # which of the step's distinct objects it stands for
-    graph: Any = None
-    paths: tuple[_Path, ...] = ()
-    arrays: tuple[Any, ...] = ()
-
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
-        keys = [jax.tree_util.GetAttrKey(".".join(map(str, path[1:]))) for path in self.paths]
-        return list(zip(keys, self.arrays, strict=True)), (self.number, self.graph, self.paths)
-
-    def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
-        return self.arrays, (self.number, self.graph, self.paths)  # faster, where nobody asks for names
-
-    @classmethod
-    def tree_unflatten(cls, static: Any, arrays: Sequence[Any]) -> _StandIn:
-        number, graph, paths = static
-        return cls(number, graph, paths, tuple(arrays))
 
 
 def _nnx() -> Any:
     return sys.modules["flax.nnx"]
 
 
-def holds_objects(arguments: PyTree) -> bool:
-    """Tell whether arguments contain an NNX object. Call this only when `flax.nnx` has been imported."""
-    return any(map(is_object, jax.tree.leaves(arguments, is_leaf=lambda value: type(value) is _StandIn or _is_whole(value))))
-
-
-def is_object(value: object) -> bool:
-    """Tell whether a value is an NNX module, optimizer, metric or variable. Call this only when `flax.nnx` is imported."""
+def _is_object(value: object) -> bool:
+    """Tell whether a value is an NNX module, optimizer, metric or variable."""
     return not isinstance(value, _ARRAYS) and isinstance(value, _nnx().Pytree | _nnx().Variable)
 
 
-def variables_of(value: object) -> Iterator[tuple[_Path, Any]]:
-    """Yield the path and the array of each variable of an NNX object."""
-    for path, node in _nnx().iter_graph(value):
-        if isinstance(node, _nnx().Variable):
-            yield path, node.get_raw_value()
+def _is_whole(value: object) -> bool:
+    return isinstance(value, _nnx().State) or _is_object(value)  # a State is a tree of arrays, as in nnx.jit
 
 
-def arrays_by_name(value: object) -> dict[str, Any]:
-    """Return the arrays of an NNX object by their names, such as `['conv']['kernel']`."""
-    return {_name(path): array for path, array in _arrays_of(_take_apart([value])[1]).items()}
-
-
-def set_arrays(value: object, arrays: Mapping[str, Any]) -> None:
-    """Give an NNX object new arrays, by name; it keeps the arrays that are not named."""
-    leaves = _take_apart([value])[1]
-    _give_back([value], leaves, {path: arrays[_name(path)] for path in leaves if _name(path) in arrays})
-
-
-def _name(path: _Path) -> str:
-    return "".join(f"[{key!r}]" for key in path[1:])
-
-
-def _take_apart(objects: list[Any]) -> tuple[Any, dict[_Path, Any]]:
-    """Return the structure of NNX objects, and their variables and bare arrays by path."""
+def _take_apart(objects: list[Any]) -> Apart:
     # At each step, nnx.split and nnx.to_flat_state would leave all arrays in a reference cycle: a closure that calls itself.
-    graph, leaves = _nnx().flatten(objects)
-    return graph, dict(leaves)
+    graph, flat = _nnx().flatten(objects)
+    leaves = dict(flat)
+    return Apart(graph, _arrays_of(leaves), functools.partial(_give_back, objects, leaves))
 
 
-def _arrays_of(leaves: Mapping[_Path, Any]) -> dict[_Path, Any]:
+def _arrays_of(leaves: Mapping[Path, Any]) -> dict[Path, Any]:
     as_pure, found = _nnx().as_pure, {}
     for path, leaf in leaves.items():
         raw = leaf.get_raw_value() if _is_variable(leaf) else leaf
@@ -105,7 +56,7 @@ def _is_variable(leaf: object) -> bool:
     return not isinstance(leaf, _ARRAYS) and isinstance(leaf, _nnx().Variable)
 
 
-def _give_back(objects: list[Any], leaves: Mapping[_Path, Any], new: Mapping[_Path, Any]) -> None:
+def _give_back(objects: list[Any], leaves: Mapping[Path, Any], new: Mapping[Path, Any]) -> None:
     """Give NNX objects new values, by writing to their variables: that takes a ninth of the time of `nnx.update`."""
     others = []
     for path, value in new.items():
@@ -118,99 +69,35 @@ def _give_back(objects: list[Any], leaves: Mapping[_Path, Any], new: Mapping[_Pa
         _nnx().update(objects, _nnx().from_flat_state(others))
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, _nnx().State) or is_object(value)  # a State is a tree of arrays, as in nnx.jit
+# -- in a step
 
 
-def run_with_objects(
-    run: Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], PyTree],
-    mesh: ReplicaMesh | None,
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-) -> PyTree:
-    """Run a step with NNX objects among its arguments, and give the objects their new values.
+@contextlib.contextmanager
+def _on_replica(objects: list[Any], replica: ReplicaContext) -> Iterator[None]:
+    """In this block give a replica its own random streams, and BatchNorm the rows of all replicas; then combine metrics.
 
-    The step gets copies of the objects, as in `nnx.jit`. Values that it changes must be the same on every replica, except
-    metrics, which are summed. Random streams differ by replica; BatchNorm layers see the rows of all replicas. The
-    argument `run` runs a step whose arguments are arrays.
+    Metrics begin at zero on all replicas but the first.
     """
-    leaves, treedef = jax.tree.flatten((tuple(args), kwargs), is_leaf=_is_whole)
-    objects = list({id(leaf): leaf for leaf in leaves if is_object(leaf)}.values())
-    graph, leaves_by_path = _take_apart(objects)
-    given = _arrays_of(leaves_by_path)
-    placed = _placed(mesh, given)
-    numbers = {id(each): number for number, each in enumerate(objects)}
-    first = iter([(graph, tuple(placed), tuple(placed.values()))])
-    stand_ins = [_StandIn(numbers[id(leaf)], *next(first, ())) if is_object(leaf) else leaf for leaf in leaves]
-    new_args, new_kwargs = jax.tree.unflatten(treedef, stand_ins)
-    result, changed = run(_on_arrays(function), new_args, new_kwargs)
-    moved = {path: array for path, array in placed.items() if array is not given[path]}
-    _give_back(objects, leaves_by_path, moved | changed)
-    return result
-
-
-def _placed(mesh: ReplicaMesh | None, arrays: dict[_Path, Any]) -> dict[_Path, Any]:
-    """Place arrays on the replicas before the first step, so that it need not compile twice; not needed on several workers."""
-    if mesh is None or not mesh.is_alone or frames.is_traced() or tracing.current_trace() is not tracing.NO_TRACE:
-        return arrays
-    known = {path: array for path, array in arrays.items() if isinstance(array, jax.Array)}
-    return arrays | dict(zip(known, placement.mirror(mesh, list(known.values())), strict=True))
-
-
-def _on_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a step that takes stand-ins, and returns `function`'s result and the objects' new arrays, by path."""
-
-    @functools.wraps(function)
-    def step(*args: object, **kwargs: object) -> Any:
-        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=lambda leaf: isinstance(leaf, _StandIn))
-        [whole] = [leaf for leaf in leaves if isinstance(leaf, _StandIn) and leaf.graph is not None]
-        objects = _nnx().unflatten(whole.graph, list(whole.arrays))
-        replica = current_replica()
-        with jax.named_scope(user_code.OURS + "the start of the step, where its nnx.Rngs and metrics become each replica's own"):
-            keys = _make_own(objects, replica) if replica else []
-        norms = [norm for norm in _nodes(objects, _nnx().BatchNorm) if replica and norm.axis_name is None]
-        for norm in norms:  # BatchNorm sees the rows of all replicas
-            norm.axis_name = REPLICA_AXIS
-        began = _arrays_of(_take_apart(objects)[1])  # held, so that no other array gets their ids
-        given = set(map(id, began.values()))
-        own = [objects[leaf.number] if isinstance(leaf, _StandIn) else leaf for leaf in leaves]
-        own_args, own_kwargs = jax.tree.unflatten(treedef, own)
-        result = function(*own_args, **own_kwargs)
-        for norm in norms:
-            norm.axis_name = None
-        where = user_code.line_of(function)
-        if replica:
-            _combine_metrics(objects, replica, lambda state: id(state.get_value()) not in given)
-        for stream, key in keys:
-            stream.set_value(key)
-        graph, by_path = _take_apart(objects)
-        if graph != whole.graph:
-            raise ContextError(
-                f"the step at {where} has changed the structure of an NNX object in its arguments: it has added or removed "
-                "a layer or an array, or set an attribute that is no array, such as `model.train()` does. A step is traced once "
-                "and run many times; change the structure before it, and keep what changes by step in an nnx.Variable. A step "
-                "takes no references: a model of nnx.with_vars(model, ref=True) needs ref=False before."
-            )
-        was = zip(whole.paths, whole.arrays, strict=True)  # a stream has its key of then, a metric its start of `began`
-        unchanged = {(path, id(array)) for path, array in [*was, *began.items()]}
-        new = {path: array for path, array in _arrays_of(by_path).items() if (path, id(array)) not in unchanged}
-        return result, {path: _marked(objects, path, array, where) for path, array in new.items()}
-
-    return step
-
-
-def _make_own(objects: list[Any], replica: ReplicaContext) -> list[tuple[Any, jax.Array]]:
-    """Give a replica its own random streams, and let metrics begin at zero on all replicas but the first.
-
-    Return the streams, each with the key that it gets back after the step.
-    """
-    keys = [(node, node.get_value()) for node in _nodes(objects, _nnx().RngKey)]
-    for node, key in keys:
-        node.set_value(replica.rng(key))
-    for state in (state for metric in _metrics_of(objects) for state in _states_of(metric)):
-        state.set_value(jnp.where(replica.replica_id_in_sync_group == 0, state.get_value(), jnp.zeros_like(state.get_value())))
-    return keys
+    states = [state for metric in _metrics_of(objects) for state in _states_of(metric)]
+    with jax.named_scope(user_code.OURS + "the start of the step, where its nnx.Rngs and metrics become each replica's own"):
+        keys = [(node, node.get_value()) for node in _nodes(objects, _nnx().RngKey)]
+        for node, key in keys:
+            node.set_value(replica.rng(key))
+        for state in states:
+            own = jnp.where(replica.replica_id_in_sync_group == 0, state.get_value(), jnp.zeros_like(state.get_value()))
+            state.set_value(own)
+    began = [state.get_value() for state in states]  # held, so that no other array gets their ids
+    norms = [norm for norm in _nodes(objects, _nnx().BatchNorm) if norm.axis_name is None]
+    for norm in norms:
+        norm.axis_name = REPLICA_AXIS
+    yield
+    for norm in norms:
+        norm.axis_name = None
+    given = set(map(id, began))
+    changed = [m for m in _metrics_of(objects) if any(id(state.get_value()) not in given for state in _states_of(m))]
+    _combine_metrics(changed, replica)
+    for stream, key in keys:
+        stream.set_value(key)
 
 
 def _metrics_of(objects: list[Any]) -> list[Any]:
@@ -226,10 +113,9 @@ def _states_of(metric: Any) -> list[Any]:
     return [v for v in vars(metric).values() if isinstance(v, _nnx().metrics.MetricState)]
 
 
-def _combine_metrics(objects: list[Any], replica: ReplicaContext, is_changed: Callable[[Any], bool]) -> None:
+def _combine_metrics(metrics: list[Any], replica: ReplicaContext) -> None:
     """Combine the replicas' metrics, so that each holds what all replicas have added to it."""
     sum_over_replicas = functools.partial(replica.all_reduce, ReduceOp.SUM)
-    metrics = [metric for metric in _metrics_of(objects) if any(map(is_changed, _states_of(metric)))]
     averages = [state for metric in metrics if isinstance(metric, _nnx().metrics.Average) for state in _states_of(metric)]
     for state, value in zip(averages, sum_over_replicas([state.get_value() for state in averages]), strict=True):
         state.set_value(value)
@@ -252,7 +138,34 @@ def _combine_welford(metric: Any, sum_over_replicas: Callable[[Any], Any]) -> No
     metric.m2.set_value(sum_over_replicas(m2 + count * (mean - new_mean) ** 2))
 
 
-def _marked(objects: list[Any], path: _Path, value: PyTree, where: str) -> PyTree:
-    """Mark an object's new value, so that the proof refuses a step in which it differs by replica."""
-    name = ".".join([type(objects[path[0]]).__name__, *map(str, path[1:])])
-    return jax.tree.map(lambda array: mark(array, Mark(Purpose.STATE, name, where)), value)
+def _explain(error: Exception, arguments: Iterable[tuple[str, Any]], where: str) -> ContextError | None:
+    if not (found := re.match(r"Cannot mutate (\w+) from a different trace level", str(error))):
+        return None
+    user_code.leave_out(sys.modules["flax"])
+    return ContextError(
+        f"an object of Flax NNX was changed (its {found[1]}), at {user_code.raising_line(error)}, in a function that only closes "
+        "over it. Give the object to the function: strategy.run(step, args=(model, x)); a loop carries it, and returns the "
+        "changed one: model, ys = mr.scan(lambda model, x: (model, model(x)), model, xs). What a call does not change, such "
+        "as an nnx.Linear, may be closed over, and so may a model after model.eval()."
+    )
+
+
+NNX = Library(
+    package="flax.nnx",
+    name="Flax NNX",
+    before="strategy.run(step, args=(model, optimizer, batch))",
+    inside="grads = mr.get_replica_context().all_reduce('sum', grads); optimizer.update(model, grads)",
+    explain=_explain,
+    objects=Objects(
+        is_one=_is_object,
+        is_whole=_is_whole,
+        take_apart=_take_apart,
+        put_together=lambda graph, arrays: _nnx().unflatten(graph, arrays),
+        on_replica=_on_replica,
+        changed="the step at {where} has changed the structure of an NNX object in its arguments: it has added or removed "
+        "a layer or an array, or set an attribute that is no array, such as `model.train()` does. A step is traced once "
+        "and run many times; change the structure before it, and keep what changes by step in an nnx.Variable. A step "
+        "takes no references: a model of nnx.with_vars(model, ref=True) needs ref=False before.",
+        remedy="Statistics of normalization layers are those of all replicas with nnx.BatchNorm(..., axis_name='replica'). ",
+    ),
+)

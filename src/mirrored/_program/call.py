@@ -13,7 +13,7 @@ import numpy as np
 
 from .._errors import StrategyMismatchError
 from .._jax import tracing, user_code
-from .._models import equinox
+from .._models import libraries
 from .._replicas.arrays import check_range, is_numeric, refuse_mask
 from .._replicas.per_replica import PerReplica, is_per_replica, lost_rank, origin_of, require_whole, stack_of, uneven_shapes
 from .._typing import PyTree, Shape, UserFunction
@@ -119,7 +119,7 @@ def key_of(
         flat, structure, compiled_in = args, len(args), frozenset()  # most steps: nothing to flatten
     else:
         flat, structure = jax.tree.flatten((tuple(args), kwargs), is_leaf=_is_leaf)
-        compiled_in = equinox.places_in_modules(structure)
+        compiled_in = libraries.static_leaves(structure)
     name_of = lambda position: _names(function, jax.tree.structure((tuple(args), kwargs), is_leaf=_is_leaf))[position]  # noqa: E731
     arrays: list[Any] = []
     static: list[Any] = []

@@ -6,7 +6,6 @@ import abc
 import contextlib
 import dataclasses
 import functools
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import jax
 
 from .._jax import tracing
-from .._models import nnx
+from .._models import objects
 from .._replicas import frames, placement
 from .._replicas.context import ReplicaContext, own_parts
 from .._replicas.frames import Frame
@@ -65,9 +64,9 @@ class Dispatcher(abc.ABC, Generic[ProgramT]):
         # An `mr.function` in a larger program, or operation by operation, is plain code.
         if self.runs_steps and not is_plain:
             return function(*args, **kwargs)
-        # Objects of Flax NNX among its arguments: a call with their arrays takes another way.
-        if "flax.nnx" in sys.modules and nnx.holds_objects((args, kwargs)):
-            return nnx.run_with_objects(functools.partial(self.dispatch, strategy), self._mesh, function, args, kwargs)
+        # Objects that hold arrays, as those of NNX, among its arguments: a call with their arrays takes another way.
+        if (kind := objects.held_in((args, kwargs))) is not None:
+            return objects.run_with(kind, functools.partial(self.dispatch, strategy), self._mesh, function, args, kwargs)
         # In `merge_call`, where all replicas are already.
         if frame is not None and frame.axis is not None:
             return _call_in_place(strategy, frame, function, args, kwargs)

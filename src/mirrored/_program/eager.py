@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .._errors import ContextError, UnevenReplicasError
-from .._models import keras, replaced
+from .._models import libraries
 from .._replicas import frames, placement
 from .._replicas.context import ReplicaContext
 from .._replicas.division import Division, division_of_array, placement_of
@@ -76,9 +76,8 @@ def run_eagerly(strategy: object, program: StepProgram, call: Call) -> PyTree:
         own = [_own(a, leaf.is_per_replica, its) for a, leaf, its in zip(arrays, call.array_leaves(), divisions, strict=True)]
         with caches() as renew:
             bindings = Bindings(dict(zip(lifted.variables, local, strict=True)), _refuse_unknown, renew)
-            frame = frames.Frame(strategy, mesh, replica, program.axis, bindings)
-            with keras.refusing_new_variables(mesh), replaced.over_replicas(), frames.entered(frame):
-                new_lifted["plan"], results = lift.plan_result(call.apply(own))
+            with frames.entered(frames.Frame(strategy, mesh, replica, program.axis, bindings)):
+                new_lifted["plan"], results = libraries.traced(lambda: lift.plan_result(call.apply(own)), mesh, may_repeat=False)
         for variable in bindings.written.keys() - set(lifted.written):
             _refuse_unknown(variable)
         return [jnp.asarray(x)[None] for x in (*results, *bindings.values(lifted.written))]

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from .._jax import jaxprs, tracing, user_code
-from .._models import keras, replaced
+from .._models import libraries
 from .._replicas import context, frames, named
 from .._replicas.per_replica import PerReplica, require_whole, stack_of, uneven_shapes
 from .._replicas.placement import checksum
@@ -191,7 +191,7 @@ def trace(call: Call, shapes: Sequence[Shape], frame: frames.Frame) -> Traced:
         return Traced(closed, **seen, frame=frame)
 
     try:
-        found: Traced = keras.traced_until_found(traced, frame.mesh)
+        found: Traced = libraries.traced(traced, frame.mesh)
         for constant in found.closed.consts:
             refuse_ref(constant, f"{call.name} closes over")
         return found
@@ -279,5 +279,5 @@ def _ends_with_traced(value: Any) -> bool:
 
 def trace_step(call: Call, shapes: Sequence[Shape], frame: frames.Frame) -> Traced:
     """Trace a step for replicas on which its array arguments have these shapes."""
-    with replaced.over_replicas(), named.seen():
+    with named.seen():
         return trace(call, shapes, frame)

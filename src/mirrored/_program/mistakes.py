@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-from typing import Any
 
 import jax
 
 from .._errors import ContextError, OneProgramError, PerReplicaError
 from .._jax import complaints, jaxprs, user_code
-from .._models import keras_variables
+from .._models import libraries
 from .._replicas.per_replica import is_per_replica
 from .._typing import REPLICA_AXIS
 from .call import NUMBERS, Call, argument_names, leaf_names
@@ -66,6 +64,9 @@ _WRONG_TYPES = {
     "variable.value or variable.read_value(), where TensorFlow has variable.value().",
     "key by rows": "a function of jax.random that takes JAX's own keys only, such as poisson, was given a key by rows, at {}. "
     "Write ctx.rng(key, by_rows=False): what is drawn with it differs by replica.",
+    "variable is not converted": "a function of jax.lax, or the index of an array, was given a variable, at {}; these take "
+    "arrays only, and of Keras' variables so do jax.jit, jax.grad and loops. Write variable.value, as in "
+    "jax.lax.exp(variable.value) and x[:, variable.value]; functions of jax.numpy take variables too: jnp.exp(variable).",
     "variable beside an array": "optax.apply_updates, or another function that walks two trees, was given variables in one and "
     "arrays in the other, at {}. It returns new arrays, and would change no variable. Write optimizer = mr.Optimizer(tx, "
     "variables) before the step and optimizer.apply_gradients(gradients) in it; or give optax the values, "
@@ -79,8 +80,10 @@ def explain(error: Exception, call: Call, knows_id: bool = False) -> None:
     `knows_id` tells whether the step has asked for the replica's number.
     """
     where = user_code.raising_line(error)
-    explanation = _explain_number(error, call, where) or _explain_object(error, call) or _explain_variable(error, call, where)
-    explanation = explanation or _explain_code(error, where, knows_id)
+    explanation = _explain_number(error, call, where) or _explain_object(error, call)
+    arguments = [(name, value) for name, (value, *_) in zip(leaf_names(call), call.leaves, strict=True)]
+    of_libraries = (library.explain(error, arguments, where) for library in libraries.imported())
+    explanation = explanation or next(filter(None, of_libraries), None) or _explain_code(error, where, knows_id)
     if explanation is not None:
         raise explanation.with_traceback(error.__traceback__) from None
 
@@ -136,28 +139,6 @@ def _explain_object(error: Exception, call: Call) -> TypeError | None:
     return None
 
 
-def _explain_variable(error: Exception, call: Call, where: str) -> TypeError | None:
-    """Name the variables of Keras among the arguments, which fewer functions of JAX take than take a mr.Variable."""
-    if complaints.complaint_of(error)[0] != "variable is not converted":
-        return None
-    values: list[Any] = [value for value, *_ in call.leaves]
-    given = zip(leaf_names(call), values, strict=True)
-    found = [(name, value.path) for name, value in given if keras_variables.is_keras_variable(value)]
-    if not found:
-        return TypeError(
-            f"a function of jax.lax, or the index of an array, was given a variable, at {where}; these take arrays only, and of "
-            "Keras' variables so do jax.jit, jax.grad and loops. Write variable.value, as in jax.lax.exp(variable.value) and "
-            "x[:, variable.value]; functions of jax.numpy take variables too: jnp.exp(variable)."
-        )
-    (name, path), more = found[0], len(found) - 1
-    return TypeError(
-        f"the argument {name} is a variable of Keras, {path!r}{f', and so are {more} more' * bool(more)}. A function of JAX that "
-        f"takes arrays only, such as jax.jit, jax.grad, a loop or one of jax.lax, was given a variable, at {where}. Pass arrays, "
-        "args=([v.value for v in model.trainable_variables], x), and return the new ones from the step; or pass none, and "
-        "write mr.value_and_grad(loss_fn, model.trainable_variables)() in the step."
-    )
-
-
 def _explain_code(error: Exception, where: str, knows_id: bool) -> Exception | None:
     complaint, name = complaints.complaint_of(error)
     if complaint == "no static number":
@@ -186,14 +167,6 @@ def _explain_code(error: Exception, where: str, knows_id: bool) -> Exception | N
         )
     if complaint == "no axis":
         return NameError(_axis_message(name, where))
-    if complaint == "object of a closure":
-        user_code.leave_out(sys.modules["flax"])
-        return ContextError(
-            f"an object of Flax NNX was changed (its {name}), at {user_code.raising_line(error)}, in a function that only closes "
-            "over it. Give the object to the function: strategy.run(step, args=(model, x)); a loop carries it, and returns the "
-            "changed one: model, ys = mr.scan(lambda model, x: (model, model(x)), model, xs). What a call does not change, such "
-            "as an nnx.Linear, may be closed over, and so may a model after model.eval()."
-        )
     if complaint == "no attribute" and name in _NOT_OF_ARRAYS:
         return AttributeError(f"an array has no attribute {name!r}, at {where}. {_NOT_OF_ARRAYS[name]}")
     if complaint == "array in a format":

@@ -9,14 +9,14 @@ from __future__ import annotations
 import dis
 import functools
 import operator
-import sys
 import types
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._models import nnx
+from .._models import objects
+from .._models.libraries import LIBRARIES
 
 #: Stands for a name that is no global, an empty cell, or a missing attribute.
 ABSENT = object()
@@ -25,8 +25,8 @@ _BY_REPR = (float, complex, np.generic)  # 0.0 and -0.0 differ, nan equals itsel
 _NESTS = (tuple, set, frozenset)
 #: Types of values that hold no others, and are compared by their content.
 _PLAIN = (bool, int, str, bytes, type(None), *_BY_REPR)
-#: Packages whose modules, classes and methods are not looked into, because they do not change.
-_LIBRARIES = "builtins equinox flax functools jax jaxlib keras math mirrored numpy optax tensorflow torch typing"
+#: Packages whose modules, classes and methods are not looked into, because they do not change; nor are model libraries.
+_WHOLE = ["builtins", "functools", "jax", "jaxlib", "math", "mirrored", "numpy", "optax", "tensorflow", "typing"]
 _CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT")
 _SILENT = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "NOT_TAKEN", "PRECALL", "RESUME"})
 _HOLDERS = (dict, list, tuple)
@@ -225,8 +225,8 @@ class _Look:
 
     def _compare(self, name: str, place: int) -> None:
         self.compared[place] = name
-        if "flax.nnx" in sys.modules and nnx.is_object(self.found[place]):
-            self.compared[self.read(place, _arrays_of_nnx)] = name
+        if objects.is_object(self.found[place]):
+            self.compared[self.read(place, objects.arrays_in)] = name
 
 
 def _is_made_anew(value: object, again: object) -> bool:
@@ -246,10 +246,6 @@ def _bound_names(function: functools.partial[Any]) -> tuple[Any, ...]:
 
 def _names_of_defaults(function: types.FunctionType) -> tuple[int, tuple[str, ...]]:
     return len(function.__defaults__ or ()), tuple(function.__kwdefaults__ or ())
-
-
-def _arrays_of_nnx(value: object) -> tuple[Any, ...]:
-    return tuple(array for _, array in nnx.variables_of(value))
 
 
 def _is_code(value: object, is_runner: bool) -> bool:
@@ -273,7 +269,7 @@ def _is_librarys(value: object) -> bool:
 
 
 def _is_library(module: str) -> bool:
-    return module.partition(".")[0] in _LIBRARIES.split(" ")
+    return module.partition(".")[0] in _WHOLE or any(f"{module}.".startswith(f"{each.package}.") for each in LIBRARIES)
 
 
 def _is_whole(value: object, is_item: bool, key: Hashable) -> bool:

@@ -23,7 +23,8 @@ def check_assignments(lifted: Lifted, findings: Findings) -> None:
         if note.purpose is Purpose.ASSIGN and not state.is_mirrored:
             raise _errors.ReplicasDivergeError(_DIVERGES.format(name=note.name, where=note.where, origin=state.origin))
         if note.purpose is Purpose.STATE and not state.is_mirrored:
-            raise _errors.ReplicasDivergeError(_STATE_DIVERGES.format(name=note.name, where=note.where, origin=state.origin))
+            what = {"name": note.name, "where": note.where, "origin": state.origin, "message": note.message}
+            raise _errors.ReplicasDivergeError(_STATE_DIVERGES.format(**what))
     new_states = findings.outputs[lifted.num_results :]
     for variable, where, state in zip(lifted.written, lifted.write_lines, new_states, strict=True):
         if not spec_of(variable).is_on_read and not state.is_mirrored:
@@ -60,7 +61,7 @@ def check_gradients(marks: Sequence[tuple[Mark, State]], num_replicas: int) -> N
         if note.purpose is Purpose.REGULARIZATION and not state.is_mirrored:
             raise _errors.FactorOfReplicasError(_OWN_REGULARIZATION.format(where=note.where, origin=state.origin))
         if note.purpose is Purpose.ADDED and not state.is_mirrored and state.advice.old != (note.number, True):
-            raise _errors.FactorOfReplicasError(_NO_SUM.format(name=note.name, where=note.where))
+            raise _errors.FactorOfReplicasError(note.message.format(name=note.name, where=note.where))
     given = [(note, state) for note, state in marks if note.purpose in GIVEN_TO_OPTIMIZERS]
     summed = [(note, state) for note, state in marks if note.purpose in _SUMS and state.advice.gradient]
     for note, state in given:
@@ -202,9 +203,8 @@ _DIVERGES = (
 _STATE_DIVERGES = (
     "{name}, which the step at {where} changes, would differ by replica: it depends on {origin}. A model in "
     "the arguments of strategy.run is one for all replicas. Combine the gradients before the optimizer's update: "
-    "loss, grads = mr.get_replica_context().all_reduce('sum', (loss, grads)), with a loss of mr.losses. Statistics of "
-    "normalization layers are those of all replicas with nnx.BatchNorm(..., axis_name='replica'). What each replica shall "
-    "keep for itself is a mr.Variable with synchronization='on_read'."
+    "loss, grads = mr.get_replica_context().all_reduce('sum', (loss, grads)), with a loss of mr.losses. {message}What each "
+    "replica shall keep for itself is a mr.Variable with synchronization='on_read'."
 )
 _MEAN_OF_SHARES = (
     "the mean over the replicas at {where} is of this replica's share of a loss, or of what is computed from it, such as its "
@@ -225,13 +225,6 @@ _KEPT_MEAN = (
     "batch does not divide evenly among them: of means over own rows that would not be the mean over the batch. It is assigned "
     "at {where}. Combine the value first: variable.assign(ctx.all_reduce('mean', value)), which weighs by rows, or with "
     "by_rows=False. Or keep a sum and a number of rows, in variables with aggregation='sum'."
-)
-_NO_SUM = (
-    "the variable {name!r} of a Keras metric is summed over the replicas when it is read, and the value assigned to it at "
-    "{where} is no sum: it is not the old value and something that was added to it. A largest or last value, or a running mean, "
-    "would be a sum of those of all replicas. Add to it: variable.assign_add(value). Or combine the replicas in update_state, "
-    "and say so where the variable is made: self.add_variable(shape, initializer, aggregation='only_first_replica'), and for a "
-    "largest value variable.assign(keras.ops.maximum(variable, jax.lax.pmax(value, 'replica')))."
 )
 _OWN_REGULARIZATION = (
     "the penalty given to scale_regularization_loss at {where} depends on {origin}. It is divided by the number of replicas, as "

@@ -16,7 +16,7 @@ from .. import _html, _process, _tf_names
 from .._cluster.spec import Cluster
 from .._errors import ContextError, StrategyMismatchError
 from .._jax import user_code
-from .._models import keras, keras_fit
+from .._models import libraries
 from .._options import AutoShardPolicy, InputOptions, ReduceOp, ReduceOpName, ReductionToOneDevice
 from .._program.program import describe_program
 from .._program.steps import Steps
@@ -181,7 +181,7 @@ class Strategy:
         lines += self._steps.spent.in_words()
         if (profiled := spent.last_profile(self._mesh, self._steps.spent.since)) is not None:
             lines.append(profiled.in_words())
-        lines += keras_fit.describe(self._mesh)
+        lines += [line for library in libraries.imported() for line in library.describe(self._mesh)]
         return "\n".join(lines)
 
     # -- its scope
@@ -206,7 +206,7 @@ class Strategy:
         frames.check_enterable(self)
         outer = frames.current()
         frame = Frame(self, self._mesh) if outer is None else dataclasses.replace(outer, strategy=self, mesh=self._mesh)
-        with keras.in_scope(), frames.entered(frame):
+        with libraries.in_scope(), frames.entered(frame):
             yield self
 
     def _check_current(self, verb: str) -> None:

@@ -13,8 +13,7 @@ from .._errors import ContextError, StrategyMismatchError
 from .._jax import user_code
 from .._jax.marks import Mark, Purpose, mark
 from .._libraries import lines_for
-from .._models import keras
-from .._models.keras_variables import has_strangers, own_variable
+from .._models import libraries
 from .._program import lift
 from .._replicas import arrays, frames
 from .._text import shown
@@ -95,14 +94,15 @@ def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -
     """
     if not callable(fn):
         raise TypeError(f"mr.value_and_grad got {shown(fn)}; expected a function that returns a loss.")
-    is_later = has_strangers(variables) or (not jax.tree.leaves(variables, is_leaf=is_variable) and frames.is_traced())
+    is_later = libraries.has_strangers(variables) or (not jax.tree.leaves(variables, is_leaf=is_variable) and frames.is_traced())
     check = functools.partial(check_variables, variables, "mr.value_and_grad", "mr.value_and_grad(loss_fn, [w, b])", _FOR_ARRAYS)
     known = None if is_later else check()
 
     @user_code.shorten_errors
     def wrapped(*args: object, **kwargs: object) -> Any:
         if known is None and not jax.tree.leaves(variables):
-            keras.build_by(lambda: fn(*args, **kwargs))
+            for library in libraries.imported():
+                library.build(lambda: fn(*args, **kwargs))
         leaves, treedef = known or check()
         if frames.is_traced():
             return differentiate(leaves, treedef, None, args, kwargs)
@@ -134,12 +134,10 @@ def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -
 def check_variables(variables: PyTree, verb: str, example: str, hint: str = "") -> tuple[list[Variable], Any]:
     """Return the variables in a nest given to `verb`, and its structure; refuse leaves that have no gradient."""
     given, treedef = jax.tree.flatten(trainable(variables), is_leaf=is_variable)
-    leaves = list(map(own_variable, given))
+    leaves = list(map(libraries.own_variable, given))
     if not leaves:
-        raise TypeError(
-            f"{verb} got no variables; expected at least one, for example {example}. A Keras model has none before it is built: "
-            "model.build(input_shape)."
-        )
+        hints = "".join(library.unbuilt for library in libraries.LIBRARIES)
+        raise TypeError(f"{verb} got no variables; expected at least one, for example {example}.{hints}")
     for position, leaf in enumerate(leaves):
         if not isinstance(leaf, Variable):
             raise TypeError(

@@ -1,0 +1,160 @@
+"""Objects that hold arrays, among a step's arguments and in checkpoints: steps take the arrays, and objects get new ones."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from .._errors import ContextError
+from .._jax import tracing, user_code
+from .._jax.marks import Mark, Purpose, mark
+from .._replicas import frames, placement
+from .._replicas.context import current_replica
+from .._replicas.mesh import ReplicaMesh
+from .._typing import PyTree
+from .libraries import LIBRARIES
+from .library import Objects, Path
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True)
+class _StandIn:
+    """The stand-in for an object in the arguments of a step; the first one of a library has the arrays of all its objects."""
+
+    kind: Objects
+    number: int  # which of the step's distinct objects it stands for
+    structure: Any = None
+    paths: tuple[Path, ...] = ()
+    arrays: tuple[Any, ...] = ()
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
+        keys = [jax.tree_util.GetAttrKey(".".join(map(str, path[1:]))) for path in self.paths]
+        return list(zip(keys, self.arrays, strict=True)), self.tree_flatten()[1]
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
+        return self.arrays, (self.kind, self.number, self.structure, self.paths)  # faster, where nobody asks for names
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, arrays: Sequence[Any]) -> _StandIn:
+        kind, number, structure, paths = static
+        return cls(kind, number, structure, paths, tuple(arrays))
+
+
+def _is_stand_in(leaf: object, kind: Objects) -> bool:
+    return isinstance(leaf, _StandIn) and leaf.kind is kind
+
+
+def held_in(arguments: PyTree) -> Objects | None:
+    """Return the kind of the first objects that arguments hold, of an imported library; None if there are none."""
+    for library in LIBRARIES:  # not by `_kinds`: a warm step asks
+        kind = library.objects
+        if kind is not None and library.package in sys.modules:
+            is_leaf = lambda value, kind=kind: type(value) is _StandIn or kind.is_whole(value)  # noqa: E731
+            if any(map(kind.is_one, jax.tree.leaves(arguments, is_leaf=is_leaf))):
+                return kind
+    return None
+
+
+def is_object(value: object) -> bool:
+    """Tell whether a value is an object that holds arrays, of an imported library."""
+    return any(library.package in sys.modules and library.objects.is_one(value) for library in LIBRARIES if library.objects)
+
+
+def arrays_in(value: object) -> tuple[Any, ...]:
+    """Return the arrays of an object, always in one order."""
+    return tuple(jax.tree.leaves(list(_apart(value).arrays.values())))
+
+
+def arrays_by_name(value: object) -> dict[str, Any]:
+    """Return the arrays of an object by their names, such as `['conv']['kernel']`."""
+    return {_name(path): array for path, array in _apart(value).arrays.items()}
+
+
+def set_arrays(value: object, arrays: Mapping[str, Any]) -> None:
+    """Give an object new arrays, by name; it keeps the arrays that are not named."""
+    parts = _apart(value)
+    parts.give_back({path: arrays[_name(path)] for path in parts.arrays if _name(path) in arrays})
+
+
+def _kinds() -> list[Objects]:
+    return [library.objects for library in LIBRARIES if library.objects is not None and library.package in sys.modules]
+
+
+def _apart(value: object) -> Any:
+    return next(kind for kind in _kinds() if kind.is_one(value)).take_apart([value])
+
+
+def _name(path: Path) -> str:
+    return "".join(f"[{key!r}]" for key in path[1:])
+
+
+def run_with(
+    kind: Objects,
+    run: Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], PyTree],
+    mesh: ReplicaMesh | None,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> PyTree:
+    """Run a step with objects among its arguments, and give the objects their new values.
+
+    The step gets copies of the objects, as in `nnx.jit`. Values that it changes must be the same on every replica. The argument
+    `run` runs a step whose arguments are arrays.
+    """
+    leaves, treedef = jax.tree.flatten((tuple(args), kwargs), is_leaf=kind.is_whole)
+    objects = list({id(leaf): leaf for leaf in leaves if kind.is_one(leaf)}.values())
+    structure, given, give_back = kind.take_apart(objects)
+    placed = _placed(mesh, given)
+    numbers = {id(each): number for number, each in enumerate(objects)}
+    first = iter([_StandIn(kind, 0, structure, tuple(placed), tuple(placed.values()))])
+    stand_ins = [next(first, _StandIn(kind, numbers[id(leaf)])) if kind.is_one(leaf) else leaf for leaf in leaves]
+    new_args, new_kwargs = jax.tree.unflatten(treedef, stand_ins)
+    result, changed = run(_on_arrays(kind, function), new_args, new_kwargs)
+    moved = {path: array for path, array in placed.items() if array is not given[path]}
+    give_back(moved | changed)
+    return result
+
+
+def _placed(mesh: ReplicaMesh | None, arrays: dict[Path, Any]) -> dict[Path, Any]:
+    """Place arrays on the replicas before the first step, so that it need not compile twice; not needed on several workers."""
+    if mesh is None or not mesh.is_alone or frames.is_traced() or tracing.current_trace() is not tracing.NO_TRACE:
+        return arrays
+    known = {path: array for path, array in arrays.items() if isinstance(array, jax.Array)}
+    return arrays | dict(zip(known, placement.mirror(mesh, list(known.values())), strict=True))
+
+
+def _on_arrays(kind: Objects, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a step that takes stand-ins, and returns `function`'s result and the objects' new arrays, by path."""
+
+    @functools.wraps(function)
+    def step(*args: object, **kwargs: object) -> Any:
+        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=lambda leaf: _is_stand_in(leaf, kind))
+        [whole] = [leaf for leaf in leaves if _is_stand_in(leaf, kind) and leaf.structure is not None]
+        objects, replica = kind.put_together(whole.structure, list(whole.arrays)), current_replica()
+        with kind.on_replica(objects, replica) if replica else contextlib.nullcontext():
+            began = kind.take_apart(objects).arrays  # held, so that no other array gets their ids
+            own = [objects[leaf.number] if _is_stand_in(leaf, kind) else leaf for leaf in leaves]
+            own_args, own_kwargs = jax.tree.unflatten(treedef, own)
+            result = function(*own_args, **own_kwargs)
+        where = user_code.line_of(function)
+        structure, ended, _ = kind.take_apart(objects)
+        if structure != whole.structure:
+            raise ContextError(kind.changed.format(where=where))
+        was = zip(whole.paths, whole.arrays, strict=True)  # a random stream has its key of then, a metric its start of `began`
+        unchanged = {(path, id(array)) for path, array in [*was, *began.items()]}
+        new = {path: array for path, array in ended.items() if (path, id(array)) not in unchanged}
+        return result, {path: _marked(kind, objects, path, array, where) for path, array in new.items()}
+
+    return step
+
+
+def _marked(kind: Objects, objects: list[Any], path: Path, value: PyTree, where: str) -> PyTree:
+    """Mark an object's new value, so that the proof refuses a step in which it differs by replica."""
+    name = ".".join([type(objects[path[0]]).__name__, *map(str, path[1:])])
+    return jax.tree.map(lambda array: mark(array, Mark(Purpose.STATE, name, where, message=kind.remedy)), value)
