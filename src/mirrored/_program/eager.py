@@ -69,21 +69,22 @@ def run_eagerly(strategy: object, program: StepProgram, call: Call) -> PyTree:
     lifted = program.lifted
     new_lifted: dict[str, Any] = {}
 
+    is_on_read = [spec_of(variable).is_on_read for variable in lifted.variables]
+    is_split = [leaf.is_per_replica for leaf in call.array_leaves()]
+
     def body(caches: Callable[[], Any], values: list[Any], arrays: list[Any]) -> list[Any]:
-        local = [jnp.squeeze(a, 0) if spec_of(v).is_on_read else a for a, v in zip(values, lifted.variables, strict=True)]
-        own = [jnp.squeeze(a, 0) if leaf.is_per_replica else a for a, leaf in zip(arrays, call.array_leaves(), strict=True)]
+        own_values, own_arrays = _rows_of_replica(values, is_on_read), _rows_of_replica(arrays, is_split)
         with caches() as renew:
-            bindings = Bindings(dict(zip(lifted.variables, local, strict=True)), _refuse_unknown, renew)
+            bindings = Bindings(dict(zip(lifted.variables, own_values, strict=True)), _refuse_unknown, renew)
             frame = frames.Frame(strategy, mesh, replica, program.axis, bindings)
             with keras.refusing_new_variables(mesh), replaced.over_replicas(), frames.entered(frame):
-                new_lifted["plan"], results = lift.plan_result(call.apply(own))
+                new_lifted["plan"], results = lift.plan_result(call.apply(own_arrays))
         for variable in bindings.written.keys() - set(lifted.written):
             _refuse_unknown(variable)
         return [jnp.asarray(x)[None] for x in (*results, *bindings.values(lifted.written))]
 
     replicated, stacked = PartitionSpec(), PartitionSpec(REPLICA_AXIS)
-    value_specs = [stacked if spec_of(v).is_on_read else replicated for v in lifted.variables]
-    array_specs = [stacked if leaf.is_per_replica else replicated for leaf in call.array_leaves()]
+    value_specs, array_specs = ([stacked if differs else replicated for differs in flags] for flags in (is_on_read, is_split))
     arrays = place(mesh, call.arrays, call.array_leaves, lambda: argument_names(call))
 
     def compute(values: list[Any], caches: Callable[[], Any]) -> list[Any]:
@@ -95,9 +96,14 @@ def run_eagerly(strategy: object, program: StepProgram, call: Call) -> PyTree:
         outputs = with_few_compilations(functools.partial(compute, values))
         for variable, new in zip(lifted.written, outputs[lifted.num_results :], strict=True):
             store(variable, new if spec_of(variable).is_on_read else _first_row(mesh, new))
-    results = outputs[: lifted.num_results]
-    rows = [_first_row(mesh, r) if state.is_mirrored else r for r, state in zip(results, program.findings.outputs, strict=False)]
+    pairs = zip(outputs[: lifted.num_results], program.findings.outputs, strict=False)
+    rows = [_first_row(mesh, result) if state.is_mirrored else result for result, state in pairs]
     return dataclasses.replace(program, lifted=dataclasses.replace(lifted, plan=new_lifted["plan"])).rebuild(rows)
+
+
+def _rows_of_replica(arrays: list[Any], differ: list[bool]) -> list[Any]:
+    """Take off the first axis, here of size 1, of the arrays that differ by replica."""
+    return [jnp.squeeze(array, 0) if differs else array for array, differs in zip(arrays, differ, strict=True)]
 
 
 @contextlib.contextmanager

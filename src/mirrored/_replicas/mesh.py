@@ -203,6 +203,7 @@ def with_replicas(mesh: ReplicaMesh, num_replicas: int | None, schedule: str) ->
         )
     if num_replicas == count:
         return mesh
+    # The name of the axis says it all: an array's sharding has the mesh of JAX, and `replicas_of` makes ours of that alone.
     axis = f"device_of_{num_replicas // count}_replicas{_ONE_BY_ONE if schedule == 'one_by_one' else ''}"
     return make_mesh(mesh.devices, axis)
 

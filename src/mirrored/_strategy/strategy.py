@@ -173,7 +173,9 @@ class Strategy:
         MirroredStrategy: 2 replicas (cpu:0, cpu:1)
         ...all-reduce of 1.0 KiB...
         """
-        lines = [f"{type(self).__name__}: {self._mesh}" + (f", adds up by {self._ops}" if self._ops is not None else "")]
+        lines = [f"{type(self).__name__}: {self._mesh}"]
+        if self._ops is not None:
+            lines[0] += f", adds up by {self._ops}"
         for program, cause in self._steps.programs.causes():
             lines += [f"program {describe_program(program)}", *[f"  compiled again, because {cause}"] * bool(cause)]
         lines += [f"dataset {dataset.describe()}" for dataset in self._datasets]
@@ -204,7 +206,7 @@ class Strategy:
     def _entered(self) -> Iterator[Strategy]:
         frames.check_enterable(self)
         outer = frames.current()
-        frame = Frame(self, self._mesh) if outer is None else dataclasses.replace(outer, strategy=self, mesh=self._mesh)
+        frame = dataclasses.replace(outer or Frame(self, self._mesh), strategy=self, mesh=self._mesh)
         with keras.in_scope(), frames.entered(frame):
             yield self
 

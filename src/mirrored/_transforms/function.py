@@ -121,11 +121,9 @@ def _make(frame: Frame, call: Call) -> FunctionProgram:
     lifted = lift.trace(call, shapes, frame).lifted()
     mesh, name = _mesh_of(frame, lifted, call), call.name
     check_replicas(call.arrays, leaves, lambda: argument_names(call), mesh.num_replicas)
-    placements = (
-        [mesh.stacked if is_stacked else mesh.mirrored for is_stacked in lifted.plan.stacked],
-        [mesh.stacked if spec_of(variable).is_on_read else mesh.mirrored for variable in lifted.written],
-        mesh.mirrored,
-    )
+    is_on_read = [spec_of(variable).is_on_read for variable in lifted.written]
+    differ = (lifted.plan.stacked, is_on_read)  # of results and new values
+    placements = (*([mesh.stacked if flag else mesh.mirrored for flag in flags] for flags in differ), mesh.mirrored)
     is_split = [leaf.is_per_replica for leaf in leaves]
     describe = lambda: f"arguments by replica: {is_split}\n{lifted.describe()}"  # noqa: E731
     return FunctionProgram.compile(mesh, lifted, name, functools.partial(_pure, lifted.bare(), mesh), describe, placements)

@@ -35,7 +35,13 @@ def copied(variables: Sequence[Variable]) -> list[jax.Array | jax.ShapeDtypeStru
     with lent(variables) as arrays:
         if arrays and isinstance(arrays[0], Planned):
             return [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
-        return [jnp.asarray(np.array(a.addressable_data(0))) if a.is_fully_addressable else jnp.copy(a) for a in arrays]
+        return list(map(_copy_of, arrays))
+
+
+def _copy_of(array: jax.Array) -> jax.Array:
+    if not array.is_fully_addressable:
+        return jnp.copy(array)
+    return jnp.asarray(np.array(array.addressable_data(0)))  # through the host, because a copy on the devices stays tied to them
 
 
 def load(variable: Variable) -> jax.Array:
