@@ -173,9 +173,7 @@ class Strategy:
         MirroredStrategy: 2 replicas (cpu:0, cpu:1)
         ...all-reduce of 1.0 KiB...
         """
-        lines = [f"{type(self).__name__}: {self._mesh}"]
-        if self._ops is not None:
-            lines[0] += f", adds up by {self._ops}"
+        lines = [f"{type(self).__name__}: {self._mesh}" + (f", adds up by {self._ops}" if self._ops is not None else "")]
         for program, cause in self._steps.programs.causes():
             lines += [f"program {describe_program(program)}", *[f"  compiled again, because {cause}"] * bool(cause)]
         lines += [f"dataset {dataset.describe()}" for dataset in self._datasets]
