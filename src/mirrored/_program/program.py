@@ -289,15 +289,18 @@ def place(
                 "strategy.run(step, args=(x,)), x); mr.plan compiles for a topology without values."
             )
     leaves = leaves_of()
-    for position in elsewhere:
+    for position in (position for position in elsewhere if leaves[position].is_per_replica):
         array = placed[position]
-        may_move = mesh.is_alone and (isinstance(array, _ON_HOST) or not getattr(array, "committed", True))
-        if leaves[position].is_per_replica and not may_move:
+        is_free = isinstance(array, _ON_HOST) or not getattr(array, "committed", True)
+        if not is_free and array.sharding.device_set == mesh.mirrored.device_set:  # on these devices, cut in another way
+            placed[position] = mesh.put(array, mesh.stacked)
+        elif not (is_free and mesh.is_alone):
             raise StrategyMismatchError(
                 f"the argument {names()[position]} is a PerReplica whose values lie on "
                 f"{sorted(str(d) for d in arrays[position].sharding.device_set)}, but this strategy has {mesh}; it comes from "
                 "another strategy. Distribute the data with the strategy that runs the step."
             )
+    elsewhere = [position for position in elsewhere if not is_placed(mesh, placed[position])]
     moving = [placed[position] for position in elsewhere]
     if mesh.is_alone:
         targets = [mesh.stacked if leaves[position].is_per_replica else mesh.mirrored for position in elsewhere]
