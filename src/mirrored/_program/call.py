@@ -36,7 +36,7 @@ class ArrayLeaf(NamedTuple):
     is_weak: bool
     is_per_replica: bool
     shapes: tuple[Shape, ...] | None = None  # of the PerReplica, when they differ
-    is_batch: bool = False  # whether it is a dataset's and has one shape, in a call of which another argument has several
+    is_batch: bool = False  # whether it is a dataset's even batch, in a call with another, uneven one
 
     def aval(self, shape: Shape) -> jax.ShapeDtypeStruct:
         """Return its type for a trace, with this shape."""

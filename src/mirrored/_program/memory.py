@@ -22,7 +22,7 @@ _REMEDIES = (
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes on each device; `variables` are those that are trained, `state` the others, `whole_state` its part on all devices."""
+    """Bytes on each device: `variables` are trained, `state` is not, and `whole_state` is the part of it that each device has."""
 
     variables: int
     state: int
@@ -71,7 +71,7 @@ class Memory:
 def refuse_too_large(
     name: str, compiled: Callable[..., Any], has: int, is_trained: Sequence[bool], arguments: tuple[Any, ...]
 ) -> None:
-    """Raise an error if a jitted program needs more bytes than a device `has`, with what takes it; nothing has run then.
+    """Raise an error before the first run if a jitted program needs more than the `has` bytes of a device; it lists the parts.
 
     `is_trained` and `arguments` are as for `Memory.of`. The program's first call finds it compiled.
     """

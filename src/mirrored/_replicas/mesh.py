@@ -295,7 +295,7 @@ def start_backend(num_cpu_devices: int) -> None:
 
 
 def raising_cpu_threads() -> contextlib.AbstractContextManager[None]:
-    """Set the environment variables that XLA's CPU client reads at its start; unless the block raises, they stay.
+    """Raise XLA's number of CPU threads in the environment; undone only if the block raises.
 
     Call this before C code starts threads, as `jax.distributed` does: `setenv` moves texts that their `getenv` has found.
     """
