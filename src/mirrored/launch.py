@@ -135,7 +135,7 @@ def _run(options: argparse.Namespace, outlets: tuple[Outlet, Outlet], signals: S
             logs=logs,
             outlets=outlets,
             signals=signals,
-        ).run()
+        ).watch()
         code = attempt.exit_code()
         if code == 0 or not budget.allows(attempt):
             break

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from strategies import all_reduce, ctx, numbers, strategy_of, values_of, variable
 
 import mirrored as mr
@@ -237,6 +238,21 @@ def test_a_state_that_comes_back_is_compiled_once(to_array):
                     for _ in range(3):
                         state = compiled(state)
                 assert state["w"].tolist() == [-0.5] * 3 and int(state["step"]) == 3
+
+
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_a_value_that_is_cut_in_another_way_is_put_in_place_and_one_on_other_devices_is_refused(num_replicas):
+    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+    x = strategy.distribute_values_from_function(lambda ctx: np.full((2, 3), ctx.replica_id_in_sync_group, np.float32))
+    run = lambda x: strategy.run(lambda x: x.sum(axis=1), args=(x,))  # noqa: E731
+    for parts in (PartitionSpec("replica", None, None), PartitionSpec()):
+        moved = jax.tree.map(lambda array, parts=parts: jax.device_put(array, NamedSharding(array.sharding.mesh, parts)), x)
+        for compiled in (run, mr.function(run)):
+            assert values_of(compiled(moved)) == [[3 * i] * 2 for i in range(num_replicas)]
+    elsewhere = jax.tree.map(lambda array: jax.device_put(array, jax.devices()[5]), x)
+    for compiled in (run, mr.function(run)):
+        with pytest.raises(mr.StrategyMismatchError, match=r"values lie on \['cpu:5'\], but this strategy has"):
+            compiled(elsewhere)
 
 
 def test_jaxs_settings_are_part_of_a_program(strategy2):

@@ -1,7 +1,7 @@
 """Damages to variables: copies that differ, values that are overwritten."""
 
 MUTANTS = [
-    ("_variables/equal_copies.py", "if is_by_worker else", "if True else",
+    ("_variables/equal_copies.py", "if all(len(set(of_worker)) == 1 for of_worker in copies):", "if True:",
      "tests/_variables/test_equal_copies.py::test_copies_that_differ_by_worker_only_are_blamed_on_machines_that_differ"),
     ("_variables/storage.py", "if borrowed:", "if False:",
      "tests/_variables/test_threads.py::test_what_a_reader_holds_is_not_overwritten_and_costs_a_copy_only_meanwhile"),

@@ -107,7 +107,7 @@ class Gathering:
         self.failure: Exception | None = None  # for all workers
         self.turned_away = ""  # why the first one was that is none of this job's
 
-    def run(self) -> None:
+    def gather(self) -> None:
         """Return when all workers are there and know it, with all connections closed."""
         try:
             self.selector.register(self.listener, selectors.EVENT_READ)

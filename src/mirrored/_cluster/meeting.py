@@ -66,7 +66,7 @@ def meet(cluster: Cluster, versions: Mapping[str, str], timeout_seconds: float) 
     family, address = _resolve(chief if cluster.is_local else own or chief, port, cluster, clock)[0]
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         _listen(listener, address, cluster.coordinator_address or "", hello, clock)
-        Gathering(cluster, hello, listener, clock).run()
+        Gathering(cluster, hello, listener, clock).gather()
     return Meeting(address[0], join_address(*address[:2]))
 
 

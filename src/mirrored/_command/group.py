@@ -82,7 +82,7 @@ class Group:
     _num_signals: int = 0  # how many of the launcher's signals have been obeyed
     _is_ending: bool = False  # since a signal came, or a worker failed
 
-    def run(self) -> Attempt:
+    def watch(self) -> Attempt:
         """Start the workers, and return when all are gone."""
         with _kept_folder() as (folder, pipe):
             progress = Path(folder, "progress")

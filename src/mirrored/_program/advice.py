@@ -130,7 +130,7 @@ def operation(
     Notes random numbers in `drawn`, which is None while the fixed point of a loop is searched.
     """
     name, new = equation.primitive.name, state.advice
-    has_gradient = any(one.advice.gradient for one in inputs)
+    has_gradient = any(operand.advice.gradient for operand in inputs)
     places = [0] if name in primitives.SPREADS else jaxprs.linear_operands(equation)  # also of an integer, as in `jnp.pad`
     if places is not None:
         new = _linear(name, [inputs[k] for k in places], new, has_gradient)
@@ -141,7 +141,9 @@ def operation(
         new = _with(new, said=min(new.said, Said.NOTHING), has_share=False, gradient=Gradient.NONE)
     if name in primitives.DRAWS or new.noise is not None:
         new = _with(new, noise=_noise(equation, inputs, state, line, drawn))
-    return new if new.old is None else _with(new, old=_old(name, [one.advice for one in inputs], new.old))
+    if new.old is not None:
+        new = _with(new, old=_old(name, [operand.advice for operand in inputs], new.old))
+    return new
 
 
 def _noise(
@@ -159,13 +161,13 @@ def _noise(
     if state.is_mirrored:
         if is_draw:
             return noises.drawn(equation, line(equation))
-        return noises.result_of(equation, [one.advice.noise for one in inputs])
-    operands = [(one, one.advice.noise, atom) for one, atom in zip(inputs, equation.invars, strict=True)]
-    own = [one for one, _, atom in operands if not one.is_mirrored and noises.has_rows(atom)]
-    has_rows = not all(one.advice.gradient for one in own)  # a gradient has none
+        return noises.result_of(equation, [operand.advice.noise for operand in inputs])
+    operands = list(zip(inputs, equation.invars, strict=True))
+    differing = [operand for operand, atom in operands if not operand.is_mirrored and noises.has_rows(atom)]
+    has_rows = not all(operand.advice.gradient for operand in differing)  # a gradient has none
     if drawn is not None and equation.primitive.name in primitives.ELEMENTWISE and has_rows:
-        lines = [its.where for _, its, atom in operands if its is not None and its.is_for_rows(atom)]
-        drawn.met.extend((where, line(equation)) for where in lines)
+        of_rows = [noise for operand, atom in operands if (noise := operand.advice.noise) is not None and noise.is_for_rows(atom)]
+        drawn.met.extend((noise.where, line(equation)) for noise in of_rows)
     return None
 
 
@@ -203,7 +205,9 @@ def combined(name: str, given: Advised, is_of_step: bool) -> Advice:
     if name in primitives.COMPARE:  # a largest share or gradient is none
         return NOTHING
     if not given.is_mirrored:
-        return Advice(min(old.said, Said.COMBINED)) if is_sum else Advice(old.said, gradient=_combined(old.gradient))
+        if is_sum:
+            return Advice(min(old.said, Said.COMBINED))
+        return Advice(old.said, gradient=_combined(old.gradient))
     # In a backward pass also what was computed from a combined share, such as the derivative of its logarithm.
     highest = Said.NOTHING if is_of_step else Said.COMBINED
     is_multiplied = is_sum and Said.ZERO < old.said <= highest
@@ -214,11 +218,15 @@ def _old(name: str, inputs: Sequence[Advice], mixed: tuple[int, bool]) -> tuple[
     """Return which variable's old value is in a result, and whether all else was added to it."""
     first, *others = inputs
     if name in primitives.SELECTS:
-        return others[0].old or mixed if len({one.old for one in others}) == 1 and first.old is None else mixed
+        if first.old is not None or len({branch.old for branch in others}) > 1:
+            return mixed
+        return others[0].old or mixed
     if name in primitives.COMMUTATIVE and first.old is None and len(others) == 1:
         first, others = others[0], [first]
     is_sum = name in primitives.SPREADS or name in primitives.ADD_TO_FIRST
-    return first.old if is_sum and first.old is not None and all(one.old is None for one in others) else mixed
+    if is_sum and first.old is not None and all(addend.old is None for addend in others):
+        return first.old
+    return mixed
 
 
 def _linear(name: str, given: Sequence[Advised], joined: Advice, has_gradient: bool) -> Advice:
@@ -228,16 +236,18 @@ def _linear(name: str, given: Sequence[Advised], joined: Advice, has_gradient: b
         return _with(joined, said=said, gradient=_gradient_of_sum(given) if has_gradient else Gradient.NONE)
     is_quotient = name in primitives.DIVISIONS
     factors = given[:1] if is_quotient else given
-    if any(one.advice.said is Said.ZERO for one in factors):
+    if any(factor.advice.said is Said.ZERO for factor in factors):
         return _with(joined, said=Said.ZERO)
     if is_quotient and given[1:] and given[1].advice.said is Said.WHOLE:  # a sum over the replicas: this does not multiply by R
         joined = _with(joined, said=given[0].advice.said)
-    return _with(joined, gradient=_gradient_of_product(given, is_quotient)) if has_gradient else joined
+    if has_gradient:
+        joined = _with(joined, gradient=_gradient_of_product(given, is_quotient))
+    return joined
 
 
 def _said_of_sum(given: Sequence[Advised], of_derivatives: bool) -> Said:
     """Return the mark of a sum, or, `of_derivatives`, of JAX's sum of derivatives, of which a constant is one too."""
-    said = [one.advice.said for one in given]
+    said = [addend.advice.said for addend in given]
     if of_derivatives and Said.WHOLE in said:
         return Said.WHOLE
     return _lowest(said, Said.ZERO if of_derivatives else Said.CONSTANT)
@@ -268,7 +278,8 @@ def _gradient_of_product(states: Sequence[Advised], is_quotient: bool) -> Gradie
     """Return what a product of such values is, or the quotient of the first."""
     own = [place for place, state in enumerate(states) if not state.is_mirrored]
     if not own:
-        gradients = [state.advice.gradient for state in (states[:1] if is_quotient else states) if state.advice.gradient]
+        factors = states[:1] if is_quotient else states
+        gradients = [factor.advice.gradient for factor in factors if factor.advice.gradient]
         return gradients[0] if len(gradients) == 1 else Gradient.NONE
     if not _differs_by_gradients(states):
         return Gradient.NONE
@@ -282,4 +293,4 @@ def _combined(kind: Gradient) -> Gradient:
 
 
 def _lowest(said: Sequence[Said], above: Said) -> Said:
-    return min([one for one in said if one > above], default=max(said, default=above))
+    return min([kind for kind in said if kind > above], default=max(said, default=above))

@@ -169,7 +169,7 @@ def _drop_from(programs: weakref.ref[Programs[Any]], entry: weakref.ref[CacheEnt
 
 
 def _drop_ended() -> None:
-    """Drop the entries, of all strategies, of which only a pin keeps some object alive."""
+    """Drop the entries of all strategies that have an object which nobody else refers to."""
     for programs in list(_all):
         for entry in [entry for entry in list(programs._entries) if entry.has_ended()]:
             programs.drop(entry)

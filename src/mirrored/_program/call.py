@@ -36,7 +36,7 @@ class ArrayLeaf(NamedTuple):
     is_weak: bool
     is_per_replica: bool
     shapes: tuple[Shape, ...] | None = None  # of the PerReplica, when they differ
-    is_batch: bool = False  # whether it is a dataset's and has one shape, in a call of which another argument has several
+    is_batch: bool = False  # whether it is a dataset's even batch, in a call with another, uneven one
 
     def aval(self, shape: Shape) -> jax.ShapeDtypeStruct:
         """Return its type for a trace, with this shape."""
@@ -120,6 +120,7 @@ def key_of(
     else:
         flat, structure = jax.tree.flatten((tuple(args), kwargs), is_leaf=_is_leaf)
         compiled_in = libraries.static_leaves(structure)
+    # For messages only: a name costs more than all the rest of the key.
     name_of = lambda position: _names(function, jax.tree.structure((tuple(args), kwargs), is_leaf=_is_leaf))[position]  # noqa: E731
     arrays: list[Any] = []
     static: list[Any] = []
@@ -315,7 +316,7 @@ def of_last_batch(arguments: PyTree) -> PyTree | None:
     if len({origin.dataset for origin in origins}) > 1 and any(origin.is_auto_by_file for origin in origins):
         user_code.warn(_OTHER_PAIRS)
     last = {id(value): _last(value) for value in values}
-    if not values or any(each is None for each in last.values()):
+    if not values or any(coming is None for coming in last.values()):
         return None
     is_leaf = lambda leaf: hasattr(leaf, "__jax_array__")  # noqa: E731  # of ours: a variable stays one
     return jax.tree.map(lambda leaf: last.get(id(leaf), leaf), arguments, is_leaf=is_leaf)

@@ -95,6 +95,7 @@ class Dispatcher(abc.ABC, Generic[ProgramT]):
 
     def _find_repeated(self, function: UserFunction, args: Sequence[Any]) -> tuple[ProgramT, list[Any]] | None:
         """Return the program and the arrays of a call that repeats one of its function, or of its function's code."""
+        # By its code, too: a lambda in the loop is another function in each turn, and the guards compare what it closes over.
         paths = self.programs.fast_paths
         path = paths.get(id(function)) or paths.get(id(getattr(function, "__code__", None)))
         if path is None or (arrays := path.arrays_of(function, args)) is None:

@@ -99,9 +99,14 @@ def run_eagerly(strategy: object, program: StepProgram, call: Call) -> PyTree:
         outputs = with_few_compilations(functools.partial(compute, values))
         for variable, new in zip(lifted.written, outputs[lifted.num_results :], strict=True):
             store(variable, new if spec_of(variable).is_on_read else _first_row(mesh, new))
-    results = outputs[: lifted.num_results]
-    rows = [_first_row(mesh, r) if state.is_mirrored else r for r, state in zip(results, program.findings.outputs, strict=False)]
+    pairs = zip(outputs[: lifted.num_results], program.findings.outputs, strict=False)
+    rows = [_first_row(mesh, result) if state.is_mirrored else result for result, state in pairs]
     return dataclasses.replace(program, lifted=dataclasses.replace(lifted, plan=new_lifted["plan"])).rebuild(rows)
+
+
+def _rows_of_replica(arrays: list[Any], differ: list[bool]) -> list[Any]:
+    """Take off the first axis, here of size 1, of the arrays that differ by replica."""
+    return [jnp.squeeze(array, 0) if differs else array for array, differs in zip(arrays, differ, strict=True)]
 
 
 @contextlib.contextmanager

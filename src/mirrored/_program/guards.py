@@ -26,7 +26,7 @@ def match(guards: Guards, functions: Sequence[Any]) -> bool:
                 return False
     except Exception:  # something is gone: a cell is empty, a property raises
         return False
-    return not guards.same or all(found[one] is found[other] for one, other in guards.same)
+    return not guards.same or all(found[first] is found[second] for first, second in guards.same)
 
 
 class FastPath(NamedTuple, Generic[ProgramT]):
@@ -42,7 +42,7 @@ class FastPath(NamedTuple, Generic[ProgramT]):
 
     def arrays_of(self, function: object, args: Sequence[Any]) -> list[Any] | None:
         """Return the arrays of a call without keyword arguments, or None if it may have another program."""
-        _, _, guards, settings, kind, names, described = self
+        _, _, guards, settings, kind, names, described = self  # at once: each field by its name would be a lookup in every step
         if kind is not None:
             if len(args) != 1 or type(args[0]) is not kind:
                 return None

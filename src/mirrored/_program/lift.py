@@ -171,8 +171,10 @@ def trace(call: Call, shapes: Sequence[Shape], frame: frames.Frame) -> Traced:
 
         def record(arguments: Sequence[jax.Array]) -> list[jax.Array]:
             outermost, values = tracing.current_trace(), dict[Variable, jax.Array]()
-            own = zip(leaves, arguments, strict=True)
-            given = arguments if in_step else [PerReplica(a, leaf.shapes) if leaf.is_per_replica else a for leaf, a in own]
+            given: Sequence[Any] = arguments
+            if not in_step:
+                pairs = zip(leaves, arguments, strict=True)
+                given = [PerReplica(array, leaf.shapes) if leaf.is_per_replica else array for leaf, array in pairs]
 
             def ask_for(variable: Variable) -> jax.Array:
                 if variable not in values:
@@ -262,8 +264,9 @@ def _fields_of(leaf: Any, depth: int = 3) -> Iterator[tuple[str, Any]]:
 def warn_of_leaks(function: UserFunction, sight: Sight) -> None:
     """Warn of a traced array at the end of a list, dict or tuple that a step names, or in an attribute of what it names."""
     for name, value in {**sight.named, "self": getattr(function, "__self__", None)}.items():
-        own = vars(value) if type(value).__dictoffset__ and " " not in name else {}
-        parts = {name: value, **{f"{name}.{key}": part for key, part in own.items() if isinstance(part, jax.core.Tracer)}}
+        parts = {name: value}
+        if type(value).__dictoffset__ and " " not in name:  # it has attributes, and the name is one that the code has
+            parts |= {f"{name}.{key}": part for key, part in vars(value).items() if isinstance(part, jax.core.Tracer)}
         for place in (place for place, part in parts.items() if _ends_with_traced(part)):
             user_code.warn(
                 f"the step has put an array into `{place}`. It is traced once and then run, so what it puts there has no value. "
@@ -273,7 +276,8 @@ def warn_of_leaks(function: UserFunction, sight: Sight) -> None:
 
 def _ends_with_traced(value: Any) -> bool:
     while isinstance(value, dict | list | tuple) and value:
-        value = next(reversed(value.values() if isinstance(value, dict) else value))
+        parts = value.values() if isinstance(value, dict) else value
+        value = next(reversed(parts))
     return isinstance(value, jax.core.Tracer)
 
 

@@ -24,7 +24,7 @@ _REMEDIES = (
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes on each device; `variables` are those that are trained, `state` the others.
+    """Bytes on each device: `variables` are trained, `state` is not.
 
     Attributes:
         whole_state: the part of `state` that every device has all of.
@@ -48,16 +48,19 @@ class Memory:
         `is_trained` tells of each variable in `arguments`, `(written, read_only, arrays, constants)`, whether it is trained.
         """
         written, read_only, *others = arguments
-        sizes: Any = None if compiled is None else compiled.memory_analysis()
         variables = [*written, *read_only]
-        state = [array for array, its in zip(variables, is_trained, strict=True) if not its]
+        state = [array for array, trains in zip(variables, is_trained, strict=True) if not trains]
         of_state, of_all = sum(map(bytes_on_device, state)), sum(map(bytes_on_device, variables))
+        results = temporaries = 0
+        if compiled is not None:
+            sizes: Any = compiled.memory_analysis()
+            results, temporaries = sizes.output_size_in_bytes - sizes.alias_size_in_bytes, sizes.temp_size_in_bytes
         return cls(
             variables=of_all - of_state,
             state=of_state,
             arguments=sum(map(bytes_on_device, jax.tree.leaves(others))),
-            results=0 if sizes is None else sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
-            temporaries=0 if sizes is None else sizes.temp_size_in_bytes,
+            results=results,
+            temporaries=temporaries,
             whole_state=sum(bytes_on_device(array) for array in state if array.sharding.is_fully_replicated),
             whole=sum(map(_may_be_divided, variables)),
             saved=sum(map(_saved, variables)),
@@ -80,7 +83,7 @@ class Memory:
 def refuse_too_large(
     name: str, compiled: Callable[..., Any], has: int, is_trained: Sequence[bool], arguments: tuple[Any, ...]
 ) -> None:
-    """Raise an error if a jitted program needs more bytes than a device `has`, with what takes it; nothing has run then.
+    """Raise an error before the first run if a jitted program needs more than the `has` bytes of a device; it lists the parts.
 
     `is_trained` and `arguments` are as for `Memory.of`. The program's first call finds it compiled.
     """

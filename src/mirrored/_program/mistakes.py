@@ -90,7 +90,7 @@ def explain(error: Exception, call: Call, knows_id: bool = False) -> None:
 
 def refuse_devices(jaxpr: jaxprs.Jaxpr, maps: frozenset[str], num_devices: int) -> None:
     """Refuse ordered prints on several devices, and `maps` over devices, of which XLA has ended the process."""
-    for equation, around in [(each, top) for top in jaxpr.eqns for each in (top, *jaxprs.inside(top))]:
+    for equation, around in [(inner, top) for top in jaxpr.eqns for inner in (top, *jaxprs.inside(top))]:
         if num_devices > 1 and jaxprs.is_ordered_print(equation):
             raise ValueError(
                 "jax.debug.print or jax.debug.callback was given ordered=True, at "
@@ -115,9 +115,11 @@ def _explain_number(error: Exception, call: Call, where: str) -> OneProgramError
         return None
     names = [argument_names(call)[position] for position in needed]
     name, value = names[0].strip("`"), call.arrays[needed[0]]
-    function = call.function.__name__ if getattr(call.function, "__name__", "").isidentifier() else "step"
-    bound = f"functools.partial({function}, {name}={value if type(value) in NUMBERS else '...'})"
-    bound = bound if name.isidentifier() else "a step that closes over it"
+    bound = "a step that closes over it"
+    if name.isidentifier():
+        function = getattr(call.function, "__name__", "")
+        function = function if function.isidentifier() else "step"  # a lambda has no name to write
+        bound = f"functools.partial({function}, {name}={value if type(value) in NUMBERS else '...'})"
     return OneProgramError(
         f"Python needed the value of {' and '.join(names)}, at {where}. Bind a number that `if`, `range` "
         f"or a shape needs: {bound}; each value of it has a program of its own. Python numbers among the arguments are "

@@ -18,7 +18,7 @@ from .._jax.primitives import AXIS_SUMS, BROADCASTS, DOT_PRODUCTS, KEEP_AXES, RE
 class Noise:
     """Random numbers, or what is computed of them."""
 
-    axes: frozenset[int]  # along which they were drawn, and not repeated; of a row of a loop also those of the array it is from
+    axes: frozenset[int]  # with independent draws; in a scan also the scanned axis
     where: str  # the user's line of the draw
 
     def is_for_rows(self, atom: Atom) -> bool:

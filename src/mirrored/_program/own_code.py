@@ -28,6 +28,7 @@ _PLAIN = (bool, int, str, bytes, type(None), *_BY_REPR)
 #: Packages whose modules, classes and methods are not looked into, because they do not change; nor are model libraries.
 _WHOLE = ["builtins", "functools", "jax", "jaxlib", "math", "mirrored", "numpy", "optax", "tensorflow", "typing"]
 _CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT")
+#: Instructions that do nothing; some versions of Python put them between a name and its keys.
 _SILENT = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "NOT_TAKEN", "PRECALL", "RESUME"})
 _HOLDERS = (dict, list, tuple)
 #: A path of attributes and items, each with whether it is an item.
@@ -98,7 +99,7 @@ class _Look:
                 expected = 0 if isinstance(value, _NESTS) else id(value)  # a set may change in place
                 read = read._replace(expected=expected, content=content_key(value))
             reads.append(read)
-        same = [(new[one], new[other]) for one, other in self._same]
+        same = [(new[first], new[second]) for first, second in self._same]
         values = [self.found[place] for place in self.compared]
         named = dict(zip(self.compared.values(), values, strict=True))
         kept = [value for value in values if isinstance(value, _PLAIN)]
@@ -162,7 +163,7 @@ class _Look:
                 keywords = {**{key: self.read(by_name, key, is_item=True) for key in own.keywords}, **keywords}
                 place = self.read(place, "func")
         places = [place, *args, *keywords.values()]
-        known = self._entered.setdefault(tuple(id(self.found[each]) for each in places), places)
+        known = self._entered.setdefault(tuple(id(self.found[part]) for part in places), places)
         if known is not places:
             self._same += zip(known, places, strict=True)
             return
@@ -257,15 +258,18 @@ def _is_code(value: object, is_runner: bool) -> bool:
 
 def _wrapped_by(value: object) -> object:
     """Return the function that a library's wrapper wraps; None when there is none."""
-    wrapped = getattr(value, "__wrapped__", None) if _is_librarys(value) else None
+    if not _is_librarys(value):
+        return None
+    wrapped = getattr(value, "__wrapped__", None)
     return wrapped if isinstance(wrapped, FUNCTIONS) else None
 
 
 def _is_librarys(value: object) -> bool:
     while isinstance(value, (functools.partial, types.MethodType)):
         value = value.func if isinstance(value, functools.partial) else value.__func__
-    is_function = isinstance(value, types.FunctionType)
-    return _is_library(value.__globals__.get("__name__", "") if is_function else type(value).__module__)
+    if isinstance(value, types.FunctionType):
+        return _is_library(value.__globals__.get("__name__", ""))
+    return _is_library(type(value).__module__)
 
 
 def _is_library(module: str) -> bool:
@@ -295,8 +299,10 @@ def content_key(value: object) -> Hashable:
         return id(value)
     if isinstance(value, _BY_REPR):
         return (type(value), repr(value))
-    if isinstance(value, _NESTS):
-        return (type(value), (tuple if isinstance(value, tuple) else frozenset)(map(content_key, value)))
+    if isinstance(value, tuple):
+        return (type(value), tuple(map(content_key, value)))
+    if isinstance(value, _NESTS):  # sets, whose order may differ
+        return (type(value), frozenset(map(content_key, value)))
     return (type(value), value)
 
 
@@ -329,6 +335,8 @@ def _reads_in(code: types.CodeType) -> list[tuple[str, str, Keys]]:
     name: Any = ""
     keys: Keys = ()
     subscript: tuple[Any, ...] = ()  # the constant loaded after the path so far, which may become its next key
+    # `self.model.lr` and `cfg["lr"]` are the load of a name, then attributes, or constants each with a subscript. Any other
+    # instruction ends the path: what it computes is read at trace time.
     for instruction in dis.get_instructions(code):
         operation, value = instruction.opname, instruction.argval
         if operation in _SILENT:
@@ -347,7 +355,7 @@ def _reads_in(code: types.CodeType) -> list[tuple[str, str, Keys]]:
                 scope = "global"
             elif operation.startswith("LOAD") and "DEREF" in operation:
                 scope = "free" if name in code.co_freevars else "local"
-            elif "LOAD_FAST" in operation:
+            elif "LOAD_FAST" in operation:  # one instruction may load two names, and keys follow the second
                 scope, name = "local", value[-1] if isinstance(value, tuple) else value
     for inner in [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]:
         for scope, name, keys in _reads_in(inner):

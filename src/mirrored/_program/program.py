@@ -86,8 +86,8 @@ def collectives_in(jaxpr: jaxprs.Jaxpr, around: tuple[jaxprs.Equation, ...] = ()
         if not inner and jaxprs.is_collective(equation):
             where = user_code.equation_line(equation, *around)
             yield Collective(equation.primitive.name, jaxprs.num_bytes(equation), where, in_loop)
-        for each in inner:
-            yield from collectives_in(each.jaxpr, (equation, *around))
+        for closed in inner:
+            yield from collectives_in(closed.jaxpr, (equation, *around))
 
 
 _WHERE_A_NAN_IS_MADE = (
@@ -132,8 +132,10 @@ class Program(abc.ABC):
         if not names.isdisjoint(PRINTS | cls.refused_maps):
             mistakes.refuse_devices(lifted.shown.jaxpr, cls.refused_maps, len(mesh.devices))
         calls_host = not names.isdisjoint(HOST_CALLBACKS)
-        options = {} if out_shardings is None else {"out_shardings": out_shardings}
-        jitted = jax.jit(function, donate_argnums=() if calls_host else 0, **options)
+        options: dict[str, Any] = {} if calls_host else {"donate_argnums": 0}
+        if out_shardings is not None:
+            options["out_shardings"] = out_shardings
+        jitted = jax.jit(function, **options)
         compiled: Any = mesh.executable(jitted, name, lambda: [spec_of(variable).trainable for variable in lifted.variables])
         jax_name = compiled.__name__
         if not mesh.is_alone:
@@ -174,7 +176,10 @@ class Program(abc.ABC):
                 end_mark(outputs[0])
         results, _, witness = outputs
         if witness:
-            (in_flight.started if self.mesh.is_alone else in_flight.joined)(witness[0])
+            if self.mesh.is_alone:
+                in_flight.started(witness[0])
+            else:
+                in_flight.joined(witness[0])
         if (watch := self.watch) is not None:
             watch.count += 1
             if watch.count >= watch.next:
@@ -217,11 +222,14 @@ def _delaying_ctrl_c() -> Iterator[None]:
 
 def program_compiled(jax_name: str) -> Program | None:
     """Return the program that this thread is running, when it is what JAX compiles, under this name, and no copy of an array."""
+    # JAX tells a compilation by the program's name only, and compiles in the thread that runs it: so look who has called.
     frame = sys._getframe()
     while frame is not None and frame.f_code is not Program.execute.__code__:
         frame = frame.f_back
-    running = None if frame is None else frame.f_locals["self"]
-    return running if running is not None and running.jax_name == jax_name else None
+    if frame is None:
+        return None
+    running: Program = frame.f_locals["self"]
+    return running if running.jax_name == jax_name else None
 
 
 @dataclasses.dataclass(eq=False)
@@ -285,14 +293,18 @@ def place(
                 "strategy.run(step, args=(x,)), x); mr.plan compiles for a topology without values."
             )
     leaves = leaves_of()
-    for position in (each for each in elsewhere if leaves[each].is_per_replica):
+    for position in (position for position in elsewhere if leaves[position].is_per_replica):
         array = placed[position]
-        if not (mesh.is_alone and (isinstance(array, _ON_HOST) or not getattr(array, "committed", True))):
+        is_free = isinstance(array, _ON_HOST) or not getattr(array, "committed", True)
+        if not is_free and array.sharding.device_set == mesh.mirrored.device_set:  # on these devices, cut in another way
+            placed[position] = mesh.put(array, mesh.stacked)
+        elif not (is_free and mesh.is_alone):
             raise StrategyMismatchError(
                 f"the argument {names()[position]} is a PerReplica whose values lie on "
                 f"{sorted(str(d) for d in arrays[position].sharding.device_set)}, but this strategy has {mesh}; it comes from "
                 "another strategy. Distribute the data with the strategy that runs the step."
             )
+    elsewhere = [position for position in elsewhere if not is_placed(mesh, placed[position])]
     moving = [placed[position] for position in elsewhere]
     if mesh.is_alone:
         kinds = [leaves[position] for position in elsewhere]

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import inspect
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import optax
@@ -114,35 +114,12 @@ def _reason(before: _Structure, after: _Structure, names: Sequence[str]) -> str:
     """Say which difference between two calls needs another program, and how to avoid it."""
     if before.treedef != after.treedef:
         return _structure_reason(before.treedef, after.treedef)
-    for leaf_name, old, new in zip(names, before.leaves, after.leaves, strict=True):
-        if old == new:
-            continue
-        if isinstance(old, ArrayLeaf) and isinstance(new, ArrayLeaf):
-            is_kind = (old.shape, old.dtype, old.shapes) == (new.shape, new.dtype, new.shapes)
-            remedy = "Pass values of one kind." if is_kind else "Give batches one shape, for example with drop_remainder=True."
-            if old.shape[1:] != new.shape[1:]:  # drop_remainder would not help
-                remedy = (
-                    "Rows of each shape need a program of their own. Pad them to a few lengths, such as powers of two: up to "
-                    f"{MAX_SILENT_RECOMPILATIONS} programs are normal. If you want more, say so before the loop: "
-                    "warnings.simplefilter('ignore', mr.RecompilationWarning)."
-                )
-            return f"the argument {leaf_name} changed from shape {_type_of(old)} to {_type_of(new)}. {remedy}"
-        return (
-            f"the argument {leaf_name} changed from {_shown(old)} to {_shown(new)}. Strings, bools, functions and other "
-            "objects are compiled into the program. Pass a value that changes as a number or an array."
-        )
-    for name, new in after.named.items():
-        if (old := before.named.get(name, new)) == new:
-            continue
-        if isinstance(old, tuple) and isinstance(new, tuple):
-            return (
-                f"{name}, which it reads, changed from {_content(old)} to {_content(new)}. What a step reads is compiled into "
-                "it. Pass what changes as an argument: strategy.run(step, args=(batch, value))."
-            )
-        return (
-            f"{name}, which it reads, is another object than before. Define functions once, outside of the loop, and pass an "
-            "array that changes as an argument: strategy.run(step, args=(batch, array))."
-        )
+    for argument, old, new in zip(names, before.leaves, after.leaves, strict=True):
+        if old != new:
+            return f"the argument {argument} changed from {_change_of_argument(old, new)}"
+    for name, content in after.named.items():
+        if (old_content := before.named.get(name, content)) != content:
+            return f"{name}, which it reads, {_change_of_name(old_content, content)}"
     if before.settings != after.settings:
         return "a setting of JAX is another, as with jax.enable_x64. Leave JAX's settings as they are between steps."
     return "something that it closes over is another object. Define the step once, outside of the loop, and pass what changes."
@@ -169,10 +146,46 @@ def _transformations(fixed: object) -> Iterator[object]:
     if isinstance(fixed, optax.GradientTransformation):
         yield fixed
         return
+    parts: Iterable[object] = ()
     if dataclasses.is_dataclass(fixed):
-        fixed = [getattr(fixed, field.name, None) for field in dataclasses.fields(fixed)]
-    for part in fixed.values() if isinstance(fixed, dict) else fixed if isinstance(fixed, tuple | list) else ():
+        parts = [getattr(fixed, field.name, None) for field in dataclasses.fields(fixed)]
+    elif isinstance(fixed, dict):
+        parts = fixed.values()
+    elif isinstance(fixed, tuple | list):
+        parts = fixed
+    for part in parts:
         yield from _transformations(part)
+
+
+def _change_of_argument(old: ArrayLeaf | tuple[Hashable, str], new: ArrayLeaf | tuple[Hashable, str]) -> str:
+    if not isinstance(old, ArrayLeaf) or not isinstance(new, ArrayLeaf):
+        return (
+            f"{_shown(old)} to {_shown(new)}. Strings, bools, functions and other objects are compiled into the program. Pass a "
+            "value that changes as a number or an array."
+        )
+    if old.shape[1:] != new.shape[1:]:  # drop_remainder would not help
+        remedy = (
+            "Rows of each shape need a program of their own. Pad them to a few lengths, such as powers of two: up to "
+            f"{MAX_SILENT_RECOMPILATIONS} programs are normal. If you want more, say so before the loop: "
+            "warnings.simplefilter('ignore', mr.RecompilationWarning)."
+        )
+    elif (old.shape, old.dtype, old.shapes) != (new.shape, new.dtype, new.shapes):
+        remedy = "Give batches one shape, for example with drop_remainder=True."
+    else:
+        remedy = "Pass values of one kind."
+    return f"shape {_type_of(old)} to {_type_of(new)}. {remedy}"
+
+
+def _change_of_name(old: Hashable, new: Hashable) -> str:
+    if isinstance(old, tuple) and isinstance(new, tuple):
+        return (
+            f"changed from {_content(old)} to {_content(new)}. What a step reads is compiled into it. Pass what changes as an "
+            "argument: strategy.run(step, args=(batch, value))."
+        )
+    return (
+        "is another object than before. Define functions once, outside of the loop, and pass an array that changes as an "
+        "argument: strategy.run(step, args=(batch, array))."
+    )
 
 
 def _content(key: tuple[Any, Any]) -> str:

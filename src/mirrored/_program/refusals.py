@@ -83,7 +83,8 @@ def check_gradients(marks: Sequence[tuple[Mark, State]], num_replicas: int) -> N
     sums: dict[tuple[str, int], list[tuple[Mark, State]]] = {}  # by line and optimizer
     for note, state in gradients:
         if note.purpose is not Purpose.MEAN_GRADIENT:
-            sums.setdefault((_place(note), 0 if note.purpose in _SUMS else note.number), []).append((note, state))
+            optimizer = 0 if note.purpose in _SUMS else note.number
+            sums.setdefault((_place(note), optimizer), []).append((note, state))
     for (place, _), members in sums.items():
         if message := _complaint(members[0][0], [state for _, state in members], num_replicas):
             share = next((state.advice.curved for _, state in members if state.advice.curved), "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -123,17 +124,18 @@ def _over_replicas(axis: ReplicaAxis, reduction: Reduction, arrays: Arrays, axes
     """Reduce arrays over axes of each, and over the replicas."""
     ops = axis.ops if reduction.adds else None
     counts = [
-        sum(axis.each(math.prod(array.shape[a] for a in own))) if own else axis.size
-        for array, own in zip(arrays, axes, strict=True)
+        sum(axis.each(math.prod(array.shape[a] for a in own_axes))) if own_axes else axis.size
+        for array, own_axes in zip(arrays, axes, strict=True)
     ]
     # A count of 0 lets `parts` leave integers whole, for the user's function.
     exact = counts if ops is None else [0] * len(arrays)
-    parts = [reduction.parts(array, own, count) for array, own, count in zip(arrays, axes, exact, strict=True)]
-    flat = [part for own in parts for part in own]
-    totals = iter(_packed(reduction, flat, axis) if ops is None else [accumulate(ops, axis.stack(part)) for part in flat])
+    parts = [reduction.parts(array, own_axes, count) for array, own_axes, count in zip(arrays, axes, exact, strict=True)]
+    flat = list(itertools.chain.from_iterable(parts))
+    combined = _packed(reduction, flat, axis) if ops is None else [accumulate(ops, axis.stack(part)) for part in flat]
+    totals = iter(combined)
     return [
-        reduction.finish([next(totals) for _ in own], count, array.dtype)
-        for own, count, array in zip(parts, counts, arrays, strict=True)
+        reduction.finish([next(totals) for _ in of_array], count, array.dtype)
+        for of_array, count, array in zip(parts, counts, arrays, strict=True)
     ]
 
 
@@ -189,8 +191,10 @@ def all_gather(tree: PyTree, array_axis: int, axis: ReplicaAxis) -> PyTree:
 def stack_uneven(array: jax.Array, axis: ReplicaAxis) -> tuple[jax.Array, tuple[Shape, ...] | None]:
     """Return the replicas' arrays along a new leading axis, padded to the largest, and their shapes if they differ."""
     sizes = [axis.each(size) for size in array.shape]
-    differ = any(len(set(own)) > 1 for own in sizes)
-    return axis.stack(pad_to(array, tuple(map(max, sizes)))), tuple(zip(*sizes, strict=True)) if differ else None
+    stack = axis.stack(pad_to(array, tuple(map(max, sizes))))
+    if all(len(set(of_axis)) == 1 for of_axis in sizes):
+        return stack, None
+    return stack, tuple(zip(*sizes, strict=True))
 
 
 def pad_to(array: jax.Array, shape: Shape) -> jax.Array:
@@ -201,7 +205,7 @@ def pad_to(array: jax.Array, shape: Shape) -> jax.Array:
         data = jax.random.key_data(array)
         padded = pad_to(data, (*shape, *data.shape[array.ndim :]))
         return jax.random.wrap_key_data(padded, impl=jax.random.key_impl(array))
-    return jnp.pad(array, [(0, size - own) for size, own in zip(shape, array.shape, strict=True)])
+    return jnp.pad(array, [(0, size - old_size) for size, old_size in zip(shape, array.shape, strict=True)])
 
 
 def join_rows(stack: jax.Array, axis: int, sizes: Sequence[int]) -> jax.Array:

@@ -8,6 +8,7 @@ the same bits as alone: each element's additions keep their order.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -41,15 +42,15 @@ def reduce_stack(
     if ops is None or not reduction.adds:
         run = functools.partial(_over_stack, shapes, _count_of(stack, axes, shapes))
         return run_with_derivative(run, reduction, [stack], [(0, *own_axes)])[0]
-    [own] = reduction.parts(stack, own_axes, 0, shapes)
-    return reduction.finish([accumulate(ops, own)], _count_of(stack, axes, shapes), stack.dtype)
+    [part] = reduction.parts(stack, own_axes, 0, shapes)
+    return reduction.finish([accumulate(ops, part)], _count_of(stack, axes, shapes), stack.dtype)
 
 
 def _over_stack(
     shapes: tuple[Shape, ...] | None, count: int, reduction: Reduction, stacks: Arrays, axes: Sequence[Axes]
 ) -> list[jax.Array]:
-    parts = [reduction.parts(stack, own, count, shapes) for stack, own in zip(stacks, axes, strict=True)]
-    return [reduction.finish(own, count, stack.dtype) for own, stack in zip(parts, stacks, strict=True)]
+    parts = [reduction.parts(stack, own_axes, count, shapes) for stack, own_axes in zip(stacks, axes, strict=True)]
+    return [reduction.finish(of_stack, count, stack.dtype) for of_stack, stack in zip(parts, stacks, strict=True)]
 
 
 def _count_of(stack: jax.Array, axes: Axes, shapes: tuple[Shape, ...] | None) -> int:
@@ -150,18 +151,23 @@ def require_equal_except(axes: Axes, value: PerReplica, verb: str) -> None:
     if shapes is None or len({tuple(size for a, size in enumerate(shape) if a not in axes) for shape in shapes}) == 1:
         return
     different = [a for a, size in enumerate(value.shape) if size is None]
-    named = "axis=None" if not axes else f"axis={axes[0] if len(axes) == 1 else axes}"
-    remedy = f"axis={different[0]}" if len(different) == 1 else f"axis={tuple(different)}"
+    remedy = f"Name the axis along which they differ: strategy.{verb}(..., {_in_words(different)})"
+    if verb == "reduce":
+        remedy += ", which also counts the true number of rows."
+    elif len(different) == 1:
+        remedy += "."
+    else:
+        remedy = "gather joins along one axis only; use strategy.local_results for the separate values."
     raise UnevenReplicasError(
-        f"{verb} with {named} needs equal shapes on all replicas apart from that axis, but they are "
-        f"{', '.join(map(str, shapes))}. "
-        + (
-            f"Name the axis along which they differ: strategy.{verb}(..., {remedy})"
-            + (", which also counts the true number of rows." if verb == "reduce" else ".")
-            if verb == "reduce" or len(different) == 1
-            else "gather joins along one axis only; use strategy.local_results for the separate values."
-        )
+        f"{verb} with {_in_words(axes)} needs equal shapes on all replicas apart from that axis, but they are "
+        f"{', '.join(map(str, shapes))}. {remedy}"
     )
+
+
+def _in_words(axes: Sequence[int]) -> str:
+    if not axes:
+        return "axis=None"
+    return f"axis={axes[0]}" if len(axes) == 1 else f"axis={tuple(axes)}"
 
 
 def compiled(function: Callable[..., Any], placement: NamedSharding, *static: Any) -> Callable[..., Any]:
@@ -243,10 +249,11 @@ def _reduce_packed(stacks: Sequence[jax.Array], static: Sequence[tuple[Any, ...]
     for stack, (op, axes, shapes, _) in zip(stacks, static, strict=True):
         counts.append(_count_of(stack, axes, shapes))
         parts.append(REDUCTIONS[op].parts(stack, tuple(axis + 1 for axis in axes), counts[-1], shapes))
-    totals = iter(_move_small([part for own in parts for part in own], lambda stack: jnp.sum(stack, axis=0, dtype=stack.dtype)))
+    flat = list(itertools.chain.from_iterable(parts))
+    totals = iter(_move_small(flat, lambda stack: jnp.sum(stack, axis=0, dtype=stack.dtype)))
     return [
-        REDUCTIONS[op].finish([next(totals) for _ in own], count, stack.dtype)
-        for stack, own, count, (op, *_) in zip(stacks, parts, counts, static, strict=True)
+        REDUCTIONS[op].finish([next(totals) for _ in of_stack], count, stack.dtype)
+        for stack, of_stack, count, (op, *_) in zip(stacks, parts, counts, static, strict=True)
     ]
 
 

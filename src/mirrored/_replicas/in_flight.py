@@ -71,7 +71,7 @@ def is_paced(placement: NamedSharding) -> bool:
 
 
 def new_witness(placement: NamedSharding) -> list[jax.Array]:
-    """Return one more result for a program on these devices, to wait for; no result where nobody waits."""
+    """Return an extra result to wait for; none where the number of programs in flight needs no bound."""
     return [jnp.zeros((), jnp.int32)] if is_paced(placement) else []
 
 

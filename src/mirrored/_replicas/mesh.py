@@ -205,6 +205,7 @@ def with_replicas(mesh: ReplicaMesh, num_replicas: int | None, schedule: str) ->
         )
     if num_replicas == count:
         return mesh
+    # The name of the axis says it all: an array's sharding has the mesh of JAX, and `replicas_of` makes ours of that alone.
     axis = f"device_of_{num_replicas // count}_replicas{_ONE_BY_ONE if schedule == 'one_by_one' else ''}"
     return make_mesh(mesh.devices, axis, mesh.storage)
 
@@ -296,7 +297,7 @@ def start_backend(num_cpu_devices: int) -> None:
 
 
 def raising_cpu_threads() -> contextlib.AbstractContextManager[None]:
-    """Set the environment variables that XLA's CPU client reads at its start; unless the block raises, they stay.
+    """Raise XLA's number of CPU threads in the environment; undone only if the block raises.
 
     Call this before C code starts threads, as `jax.distributed` does: `setenv` moves texts that their `getenv` has found.
     """

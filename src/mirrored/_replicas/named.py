@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -54,7 +55,8 @@ def _places() -> list[tuple[ModuleType, str, Callable[..., Any]]]:
     modules = [module for key, module in list(sys.modules.items()) if key == "jax.lax" or not key.startswith("jax")]
     having = [module for module in modules if not getattr(module, "__dict__", {}).keys().isdisjoint(NAMES)]
     originals = {name: getattr(jax.lax, name) for name in NAMES}
-    return [(module, name, own) for module in having for name, own in originals.items() if vars(module).get(name) is own]
+    named = itertools.product(having, originals.items())
+    return [(module, name, function) for module, (name, function) in named if vars(module).get(name) is function]
 
 
 def _call(name: str, original: Callable[..., Any], x: PyTree, axis_name: object, *more: Any, **options: Any) -> PyTree:

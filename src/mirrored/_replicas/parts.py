@@ -75,10 +75,13 @@ def _scatter(lanes: int, pack: jax.Array) -> jax.Array:
     if not lanes:
         return jax.lax.psum_scatter(pack, REPLICA_AXIS)
     count, size = pack.shape
-    near = count if count <= MOST_AT_ONCE else next(k for k in range(1, count + 1) if count % k == 0 and k**2 >= count)
+    near = count
+    if count > MOST_AT_ONCE:  # in two rounds, first among `near` neighbours: the smallest divisor from the square root on
+        near = next(k for k in range(1, count + 1) if count % k == 0 and k**2 >= count)
     rows = jnp.pad(pack, ((0, 0), (0, -size % lanes))).reshape(count // near, near, -1, lanes).swapaxes(0, 1).reshape(-1, lanes)
     neighbours = [list(range(i, i + near)) for i in range(0, count, near)]
-    for groups in [neighbours, list(zip(*neighbours, strict=True))] if near < count else [None]:
+    rounds = [neighbours, list(zip(*neighbours, strict=True))] if near < count else [None]
+    for groups in rounds:
         rows = jax.lax.psum_scatter(rows, REPLICA_AXIS, tiled=True, axis_index_groups=groups)
     return rows.reshape(-1)[:size]
 

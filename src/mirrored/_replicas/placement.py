@@ -138,7 +138,7 @@ def mirror_constants(mesh: ReplicaMesh, constants: Sequence[Any], what: str) -> 
     known = [constant for constant in constants if not isinstance(constant, jax.core.Tracer)]
     check_later(mesh, known, lambda _: what)
     pairs = [_kept_or_own(mesh, constant) for constant in known]
-    placed = mirror(mesh, [own for _, own in pairs], refuse_constant)
+    placed = mirror(mesh, [array for _, array in pairs], refuse_constant)
     kept = iter([_process.constants.setdefault(key, array) for (key, _), array in zip(pairs, placed, strict=True)])
     return [constant if isinstance(constant, jax.core.Tracer) else next(kept) for constant in constants]
 
@@ -244,8 +244,8 @@ def _program(mesh: ReplicaMesh, kinds: tuple[tuple[Shape, Any], ...]) -> Callabl
         ]
 
     specs = {"in_specs": PartitionSpec(mesh.axis), "out_specs": PartitionSpec(), "check_vma": False}
-    own = [*(_bits(np.empty(*kind)) for kind in kinds), np.empty(len(kinds), np.uint32)]
-    rows = [jax.ShapeDtypeStruct((len(mesh.devices), *one.shape), one.dtype, sharding=mesh.stacked) for one in own]
+    sent = [*(_bits(np.empty(*kind)) for kind in kinds), np.empty(len(kinds), np.uint32)]
+    rows = [jax.ShapeDtypeStruct((len(mesh.devices), *row.shape), row.dtype, sharding=mesh.stacked) for row in sent]
     with progress.phase(f"compiling {_NAME}", is_patient=True):
         program = jax.jit(jax.shard_map(body, mesh=mesh.mesh, **specs)).lower(rows).compile()
     return joint_programs.started(_NAME, text, program)

@@ -192,13 +192,15 @@ def run_with_derivative(run: Run, reduction: Reduction, arrays: Arrays, axes: Se
     if reduction.adds or not any(is_float):
         return run(reduction, arrays, axes)
     if not all(is_float):
-        return [run_with_derivative(run, reduction, [array], [own])[0] for array, own in zip(arrays, axes, strict=True)]
+        pairs = zip(arrays, axes, strict=True)
+        return [run_with_derivative(run, reduction, [array], [own_axes])[0] for array, own_axes in pairs]
     compare = jax.custom_jvp(lambda *arrays: run(reduction, arrays, axes))
 
     @compare.defjvp
     def derivative(values: Arrays, tangents: Arrays) -> tuple[list[jax.Array], list[jax.Array]]:
         results, total = compare(*values), REDUCTIONS[ReduceOp.SUM]
-        equal = [value == jnp.expand_dims(result, own) for value, result, own in zip(values, results, axes, strict=True)]
+        wide = [jnp.expand_dims(result, own_axes) for result, own_axes in zip(results, axes, strict=True)]
+        equal = [value == result for value, result in zip(values, wide, strict=True)]
         changes = run(total, [jnp.where(is_it, tangent, 0) for is_it, tangent in zip(equal, tangents, strict=True)], axes)
         counts = run(total, [is_it.astype(value.dtype) for is_it, value in zip(equal, values, strict=True)], axes)
         return results, [change / count for change, count in zip(changes, counts, strict=True)]

@@ -20,14 +20,16 @@ def key_of(keys: jax.Array, axis: ReplicaAxis, index: random_keys.Count, rows: i
         return random_keys.folded(random_keys.plain(keys), index)
     lengths = axis.lengths if rows is None else (axis.each(rows),)
     if axis.sizes is None:  # replicas draw equally many elements: the R-th part of a draw, whatever its length
-        return random_keys.by_rows(keys, index, 1, index, bool(lengths) and all(own[0] > 1 for own in lengths))
-    counts = lengths if rows is not None else tuple(own for own in lengths if len(set(own)) > 1)
-    shares = {tuple(Fraction(count, sum(own)) for count in own) for own in counts if any(own)}
-    least = min(counts)
+        has_several_rows = bool(lengths) and all(of_axis[0] > 1 for of_axis in lengths)
+        return random_keys.by_rows(keys, index, 1, index, has_several_rows)
+    if rows is None:  # only axes that differ by replica are rows for sure
+        lengths = tuple(of_axis for of_axis in lengths if len(set(of_axis)) > 1)
+    shares = {tuple(Fraction(length, sum(of_axis)) for length in of_axis) for of_axis in lengths if any(of_axis)}
+    least = min(lengths)
     # Where a replica has more rows than one before it, parts of other draws would meet: then all draws are its own.
     is_known = len(shares) == 1 and list(least) == sorted(least, reverse=True)
-    own = _of_replica(least if is_known else (0,) * axis.size, index)
-    return random_keys.by_rows(keys, _of_replica(_before(least), index), own, index, own > 1)
+    num_rows = _of_replica(least if is_known else (0,) * axis.size, index)
+    return random_keys.by_rows(keys, _of_replica(_before(least), index), num_rows, index, num_rows > 1)
 
 
 def keys_of(keys: jax.Array, axis: ReplicaAxis, index: random_keys.Count, num_rows: int) -> jax.Array:

@@ -34,7 +34,9 @@ def get_strategy() -> Strategy:
     In TensorFlow: https://www.tensorflow.org/api_docs/python/tf/distribute/get_strategy
     """
     frame = frames.current()
-    return frame.strategy if frame is not None and frame.strategy is not None else _default_strategy()
+    if frame is not None and frame.strategy is not None:
+        return frame.strategy
+    return _default_strategy()
 
 
 def has_strategy() -> bool:

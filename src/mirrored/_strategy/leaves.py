@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,10 +43,8 @@ class Leaves:
             _refuse_stack(leaf, "local_results", self.mesh)
         if not any(map(_is_distributed, leaves)):
             return (value,)
-        columns = [self._local_values(leaf) if _is_distributed(leaf) else None for leaf in leaves]
-        count = next(len(column) for column in columns if column is not None)
-        rows = [[leaf if c is None else c[i] for leaf, c in zip(leaves, columns, strict=True)] for i in range(count)]
-        return tuple(jax.tree.unflatten(treedef, row) for row in rows)
+        columns = [self._local_values(leaf) if _is_distributed(leaf) else itertools.repeat(leaf) for leaf in leaves]
+        return tuple(jax.tree.unflatten(treedef, row) for row in zip(*columns, strict=False))
 
     def reduce(self, op: ReduceOp, tree: PyTree, axis: collectives.AxesLike) -> PyTree:
         values = (tree,) if type(tree) is PerReplica else jax.tree.leaves(tree, is_leaf=arrays.is_wrapped)
@@ -53,7 +52,10 @@ class Leaves:
         for state in filter(None, map(proven_of, values)):
             if marks is None:
                 break
-            if state.advice.said is Said.SHARE or (is_plain and state.of_uneven) if is_mean else state.advice.gradient:
+            is_judged = bool(state.advice.gradient)
+            if is_mean:
+                is_judged = state.advice.said is Said.SHARE or (is_plain and state.of_uneven)
+            if is_judged:
                 note = Mark(marks[0], "strategy.reduce", user_code.user_line())
                 check_outside([(note, proven_of(value)) for value in values], self.mesh.num_replicas)
                 break
@@ -157,7 +159,8 @@ class Leaves:
     def _local_values(self, leaf: PerReplica | Variable) -> tuple[Any, ...]:
         if isinstance(leaf, Variable):
             self._check_own_variable(leaf, "local_results")
-            leaf = all_copies(leaf) if spec_of(leaf).is_on_read or frames.is_traced() else leaf
+            if spec_of(leaf).is_on_read or frames.is_traced():
+                leaf = all_copies(leaf)
         if isinstance(leaf, Variable):  # the copies on this worker; others are not asked
             with lent([leaf]) as [stored]:
                 copies = [copy for _, copy in local_arrays(leaf, stored) for _ in range(self.mesh.per_device)]
@@ -199,8 +202,9 @@ def _refuse_stack(leaf: object, verb: str, mesh: ReplicaMesh) -> None:
 
 def _noted(stack: jax.Array, task: Task) -> jax.Array:
     """Mark for the proof a stack that merged code adds up over all replicas."""
-    marks = REDUCTIONS[task.static[0]].marks if task.function is cross_replica.reduce_stack else None
-    return stack if marks is None else mark(stack, Mark(marks[1], "strategy.reduce", user_code.user_line()))
+    if task.function is not cross_replica.reduce_stack or (marks := REDUCTIONS[task.static[0]].marks) is None:
+        return stack
+    return mark(stack, Mark(marks[1], "strategy.reduce", user_code.user_line()))
 
 
 def _is_merged() -> bool:

@@ -128,10 +128,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication: CommunicationImplementation | CommunicationName | None = None,
     ) -> None:
         cluster = _by_either_name("cluster_resolver", cluster_resolver, "cluster", cluster)
-        chosen = None if communication is None else CommunicationOptions(implementation=communication)
-        right = (
-            f"; write communication_options=mr.CommunicationOptions(implementation=mr.{chosen.implementation})" if chosen else ""
-        )
+        chosen, right = None, ""
+        if communication is not None:
+            chosen = CommunicationOptions(implementation=communication)
+            right = f"; write communication_options=mr.CommunicationOptions(implementation=mr.{chosen.implementation})"
         communication_options = _by_either_name("communication", chosen, "communication_options", communication_options, right)
         options = CommunicationOptions() if communication_options is None else communication_options
         _refuse_options(cluster, options)
@@ -174,7 +174,9 @@ class MultiWorkerMirroredStrategy(Strategy):
         self._cluster, sentence = resolvers.discover(cluster)
         is_left_alone = environments.is_left_alone(self._cluster, _env.current())
         _logger.log(logging.WARNING if is_left_alone else logging.INFO, "cluster: %s", sentence)
-        with raising_cpu_threads() if self._cluster.num_workers > 1 else contextlib.nullcontext():
+        if self._cluster.num_workers == 1:
+            return runtime.start(self._cluster, options)
+        with raising_cpu_threads():
             return runtime.start(self._cluster, options)
 
 

@@ -205,7 +205,7 @@ class Strategy:
     def _entered(self) -> Iterator[Strategy]:
         frames.check_enterable(self)
         outer = frames.current()
-        frame = Frame(self, self._mesh) if outer is None else dataclasses.replace(outer, strategy=self, mesh=self._mesh)
+        frame = dataclasses.replace(outer or Frame(self, self._mesh), strategy=self, mesh=self._mesh)
         with libraries.in_scope(), frames.entered(frame):
             yield self
 

@@ -198,5 +198,6 @@ def _one_number(loss: object) -> jax.Array:
     if loss.ndim == 0:
         return loss
     arrays.check_losses(loss, "the function returned")
-    is_in_step = (frame := frames.current()) is not None and frame.replica is not None
-    return compute_average_loss(loss) if is_in_step else jnp.sum(loss) / loss.shape[0]
+    if (frame := frames.current()) is not None and frame.replica is not None:
+        return compute_average_loss(loss)
+    return jnp.sum(loss) / loss.shape[0]

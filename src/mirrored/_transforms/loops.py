@@ -126,10 +126,10 @@ def _cond(true_fn: UserFunction, false_fn: UserFunction, pred: ArrayLike, *opera
         result = _map_whole(lambda leaf: None if isinstance(leaf, Variable) else leaf, fn(*operands))
         return _as_arrays(result, "the result of mr.cond")
 
-    def run(before: list[jax.Array], *branches: UserFunction) -> tuple[PyTree, list[jax.Array]]:
+    def choose(before: list[jax.Array], *branches: UserFunction) -> tuple[PyTree, list[jax.Array]]:
         return jax.lax.cond(pred, *branches, before, *operands)  # type: ignore[no-any-return]
 
-    return _carry_written(run, [functools.partial(branch, true_fn), functools.partial(branch, false_fn)], *operands)
+    return _carry_written(choose, [functools.partial(branch, true_fn), functools.partial(branch, false_fn)], *operands)
 
 
 def _scan(fn: UserFunction, init: PyTree, xs: PyTree, length: int | None) -> tuple[PyTree, PyTree]:
@@ -147,7 +147,7 @@ def _scan(fn: UserFunction, init: PyTree, xs: PyTree, length: int | None) -> tup
         carry, y = result
         return _as_arrays(carry, "the carry of mr.scan"), _as_arrays(y, "the y of mr.scan's body")
 
-    def run(before: list[jax.Array], body: UserFunction) -> tuple[tuple[PyTree, PyTree], list[jax.Array]]:
+    def scan(before: list[jax.Array], body: UserFunction) -> tuple[tuple[PyTree, PyTree], list[jax.Array]]:
         def step(state: tuple[PyTree, list[jax.Array]], x: PyTree) -> tuple[tuple[PyTree, list[jax.Array]], PyTree]:
             carry, values = state
             (carry, y), values = body(values, carry, x)
@@ -157,8 +157,12 @@ def _scan(fn: UserFunction, init: PyTree, xs: PyTree, length: int | None) -> tup
         return (carry, ys), after
 
     first = jax.tree.map(lambda row: jax.ShapeDtypeStruct(row.shape[1:], row.dtype), rows)
-    carry, ys = _carry_written(run, [body], init, first)
-    return carry, _map_whole(lambda y: _swap_axes(y, lambda s: (len(stack_of(y)), *s)) if isinstance(y, PerReplica) else y, ys)
+    carry, ys = _carry_written(scan, [body], init, first)
+
+    def replicas_first(y: PyTree) -> PyTree:
+        return _swap_axes(y, lambda shape: (len(stack_of(y)), *shape)) if isinstance(y, PerReplica) else y
+
+    return carry, _map_whole(replicas_first, ys)
 
 
 def _fori_loop(fn: UserFunction, lower: int | jax.Array, upper: int | jax.Array, init: PyTree) -> PyTree:
@@ -167,13 +171,13 @@ def _fori_loop(fn: UserFunction, lower: int | jax.Array, upper: int | jax.Array,
     def body(carry: PyTree, i: jax.Array) -> PyTree:
         return _as_arrays(fn(i, carry), "the carry of mr.fori_loop")
 
-    def run(before: list[jax.Array], body: UserFunction) -> tuple[PyTree, list[jax.Array]]:
+    def repeat(before: list[jax.Array], body: UserFunction) -> tuple[PyTree, list[jax.Array]]:
         return jax.lax.fori_loop(lower, upper, lambda i, state: body(state[1], state[0], i), (init, before))
 
-    return _carry_written(run, [body], init, jnp.asarray(lower))
+    return _carry_written(repeat, [body], init, jnp.asarray(lower))
 
 
-def _carry_written(run: Callable[..., Any], bodies: list[UserFunction], *arguments: PyTree) -> Any:
+def _carry_written(loop: Callable[..., Any], bodies: list[UserFunction], *arguments: PyTree) -> Any:
     """Run control flow that also carries the variables that its bodies write; one extra trace finds them."""
     outer = outer_reader()
     written: dict[Variable, str] = {}
@@ -191,7 +195,7 @@ def _carry_written(run: Callable[..., Any], bodies: list[UserFunction], *argumen
     jax.eval_shape(record, *arguments)
     with claimed(list(written)):
         before = [load(variable) for variable in written]
-        result, after = run(before, *(functools.partial(carrying, body) for body in bodies))
+        result, after = loop(before, *(functools.partial(carrying, body) for body in bodies))
         for variable, value in zip(written, after, strict=True):
             store(variable, value)
     return result

@@ -28,7 +28,7 @@ def claimed(variables: Sequence[Variable]) -> contextlib.AbstractContextManager[
 
 
 def copied(variables: Sequence[Variable]) -> list[jax.Array | jax.ShapeDtypeStruct]:
-    """Return copies of mirrored variables: unlike taken arrays, they leave a program free to overwrite the variables.
+    """Return copies of mirrored variables; unlike `variable.value`, they let a program overwrite the variables in place.
 
     Each is one array tied to no device; with several workers, and of a variable in parts, it is placed like the value.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -169,7 +169,12 @@ def placed(array: jax.Array | np.ndarray, mesh: ReplicaMesh, name: str = "", div
     if mesh.is_alone or not name:
         return placement.mirror(mesh, [array])[0]
     sum_of_name = np.uint32(zlib.crc32(without_counters(name).encode()))
-    return placement.mirror(mesh, [array, sum_of_name], lambda position, _: _refuse_names(name) if position else None)[0]
+
+    def refuse_name(position: int, _: Sequence[int]) -> None:
+        if position == 1:
+            _refuse_names(name)
+
+    return placement.mirror(mesh, [array, sum_of_name], refuse_name)[0]
 
 
 def placed_copy(array: jax.Array | np.ndarray, mesh: ReplicaMesh, name: str = "", division: Division | None = None) -> jax.Array:
@@ -179,7 +184,9 @@ def placed_copy(array: jax.Array | np.ndarray, mesh: ReplicaMesh, name: str = ""
     """
     if division is not None:
         return mesh.fresh(placed(array, mesh, name, division))  # type: ignore[no-any-return]
-    return placed(mesh.fresh(array) if mesh.is_alone or isinstance(array, jax.Array) else array, mesh, name)
+    if mesh.is_alone or isinstance(array, jax.Array):
+        array = mesh.fresh(array)
+    return placed(array, mesh, name)
 
 
 def _refuse_names(name: str) -> NoReturn:

@@ -71,12 +71,16 @@ def check(mesh: ReplicaMesh, variables: Sequence[Variable], every: int = 0) -> i
     digest_of_one = None if differ_here else digest(json.dumps([[number, copies[:1]] for number, copies in own]))
     told = _exchange(mesh, [progress.history(), digest_of_one])
     require_same_history([history for history, _ in told], lambda: _exchange(mesh, progress.tell()))
-    is_same = all(one is not None and one == told[0][1] for _, one in told)
-    difference = "" if is_same else _find_difference(mesh, variables, own)
+    first = told[0][1]  # None on a worker whose own copies differ
+    difference = ""
+    if first is None or any(worker_digest != first for _, worker_digest in told):
+        difference = _find_difference(mesh, variables, own)
     last_comparisons[mesh] = CopiesCompared(time.time(), time.perf_counter() - start, len(variables), difference)
     if difference:
         raise ReplicasDivergeError(difference)
-    return every if not every or mesh.is_alone else joint_programs.of_chief(_NAME, every)
+    if not every or mesh.is_alone:
+        return every
+    return joint_programs.of_chief(_NAME, every)
 
 
 def _find_difference(mesh: ReplicaMesh, variables: Sequence[Variable], own: list[Any]) -> str:
@@ -88,8 +92,10 @@ def _find_difference(mesh: ReplicaMesh, variables: Sequence[Variable], own: list
             copies = [sums[spec_of(variable).number] for sums in by_worker]
             column = np.array([value for of_worker in copies for value in of_worker], np.uint32)
             if (column != column[0]).any():
-                is_by_worker = all(len(set(of_worker)) == 1 for of_worker in copies)
-                return _describe(mesh, variable, column, machine.difference([words for _, words in told]) if is_by_worker else "")
+                machines = ""
+                if all(len(set(of_worker)) == 1 for of_worker in copies):  # as those of machines that compute other last bits
+                    machines = machine.difference([words for _, words in told])
+                return _describe(mesh, variable, column, machines)
     return ""
 
 
@@ -183,6 +189,7 @@ def watch(mesh: ReplicaMesh, variables: Sequence[Variable]) -> Watch | None:
     With several workers a program without variables is watched too, because their histories are compared.
     """
     mirrored = list(filter(_has_copies, variables))
-    if isinstance(mesh, PlannedMesh):  # whose copies have no values
+    has_copies = bool(mirrored) and len(mesh.devices) > 1
+    if isinstance(mesh, PlannedMesh) or (mesh.is_alone and not has_copies):  # those of a plan have no values
         return None
-    return Watch(mesh, mirrored) if not mesh.is_alone or (mirrored and len(mesh.devices) > 1) else None
+    return Watch(mesh, mirrored)

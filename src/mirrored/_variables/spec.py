@@ -52,12 +52,15 @@ class VariableSpec:
 
     def __post_init__(self) -> None:
         reduction = reduction_of(self.aggregation)
-        is_refused = [jax.dtypes.extended] if reduction is None or reduction.adds else [jax.dtypes.extended, jnp.complexfloating]
-        if reduction is not None and any(jnp.issubdtype(self.dtype, kind) for kind in is_refused):
-            raise ValueError(
-                f"variable {self.name!r} has dtype {self.dtype} and aggregation {self.aggregation.name}, but such values cannot "
-                f"be {'added' if reduction.adds else 'compared'}. Use aggregation='only_first_replica' or 'none'."
-            )
+        if reduction is not None:
+            refused, verb = [jax.dtypes.extended], "added"
+            if not reduction.adds:
+                refused, verb = [jax.dtypes.extended, jnp.complexfloating], "compared"
+            if any(jnp.issubdtype(self.dtype, kind) for kind in refused):
+                raise ValueError(
+                    f"variable {self.name!r} has dtype {self.dtype} and aggregation {self.aggregation.name}, but such values "
+                    f"cannot be {verb}. Use aggregation='only_first_replica' or 'none'."
+                )
         if self.aggregation is VariableAggregation.MEAN and not jnp.issubdtype(self.dtype, jnp.inexact):
             raise ValueError(
                 f"variable {self.name!r} has dtype {self.dtype} and aggregation MEAN, whose results are fractions. Use a "
@@ -144,7 +147,9 @@ def creation_mesh(name: str) -> ReplicaMesh:
     frame = frames.current()
     if (frame is not None and frame.bindings is not None) or tracing.is_staging():
         raise ContextError(_created_in_trace_message(name))
-    return frame.mesh if frame is not None and frame.mesh is not None else default_mesh()
+    if frame is not None and frame.mesh is not None:
+        return frame.mesh
+    return default_mesh()
 
 
 def _created_in_trace_message(name: str) -> str:

@@ -68,7 +68,7 @@ class _Run:
 
     def run_collectives(self, of_stage: Sequence[Sequence[Node]]) -> None:
         """Run the collectives that begin a stage, given its nodes in each trace."""
-        for nodes in zip(*([node for node in own if node.is_collective] for own in of_stage), strict=True):
+        for nodes in zip(*([node for node in of_kind if node.is_collective] for of_kind in of_stage), strict=True):
             operands = self.read_rows([node.joint_inputs for node in nodes])
             results = self._run_bodies(nodes, operands) if nodes[0].bodies else tracing.bind(nodes[0].equation, operands)
             self.keep([node.outputs for node in nodes], results)
@@ -93,12 +93,12 @@ class _Run:
     def run_own(self, stage: int, of_stage: Sequence[Sequence[Node]]) -> None:
         """Run the nodes of each kind of replica, as one switch."""
         rows = [row for row, taken_at in self._exports.items() if taken_at == stage]
-        nodes = [[node for node in own if node.is_own and not node.is_cheap] for own in of_stage]
+        nodes = [[node for node in of_kind if node.is_own and not node.is_cheap] for of_kind in of_stage]
         if not rows and not any(nodes):
             return
         leaving = [
-            [value for node in own for value in node.outputs if last_use.get(value, 0) > stage]
-            for own, last_use in zip(nodes, self._last_use, strict=True)
+            [value for node in of_kind for value in node.outputs if last_use.get(value, 0) > stage]
+            for of_kind, last_use in zip(nodes, self._last_use, strict=True)
         ]
         avals = [[value.aval for value in values] for values in leaving]
         _refuse_references(avals)
@@ -106,15 +106,18 @@ class _Run:
         shapes = [stack_shapes([value.aval.shape for value in row])[0] for row in rows]
 
         def part(kind: int) -> Callable[[], Any]:
-            def run() -> Any:
+            def run_nodes() -> Any:
                 values = dict(self.carried[kind])
                 for node in nodes[kind]:
                     self._run_node(kind, values, node)
-                own = [row[kind] for row in rows]
-                taken = [_padded(self._read_own(kind, values, v), v.aval.dtype, s) for v, s in zip(own, shapes, strict=True)]
+                leaving_now = [row[kind] for row in rows]
+                taken = [
+                    _padded(self._read_own(kind, values, value), value.aval.dtype, shape)
+                    for value, shape in zip(leaving_now, shapes, strict=True)
+                ]
                 return taken, slots.pack(kind, [values[value] for value in leaving[kind]])
 
-            return run
+            return run_nodes
 
         exported, packed = jax.lax.switch(self._index, [part(kind) for kind in range(len(self._traces))])
         self.exported.update(zip(rows, exported, strict=True))
@@ -162,7 +165,7 @@ class _Run:
 
 
 def _refuse_references(avals: Sequence[Sequence[Any]]) -> None:
-    if any(isinstance(aval, jax.ref.AbstractRef) for own in avals for aval in own):
+    if any(isinstance(aval, jax.ref.AbstractRef) for of_kind in avals for aval in of_kind):
         raise UnevenReplicasError(
             "the batch does not divide evenly among the replicas, and the step uses a jax.Ref before and after a collective. "
             "In such an uneven step only arrays are carried from one part to the next: read the Ref into an array, ref[...], "
@@ -206,6 +209,13 @@ def _find_last_uses(live: Sequence[Node], exports: dict[Row, int], kind: int) ->
     return last
 
 
+def _common_shape(shapes: set[Shape]) -> Shape:
+    """Return the shape, or of several a flat one into which each fits."""
+    if len(shapes) == 1:
+        return next(iter(shapes))
+    return (max(map(math.prod, shapes)),)
+
+
 class Slots:
     """Common arrays that carry values of several kinds of replicas from one part of a program to a later one.
 
@@ -216,9 +226,9 @@ class Slots:
     def __init__(self, avals: Sequence[Sequence[Any]]) -> None:
         self._own = list(map(_number_slots, avals))
         shapes: dict[Slot, set[Shape]] = collections.defaultdict(set)
-        for slot, shape in itertools.chain.from_iterable(own.items() for own in self._own):
+        for slot, shape in itertools.chain.from_iterable(of_kind.items() for of_kind in self._own):
             shapes[slot].add(shape)
-        self._shapes = {slot: own.pop() if len(own) == 1 else (max(map(math.prod, own)),) for slot, own in shapes.items()}
+        self._shapes = {slot: _common_shape(of_slot) for slot, of_slot in shapes.items()}
 
     def pack(self, kind: int, values: Sequence[Any]) -> list[jax.Array]:
         """Return all common arrays, with one kind's values in its own and zeros in the rest."""

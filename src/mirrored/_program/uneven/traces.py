@@ -61,9 +61,9 @@ def lift_uneven(
     lines = tuple(next((line for line in lines if line != "<unknown>"), lines[0]) for lines in lines_of)
     merged = dataclasses.replace(traces[0], closed=closed, shown=closed, write_lines=lines, plan=plan)
     findings = dataclasses.replace(proof.prove(closed.jaxpr, states_of(merged)), drawn=found[largest].drawn)
-    of_kinds = zip(*(one.outputs[: merged.num_results] for one in found), strict=True)
-    for position, (state, own) in enumerate(zip(findings.outputs, of_kinds, strict=False)):
-        if not state.is_mirrored and all(one.is_mirrored for one in own):
+    of_kinds = zip(*(proven.outputs[: merged.num_results] for proven in found), strict=True)
+    for position, (state, states) in enumerate(zip(findings.outputs, of_kinds, strict=False)):
+        if not state.is_mirrored and all(of_kind.is_mirrored for of_kind in states):
             raise UnevenReplicasError(  # it would be an array of a full batch and a PerReplica of this one
                 f"the batch does not divide evenly among the replicas, and the result{plan.path_of(position)} of the step "
                 f"depends on {state.origin}. That is one array of a batch that divides, and would be one value for each replica "
@@ -98,7 +98,7 @@ class Kinds:
                 f"This is about {self.describe(kind)}: the batch does not divide evenly among the replicas. To leave odd rows "
                 f"out: {DROP}."
             )
-        numbers = [number for number, own in enumerate(self.of_replica) if own == kind]
+        numbers = [replica for replica, kind_of in enumerate(self.of_replica) if kind_of == kind]
         who = f"Replica {numbers[0]} has" if len(numbers) == 1 else f"The replicas {', '.join(map(str, numbers))} have"
         return (
             f"{who} no rows of this batch: `{self.name.strip('`')}` has shape {self.shapes[kind][self.varied]} there. A step "
@@ -147,17 +147,18 @@ class Kinds:
             UnevenReplicasError: for other lengths.
         """
         arguments = enumerate(zip(*self.shapes, strict=True))
-        first = [tuple(shape[0] for shape in own) for i, own in arguments if len(set(own)) > 1 or i in self.batches]
+        first = [tuple(shape[0] for shape in shapes) for i, shapes in arguments if len(set(shapes)) > 1 or i in self.batches]
         counts = list(dict.fromkeys(self.on_replicas(sizes) for sizes in (*self._row_counts(), *first)))
         for rows in counts:
             is_gathered = set(lengths) == {sum(rows)}
-            if is_gathered or all(own * sum(rows) == sum(lengths) * its for own, its in zip(lengths, rows, strict=True)):
+            pairs = zip(lengths, rows, strict=True)
+            if is_gathered or all(length * sum(rows) == sum(lengths) * num_rows for length, num_rows in pairs):
                 return
         of_several = (itertools.combinations_with_replacement(counts, number) for number in range(2, 5))
         for added in itertools.chain.from_iterable(of_several):
             rows = tuple([sum(sizes) for sizes in zip(*added, strict=True)])
             times = sum(lengths) // max(1, sum(rows))
-            if lengths == tuple([times * own for own in rows]):
+            if lengths == tuple([times * num_rows for num_rows in rows]):
                 return
         raise UnevenReplicasError(_LENGTHS.format(lengths=lengths, rows=counts[0]))
 
@@ -186,7 +187,7 @@ def find_kinds(call: Call, leaves: Sequence[ArrayLeaf]) -> Kinds:
     num_replicas = len(leaves[varied].shapes or ())
     of_each = [tuple(leaf.shapes[r] if leaf.shapes else leaf.shape for leaf in leaves) for r in range(num_replicas)]
     shapes = tuple(dict.fromkeys(of_each))
-    of_replica = tuple(shapes.index(own) for own in of_each)
+    of_replica = tuple(map(shapes.index, of_each))
     batches = tuple(i for i, leaf in enumerate(leaves) if leaf.is_batch)
     return Kinds(shapes, of_replica, varied, argument_names(call)[varied], batches)
 
@@ -246,15 +247,15 @@ def _trace_all(call: Call, kinds: Kinds, frame_with: Callable[[Any], Frame]) -> 
         sizes = [_AskedSizes(kinds, kind, known) for kind in range(len(kinds.shapes))]
         traces: list[Traced] = []
         errors: dict[int, Exception] = {}
-        for kind, own in enumerate(sizes):
+        for kind, of_kind in enumerate(sizes):
             try:
-                with own.tracing():
-                    traces.append(trace_step(call, kinds.shapes[kind], frame_with(own)))
+                with of_kind.tracing():
+                    traces.append(trace_step(call, kinds.shapes[kind], frame_with(of_kind)))
             except Exception as error:
                 errors[kind] = error
-        asked = [own.asked for own in sizes]
+        asked = [of_kind.asked for of_kind in sizes]
         before, known = known, list(zip(*asked, strict=False))
-        is_agreed = all(own.answers == list(map(kinds.on_replicas, known)) for own in sizes)
+        is_agreed = all(of_kind.answers == list(map(kinds.on_replicas, known)) for of_kind in sizes)
         if is_agreed and not errors:
             break
         is_stuck = known == before or known[:num_sure] != before[:num_sure]

@@ -211,14 +211,14 @@ def check_collectives(traces: Sequence[Trace]) -> None:
     first, name = traces[0].collectives, traces[0].name
     count = Counter(map(_kind, first))
     for trace in traces[1:]:
-        for own, other in itertools.zip_longest(first, trace.collectives):
-            if own is None or other is None or _key(own) != _key(other):
+        for node, other in itertools.zip_longest(first, trace.collectives):
+            if node is None or other is None or _key(node) != _key(other):
                 explain = _different
-            elif count[_kind(own)] > 1 and user_code.equation_line(own.equation) != user_code.equation_line(other.equation):
+            elif count[_kind(node)] > 1 and user_code.equation_line(node.equation) != user_code.equation_line(other.equation):
                 explain = _in_other_places
             else:
                 continue
-            differing = f"{name} {_describe(own)}, {trace.name} {_describe(other)}"
+            differing = f"{name} {_describe(node)}, {trace.name} {_describe(other)}"
             raise UnevenReplicasError(_without_gradient(traces, differing) or explain(differing))
 
 
