@@ -26,7 +26,7 @@ from ._passes import Elements, Passes
 from ._prefetch import MAX_WAIT_SECONDS, Ahead
 from ._sharing.rows import split_sizes
 from ._sharing.steps import LocalReplicas, Step, Steps
-from ._sources import grain
+from ._sources.kinds import kind_of
 from ._sources.open import Position
 from ._sources.verbs import check_places
 
@@ -62,7 +62,8 @@ class DistributedIterator:
         self._elements = elements
         self._plan = elements.plan
         self._is_by_file = self._plan.kind == "FILE"  # then a position counts rows
-        self._sizes = list(self._plan.sizes) or grain.batch_sizes(self._plan.dataset, of_all=self._is_by_file)  # of batches
+        sizes_of = kind_of(self._plan.dataset).counted_sizes
+        self._sizes = sizes_of(self._plan.dataset, self._is_by_file, list(self._plan.sizes))
         self._layout = layout
         self._mesh = mesh
         self._prefetch = prefetch
@@ -277,13 +278,13 @@ def expect_saves(iterator: DistributedIterator) -> None:
 
 def _batches(steps: Steps, mesh: ReplicaMesh, layout: LocalReplicas, elements: Elements) -> Batches:
     """Yield each step's rows as PerReplica values, together with the step."""
-    last = elements.last_batch(layout)
+    cut = elements.uneven_end(layout)
     origin = Origin(elements.plan.token, elements.plan.is_auto_by_file)
-    before_last = origin if last is None else origin._replace(last_sizes=tuple(split_sizes(last.num_rows, layout.num_replicas)))
+    before_last = origin if cut is None else origin._replace(last_sizes=tuple(split_sizes(cut.rest, layout.num_replicas)))
     try:
         for step in steps:
             elements.note(step.stacked)
-            is_before = last is not None and sum(step.sizes) == last.rows_before
+            is_before = cut is not None and sum(step.sizes) == cut.batch_size
             yield _to_devices(step, mesh, layout, before_last if is_before else origin), dataclasses.replace(step, stacked=None)
     finally:
         layout.worker.close()  # even if the program leaves the loop: else its messages stay until the program ends

@@ -7,8 +7,7 @@ from typing import Any
 
 from ..._options import AutoShardPolicy
 from .._input_context import InputContext
-from .._sources import grain
-from .._sources.numpy_dataset import NumpyDataset
+from .._sources.kinds import kind_of
 from .._sources.open import Source
 from .agree import InputWorker
 from .steps import LocalReplicas, Steps, in_step, one_element_each, own_batches, rows_of_every_batch, rows_of_own_files
@@ -21,7 +20,7 @@ class SharingPlan:
     dataset: Any
     kind: str  # the chosen policy, or "FUNCTION" if each worker has its own dataset
     how: str  # the same in words, with the reason if AUTO chose it
-    sizes: tuple[int, ...] = ()  # of per-replica batches that a position counts, if the number of replicas changes them
+    sizes: tuple[int, ...] = ()  # that the function was told, of per-replica batches
     is_auto_by_file: bool = False  # whether AUTO chose to divide the data by file
     token: object = dataclasses.field(default_factory=object, repr=False, compare=False)  # identifies the dataset in its batches
 
@@ -53,18 +52,18 @@ def make_plan(
     by_row = f"every one of the {workers} reads all records; {parts}"
     if policy is AutoShardPolicy.DATA:
         return SharingPlan(dataset, "DATA", f"DATA: {by_row}")
-    reason = f"{type(dataset).__name__} is no dataset of files"
-    if drop_remainder and policy is AutoShardPolicy.AUTO:
+    kind, is_auto = kind_of(dataset), policy is AutoShardPolicy.AUTO
+    if drop_remainder and is_auto:
         reason = "drop_remainder=True would leave out by file what others have left when the files of one worker have ended"
-    elif grain.is_pipeline(dataset):
-        reason = grain.why_not_by_file(dataset, worker.count, is_certain=policy is AutoShardPolicy.AUTO)
+    else:
+        reason = kind.why_not_by_file(dataset, worker.count, is_auto)
     if reason is None:
-        files = getattr(grain.source_of(dataset), "files", None)
-        of_all = "" if files is None else f" of {len(files)}"
-        mine = f"worker i of {worker.count} reads the files i, i + {worker.count}, ...{of_all}"
-        is_auto = policy is AutoShardPolicy.AUTO
-        how = f"{'AUTO chose ' * is_auto}FILE: {mine} and gives its share of each global batch"
-        return SharingPlan(grain.only_files_of(dataset, worker.index, worker.count), "FILE", how, is_auto_by_file=is_auto)
+        count = kind.num_files(dataset)
+        of_all = "" if count is None else f" of {count}"
+        which = f"worker i of {worker.count} reads the files i, i + {worker.count}, ...{of_all}"
+        how = f"{'AUTO chose ' * is_auto}FILE: {which} and gives its share of each global batch"
+        mine = kind.only_files(dataset, slice(worker.index, None, worker.count))
+        return SharingPlan(mine, "FILE", how, is_auto_by_file=is_auto)
     if policy is AutoShardPolicy.FILE:
         raise ValueError(
             f"auto_shard_policy FILE cannot share this dataset out among {workers}: {reason}. Use "
@@ -77,6 +76,5 @@ def make_plan(
 def plan_of_function(dataset: object, worker: InputWorker, context: InputContext | None = None) -> SharingPlan:
     """Plan a dataset that a function made for this worker alone, given its context."""
     calls = "once" if worker.count == 1 else f"on each of the {worker.count} workers"
-    counts_rows = context is None or isinstance(dataset, NumpyDataset)  # positions count rows, not batches
-    sizes = () if counts_rows else tuple(context._sizes)
+    sizes = () if context is None else tuple(context._sizes)
     return SharingPlan(dataset, "FUNCTION", f"made by a function, called {calls}: each replica takes the next element", sizes)
