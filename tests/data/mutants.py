@@ -5,7 +5,7 @@ MUTANTS = [
      "tests/data/test_tfrecord.py::test_damage_says_where_and_what_comes_before_is_read"),
     ("data/_sources/numpy_dataset.py", "dataset._next_epoch[0] = first +", "first = first +",
      "tests/data/test_position.py::test_the_passes_after_a_restart_have_the_orders_of_the_unbroken_run"),
-    ("data/_sharing/plan.py", "slice(worker.index, None, worker.count)", "slice(worker.index, None, worker.count + 1)",
+    ("data/_sharing/files.py", '"files": [first, None, step]', '"files": [first, None, step + 1]',
      "tests/data/test_plan.py::test_each_worker_reads_its_own_files_and_no_other"),
     ("data/_sharing/rows.py", "place[len(part) :] = 0", "place[len(part) :] = 1",
      "tests/data/test_dataset.py::test_the_rows_of_the_replicas_in_order_are_the_batch"),

@@ -17,7 +17,7 @@ from ._sharing.rows import to_numpy
 from ._sharing.steps import LocalReplicas, Steps
 from ._sources.kind import Cut
 from ._sources.kinds import kind_of
-from ._sources.open import Position, Source, open_source
+from ._sources.open import Position, Source
 from ._sources.verbs import Limit, PerReplicaSpec, limited, num_passes_left, spec_of_batch
 
 #: So many batches in a row that are dropped whole are an error: an endless dataset would be read for ever.
@@ -77,17 +77,17 @@ class Passes:
         """Open the first source, at its beginning or at a position `state`; `extra` is the rest of that state."""
         self._elements, self._extra = elements, extra
         self._is_resumed = state is not None
-        self._source = open_source(elements.plan.dataset, state, elements.maps)
+        self._source = elements.plan.open(state, elements.maps)
         self.start: Position = self._source.position() if state is None else json.dumps(state)  # the call begins a pass
         self._places = list(extra.get("places", [0] * len(elements.limits)))
         self._dropped: list[int] = []  # the rows of the batches that were dropped whole since the last step
         self.why_no_step = ""  # why a pass that began at its beginning made no step, if one did not
-        self._later = elements.plan.dataset  # the dataset for the passes after the first
+        self._later = elements.plan  # for the passes after the first
         if elements.limits:
             # The thread that reads ahead begins these passes at any moment. The order of shuffled rows depends on their
             # numbers, so they get them now, before another iterator takes some.
-            num_passes = num_passes_left(elements.limits, self._places) - 1
-            self._later = kind_of(self._later).for_later(self._later, num_passes)
+            dataset, num_passes = elements.plan.dataset, num_passes_left(elements.limits, self._places) - 1
+            self._later = dataclasses.replace(elements.plan, dataset=kind_of(dataset).for_later(dataset, num_passes))
 
     def steps(self, layout: LocalReplicas) -> Steps:
         """Yield the steps of all passes, with the counts of the limits: all workers count alike, and so end together."""
@@ -95,7 +95,7 @@ class Passes:
         def start(is_first: bool) -> Steps:
             if not is_first:
                 self._source.close()
-                self._source = open_source(self._later, None, self._elements.maps)
+                self._source = self._later.open(maps=self._elements.maps)
             steps = self._elements.plan.steps(self._source, noting, self._extra if is_first else {})
             self._dropped.clear()
             return self._watched(steps, layout, is_whole=not (is_first and self._is_resumed))

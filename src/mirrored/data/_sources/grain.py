@@ -30,6 +30,9 @@ _FILE_BY_FILE = {
     "_MpContextIterDataset", "_WithSeedIterDataset",
 }  # fmt: skip
 
+#: Transformations that keep nothing of a record for a later one: their state is that of the dataset before them.
+_BY_RECORD = {"BatchIterDataset", "FilterIterDataset", "MapIterDataset", "ThreadPrefetchIterDataset", "WithOptionsIterDataset"}
+
 #: Transformations whose elements have the rows of their sources': they give each equally often, or leave some out.
 _KEEP_ROWS = {
     "ConcatenateMapDataset", "MapMapDataset", "MapWithIndexMapDataset", "RandomMapMapDataset", "RepeatMapDataset",
@@ -169,10 +172,24 @@ def _num_files(dataset: Pipeline) -> int | None:
     return None if files is None else len(files)
 
 
-def _only_files(dataset: Pipeline, these: slice) -> Pipeline:
+def _only_files(dataset: Pipeline, these: slice | list[int]) -> Pipeline:
     mine = copy.deepcopy(dataset)  # set_slice changes a dataset in place
-    _root(mine).set_slice(these)
+    root = _root(mine)
+    if isinstance(these, slice):
+        root.set_slice(these)
+    else:
+        root.files = tuple(root.files[number] for number in these)
     return mine
+
+
+def _num_begun(dataset: Pipeline, state: dict[str, int] | None) -> int | None:
+    """Return how many files a pass has begun, if its state is only the place of the next record in our own files."""
+    *steps, root = _nodes(dataset)
+    is_plain = {_kind(node) for node in steps} <= _BY_RECORD and type(root).__name__ == "TFRecordDataset"
+    if not is_plain or any("drop_remainder=True" in str(node) for node in [*steps, root]):
+        return None
+    is_place = isinstance(state, dict) and {"file", "record"} <= state.keys()
+    return 0 if state is None else state["file"] + (state["record"] > 0) if is_place else None
 
 
 def _reads_files(node: object) -> bool:
@@ -191,4 +208,5 @@ GRAIN = SourceKind(
     why_not_by_file=_why_not_by_file,
     num_files=_num_files,
     only_files=_only_files,
+    num_begun=_num_begun,
 )
