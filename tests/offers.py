@@ -89,7 +89,7 @@ OFFERS = {
         _input_context.InputContext _iterator.DistributedIterator _iterator.expect_saves _iterator.joined _iterator.num_workers_of
         _sharing.agree.InputWorker _sharing.plan.SharingPlan _sharing.plan.make_plan _sharing.plan.plan_of_function
         _sharing.rows.count_rows _sharing.rows.split_sizes _sharing.rows.to_numpy _sharing.steps.LocalReplicas
-        _sources.kinds.adapted _sources.numpy_dataset.NumpyDataset _sources.numpy_dataset.stacked_lists
+        _sources.numpy_dataset.NumpyDataset _sources.numpy_dataset.stacked_lists _sources.open.adapted
         _sources.open.open_source
     """,
     "_models": """

@@ -7,6 +7,8 @@ MUTANTS = [
      "tests/data/test_position.py::test_the_passes_after_a_restart_have_the_orders_of_the_unbroken_run"),
     ("data/_sharing/files.py", '"files": [first, None, step]', '"files": [first, None, step + 1]',
      "tests/data/test_plan.py::test_each_worker_reads_its_own_files_and_no_other"),
+    ("data/_sharing/files.py", 'self._num_begun(mine, part["state"])', "self._num_begun(mine, self._before)",
+     "tests/data/test_position.py::test_any_number_of_workers_goes_on_with_files"),
     ("data/_sharing/rows.py", "place[len(part) :] = 0", "place[len(part) :] = 1",
      "tests/data/test_dataset.py::test_the_rows_of_the_replicas_in_order_are_the_batch"),
     ("data/_iterator.py", "if not isinstance(error, KeyboardInterrupt) or not self._goes_on():", "if True:",

@@ -12,7 +12,7 @@ from simulated_workers import run_workers
 
 import mirrored as mr
 from mirrored import testing
-from mirrored.data._sources.kinds import adapted
+from mirrored.data._sources.open import adapted
 
 EPOCH = [[*range(8)], [*range(8, 16)], [16, 17, 18]]
 

@@ -36,8 +36,8 @@ from ..data._dataset import DistributedDataset, check_dataset
 from ..data._input_context import InputContext
 from ..data._sharing.agree import InputWorker
 from ..data._sharing.plan import make_plan, plan_of_function
-from ..data._sources.kinds import adapted
 from ..data._sources.numpy_dataset import NumpyDataset, stacked_lists
+from ..data._sources.open import adapted
 from .leaves import Leaves
 from .values import ValueContext, distribute
 

@@ -23,8 +23,7 @@ from ..data._sharing.agree import InputWorker
 from ..data._sharing.plan import SharingPlan, make_plan, plan_of_function
 from ..data._sharing.rows import count_rows, to_numpy
 from ..data._sharing.steps import LocalReplicas
-from ..data._sources.kinds import adapted
-from ..data._sources.open import open_source
+from ..data._sources.open import adapted, open_source
 
 
 @dataclasses.dataclass(frozen=True)

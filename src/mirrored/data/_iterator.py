@@ -243,9 +243,8 @@ class DistributedIterator:
         plan, worker = self._plan, self._layout.worker
         if not plan.goes_on_by_file(state["policy"]):
             return state["source"]
-        if state["policy"] == "FILE":
-            return {BY_FILE: parts_of(plan.dataset, state)}
-        return {BY_FILE: dealt(plan.dataset, parts_of(plan.dataset, state), worker.index, worker.count)}
+        parts = parts_of(plan.dataset, state)
+        return {BY_FILE: parts if state["worker"] else dealt(plan.dataset, parts, worker.index, worker.count)}
 
     def _checked(self, state: object) -> dict[str, Any]:
         """Return a state without the source's position; refuse a state that does not fit this iterator."""

@@ -7,7 +7,6 @@ of the next batch are taken, and how many of its files are begun (None: the pipe
 from __future__ import annotations
 
 import collections
-import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -46,7 +45,6 @@ def dealt(dataset: object, parts: Iterable[Part], worker: int, num_workers: int)
     whole: list[Part] = []
     free: list[int] = []
     for part in parts:
-        _check_files(dataset, part)
         if part["begun"] is None or count is None:
             whole.append(part)
             continue
@@ -64,74 +62,54 @@ def dealt(dataset: object, parts: Iterable[Part], worker: int, num_workers: int)
     return shares[worker] + [{"files": mine, "of": count, "state": None, "rows": 0, "begun": 0}] * bool(mine)
 
 
-def _check_files(dataset: object, part: Part) -> None:
-    if part["of"] != (count := kind_of(dataset).num_files(dataset)):
-        raise ValueError(
-            f"the state is of {part['of']} files, and the dataset has {count}; make the dataset of the same files, in the same "
-            "order, as when the state was saved."
-        )
-
-
-@dataclasses.dataclass
-class _OpenPart:
-    """A part that is being read, or comes later; the rest as JSON."""
-
-    source: Source
-    dataset: Any
-    files: str
-    of: int | None
-    after: Position  # the state after the last batch
-    skip: int  # so many of the next rows are taken
-    begun: int | None
-    before: Position = "null"  # the state before the last batch
-
-    def place(self, rows: int) -> Position:
-        """Return the position after the last batch, or after so many rows of it."""
-        state = self.before if rows else self.after
-        if isinstance(state, Exception):
-            return state
-        rest = json.dumps({"of": self.of, "rows": rows or self.skip, "begun": self.begun})
-        return f'{{"files": {self.files}, "state": {state}, {rest[1:]}'
-
-
 class OwnFiles:
     """A worker's parts of a dataset's files, opened as one source of batches."""
 
-    def __init__(self, dataset: Any, parts: Sequence[Part], maps: Sequence[Callable[..., PyTree]] = ()) -> None:
-        self._open: collections.deque[_OpenPart] = collections.deque()
+    def __init__(self, dataset: object, parts: Iterable[Part], maps: Sequence[Callable[..., PyTree]] = ()) -> None:
+        kind = kind_of(dataset)
+        self._num_begun = kind.num_begun
+        self._open: collections.deque[tuple[Part, Any, Source]] = collections.deque()
+        self._before: Any = None  # the state of the first part before its last batch
         for part in parts:
-            files, state = part["files"], part["state"]
-            if None not in files:
-                _check_files(dataset, part)
-            mine = kind_of(dataset).only_files(dataset, slice(*files) if None in files else files)
-            source = open_source(mine, state, maps)
-            self._open.append(
-                _OpenPart(source, mine, json.dumps(files), part["of"], json.dumps(state), part["rows"], part["begun"])
-            )
+            files, count = part["files"], kind.num_files(dataset)
+            if None not in files and part["of"] != count:
+                raise ValueError(
+                    f"the state is of {part['of']} files, and the dataset has {count}; make the dataset of the same files, in "
+                    "the same order, as when the state was saved."
+                )
+            mine = kind.only_files(dataset, slice(*files) if None in files else files)
+            self._open.append((dict(part), mine, open_source(mine, part["state"], maps)))
 
     def batches(self) -> Iterator[tuple[PyTree, int]]:
         """Yield each batch with rows, and how many of its rows were taken before."""
         while self._open:
-            part = self._open[0]
-            part.after = part.source.position()
-            for batch in part.source:
+            part, mine, source = self._open[0]
+            part["state"] = _state_of(source)
+            for batch in source:
                 arrays = copied(to_numpy(batch))
-                taken = min(part.skip, count_rows(arrays))
-                part.skip -= taken
-                part.before, part.after = part.after, part.source.position()
-                if isinstance(part.after, str):
-                    part.begun = kind_of(part.dataset).num_begun(part.dataset, json.loads(part.after))
+                taken = min(part["rows"], count_rows(arrays))
+                self._before, part["state"] = part["state"], _state_of(source)
+                part["rows"] -= taken
+                part["begun"] = self._num_begun(mine, part["state"])
                 if count_rows(arrays):
                     yield arrays, taken
-            self._open.popleft().source.close()
+            self._open.popleft()
+            source.close()
 
     def position(self, rows: int = 0) -> Position:
         """Return the position after the last batch, or after so many rows of it, as JSON."""
-        places = [part.place(rows * (number == 0)) for number, part in enumerate(self._open)]
-        errors = [place for place in places if isinstance(place, Exception)]
-        return errors[0] if errors else f'{{"{BY_FILE}": [{", ".join(map(str, places))}]}}'
+        parts = [part for part, *_ in self._open]
+        if rows:
+            parts[0] = {**parts[0], "state": self._before, "rows": rows}
+        errors = [part["state"] for part in parts if isinstance(part["state"], Exception)]
+        return errors[0] if errors else json.dumps({BY_FILE: parts})
 
     def close(self) -> None:
         """Free files and threads."""
         while self._open:
-            self._open.popleft().source.close()
+            self._open.popleft()[2].close()
+
+
+def _state_of(source: Source) -> Any:
+    position = source.position()
+    return json.loads(position) if isinstance(position, str) else position

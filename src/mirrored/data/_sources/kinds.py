@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from .counted import BY_NUMBER, FUNCTION, IN_MEMORY, ITERABLE
 from .grain import GRAIN
 from .hugging_face import ROWS, STREAM
@@ -20,8 +18,3 @@ NO_SOURCE = SourceKind(is_one=lambda dataset: True, start=iter)
 def kind_of(dataset: object) -> SourceKind:
     """Return the kind of a dataset, as the user gave it or `adapted`."""
     return next((kind for kind in KINDS if kind.is_one(dataset)), NO_SOURCE)
-
-
-def adapted(dataset: object) -> Any:
-    """Return a dataset that can be iterated, and whose elements hold arrays."""
-    return kind_of(dataset).adapt(dataset)

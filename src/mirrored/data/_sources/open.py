@@ -61,6 +61,11 @@ class Source:
             iterator.close()
 
 
+def adapted(dataset: object) -> Any:
+    """Return a dataset that can be iterated, and whose elements hold arrays."""
+    return kind_of(dataset).adapt(dataset)
+
+
 def open_source(dataset: object, state: object = None, maps: Sequence[Callable[..., PyTree]] = ()) -> Source:
     """Start an iterator over a dataset's global batches, at its beginning or at a position; apply `maps` to each batch."""
     iterator = kind_of(dataset).start(dataset)
