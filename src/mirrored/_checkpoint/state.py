@@ -247,9 +247,7 @@ def restore_positions(leaves: Leaves, saved: Snapshot, worker: int, num_workers:
     for path, entry in saved.leaves.items():
         if entry["kind"] == "position":
             iterator, by_worker = leaves[path], entry["by_worker"]
-            state = by_worker[worker if len(by_worker) == num_workers else 0]
-            if len(by_worker) != num_workers and isinstance(iterator, DistributedIterator):
-                state = joined(iterator, by_worker)
+            state = by_worker[worker] if len(by_worker) == num_workers else joined(iterator, by_worker)
             try:
                 before = iterator.get_state()
             except Exception:  # some pipelines have no position before their first batch
