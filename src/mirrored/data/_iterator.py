@@ -283,11 +283,11 @@ class DistributedIterator:
         return {**extra, "places": places} if places else extra
 
 
-def joined(iterator: object, by_worker: list[Any]) -> Any:
+def joined(iterator: DistributedIterator, by_worker: list[Any]) -> Any:
     """Return the state by which this worker goes on, of those of another number of workers."""
     is_by_file = isinstance(by_worker[0], dict) and by_worker[0].get("policy") == "FILE"
     if not is_by_file or not isinstance(iterator, DistributedIterator) or not iterator._plan.goes_on_by_file("FILE"):
-        return by_worker[0]  # perhaps refused
+        return by_worker[0]  # perhaps refused; an iterator of another library decides itself
     worker, dataset = iterator._layout.worker, iterator._plan.dataset
     parts = [part for state in by_worker for part in parts_of(dataset, state)]
     mine = {"worker": [worker.index, worker.count], "source": {BY_FILE: dealt(dataset, parts, worker.index, worker.count)}}
