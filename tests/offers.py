@@ -83,7 +83,7 @@ OFFERS = {
     """,
     "data": """
         _dataset.DistributedDataset _dataset.batch_rows _dataset.check_dataset _dataset.mesh_of
-        _input_context.InputContext _iterator.DistributedIterator _iterator.expect_saves _iterator.num_workers_of
+        _input_context.InputContext _iterator.DistributedIterator _iterator.expect_saves _iterator.joined _iterator.num_workers_of
         _sharing.agree.InputWorker _sharing.plan.SharingPlan _sharing.plan.make_plan _sharing.plan.plan_of_function
         _sharing.rows.count_rows _sharing.rows.split_sizes _sharing.rows.to_numpy _sharing.steps.LocalReplicas
         _sources.numpy_dataset.NumpyDataset _sources.numpy_dataset.stacked_lists _sources.open.adapted

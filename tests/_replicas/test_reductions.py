@@ -8,8 +8,8 @@ import pytest
 from strategies import all_reduce, ctx, number, strategy_of, values_of, variable
 
 import mirrored as mr
-from mirrored._options import ReduceOp
-from mirrored._replicas.reductions import REDUCTIONS
+from mirrored._options import NamedChoice, ReduceOp
+from mirrored._replicas.reductions import REDUCTIONS, Reduction, psum
 
 OPS = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min}
 SIZES = {1: [3], 2: [2, 1], 3: [2, 2, 0]}  # rows of each replica: even only with one, none on the last of three
@@ -206,3 +206,58 @@ def test_only_a_mean_has_weights(strategy2) -> None:
     with pytest.raises(ValueError, match=r"all_reduce\('max', by_rows=True\): only a mean has weights"):
         strategy2.run(lambda: all_reduce("max", 1.0, by_rows=True))
     assert values_of(strategy2.run(lambda: all_reduce("max", 1.0) + number())) == [1, 2]
+
+
+def made_up(kind: type[NamedChoice], name: str, monkeypatch: pytest.MonkeyPatch) -> object:
+    """A member that an enum has until the test ends: in a program it is a line of `_options`."""
+    member = object.__new__(kind)
+    member._name_ = member._value_ = name
+    monkeypatch.setitem(kind._member_map_, name, member)
+    monkeypatch.setattr(kind, "_member_names_", [*kind._member_names_, name])
+    return member
+
+
+#: A product: the logarithms of the values, and how many are negative, add up.
+PRODUCT = Reduction(
+    begin=lambda array, count: [jnp.log(abs(array)), (array < 0).astype(array.dtype)],
+    padding=lambda dtype: 0,
+    combine=jnp.sum,
+    across=psum,
+    finish=lambda totals, count, dtype: (jnp.exp(totals[0]) * (1 - 2 * (totals[1] % 2))).astype(dtype),
+    repeated=lambda result, count: result**count,
+    adds=True,
+    marks=None,
+)
+
+
+@pytest.mark.parametrize("way", ["devices", "together", "function"])
+def test_one_entry_adds_a_reduction(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a step, in merged code, outside, of variables; with odd batches, and a replica without rows; with its gradient."""
+    monkeypatch.setitem(REDUCTIONS, made_up(ReduceOp, "PRODUCT", monkeypatch), PRODUCT)
+    made_up(mr.VariableAggregation, "PRODUCT", monkeypatch)
+    strategy = strategy_of(1, num_replicas=3, schedule="together") if way == "together" else strategy_of(3)
+    rows, own = ROWS.astype("float64"), np.float32([[1, -2], [2, -4], [3, -6]])
+    mirrored, on_read = (
+        variable(np.zeros(2), strategy, aggregation="product", synchronization=when) for when in ("on_write", "on_read")
+    )
+
+    def step(x):
+        replica = jnp.float32([1, -2]) * (number() + 1)
+        mirrored.assign(replica)
+        on_read.assign(replica)
+        merged = ctx().merge_call(lambda strategy, y: strategy.reduce("product", y), (replica,))
+        of_rows = [ctx().strategy.reduce("product", x, axis=axis) for axis in (0, (0, -1))]
+        scaled = lambda scale: jnp.sum(ctx().strategy.reduce("product", x * scale, axis=0))  # noqa: E731
+        return merged, all_reduce("product", replica), *of_rows, jax.grad(scaled)(jnp.float32(1))
+
+    def run(batch):
+        return strategy.run(step, args=(batch,)), [strategy.reduce("product", batch, axis=axis) for axis in (0, (0, -1))]
+
+    [batch] = strategy.distribute_dataset([ROWS])
+    (merged, all_of, by_row, by_both, slope), outside = (mr.function(run) if way == "function" else run)(batch)
+    for value in (merged, all_of, mirrored.value, on_read.value):
+        np.testing.assert_allclose(value, own.prod(0), rtol=1e-5)
+    for value, axis in ((by_row, 0), (by_both, (0, 2)), (outside[0], 0), (outside[1], (0, 2))):
+        np.testing.assert_allclose(value, rows.prod(axis), rtol=1e-4)
+    np.testing.assert_allclose(np.mean(values_of(slope)), 4 * rows.prod(0).sum(), rtol=1e-4)
+    np.testing.assert_allclose(strategy.reduce("product", jnp.float32(2)), 8)

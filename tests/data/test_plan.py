@@ -336,7 +336,8 @@ def told_steps(dataset: Any, kind: str, **options: Any) -> tuple[list[Any], list
         return [value, value]
 
     layout = LocalReplicas(2, InputWorker(0, 2, exchange, is_noted=options.pop("is_noted", False)), **options)
-    return list(SharingPlan(dataset, kind, "").steps(open_source(dataset), layout, {})), told
+    plan = SharingPlan(dataset, kind, "")
+    return list(plan.steps(plan.open(), layout, {})), told
 
 
 def test_batches_that_are_noted_are_told_at_the_first_and_the_end_only() -> None:

@@ -1,9 +1,14 @@
 """The position of an iterator: JSON, counts what was delivered, survives another number of replicas."""
 
+import collections
 import dataclasses
+import itertools
+import json
 import sys
+import tempfile
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grain
@@ -17,7 +22,9 @@ from pipelines import STATE, STRATEGIES, Files, Reiterable, Tensor, batches_of, 
 from simulated_workers import run_workers
 
 import mirrored as mr
-from mirrored.data._iterator import DistributedIterator
+from mirrored._checkpoint.state import Snapshot, restore_positions
+from mirrored._testing.inputs import _make_workers, _run_together
+from mirrored.data._iterator import DistributedIterator, joined
 from mirrored.data._passes import Elements
 from mirrored.data._sharing.agree import InputWorker
 from mirrored.data._sharing.plan import make_plan
@@ -310,7 +317,7 @@ def test_workers_go_on_where_each_of_them_was(sizes, num_taken, batch_sizes, num
         return
     positions = [(steps[-1].position, steps[-1].extra) for steps in first.steps]
     if policy == "file" and after != batch_sizes[0]:  # as by `set_state`: the steps are of the new size
-        positions = [(text, {"rows": extra.get("rows", 0)}) for text, extra in positions]
+        positions = [(text, {}) for text, _ in positions]
     second = run_workers(make(after), 3, num_local[1], policy, positions=positions)
     found = [int(x) for run in (first, second) for batch in run.global_batches() for x in batch["x"]]
     assert sorted(found) == list(range(1, sum(sizes) + 1))
@@ -322,19 +329,125 @@ def test_the_position_of_a_worker_is_for_that_worker_and_says_how_much_of_a_batc
     elements = Elements(make_plan(Files([[1], [2]]).batch(1), "file", me, 2))
     first, second = (DistributedIterator(elements, LocalReplicas(2, me), STRATEGIES[2]._mesh, 0) for _ in range(2))
     with first, second:
-        step = Step(None, (), first._open().start, {"rows": 3, "batch_size": 4})
+        step = Step(None, (), first._open().start, {"batch_size": 4})
         monkeypatch.setattr(first, "_next", lambda: ("a batch", step))
         assert next(first) == "a batch"
         state = first.get_state()
-        assert (state["worker"], state["rows"], state["batch_size"]) == ([0, 2], 3, 4)
-        for same in ({**state, "rows": 0}, state):
+        [part] = state["source"]["by_file"]
+        assert (state["worker"], part["rows"], state["batch_size"]) == ([0, 2], 0, 4)
+        taken = {**state, "source": {"by_file": [{**part, "rows": 3}]}}
+        for same in (state, taken):
             second.set_state(same)
             assert second.get_state() == same
+        second.set_state({**state, "source": {"position": 0}, "rows": 3})  # as saved before there were parts
+        assert second.get_state()["source"]["by_file"] == [{**part, "rows": 3, "state": {"position": 0}}]
         for worker in ([1, 2], [0, 3], None):
             with pytest.raises(ValueError, match=r"each worker has a position of its own\. With mr\.InputOptions\(auto_shard"):
                 second.set_state({**state, "worker": worker})
+        with pytest.raises(ValueError, match=r"holds \[\{'files': 0\}\]; expected parts of a dataset's files"):
+            second.set_state({**state, "source": {"by_file": [{"files": 0}]}})
         larger = dataclasses.replace(elements, plan=dataclasses.replace(elements.plan, dataset=elements.plan.dataset.batch(2)))
         with DistributedIterator(larger, LocalReplicas(2, me), STRATEGIES[2]._mesh, 0) as other:
-            for saved, kept in ((state, {"rows": 3}), ({**state, "sizes": [2, 1]}, {"rows": 3, "batch_size": 4})):
+            for saved, kept in ((taken, {}), ({**taken, "sizes": [2, 1]}, {"batch_size": 4})):
                 other.set_state(saved)
-                assert {name: n for name, n in other.get_state().items() if name in ("rows", "batch_size")} == kept
+                found = other.get_state()
+                assert found["source"] == taken["source"]
+                assert {name: n for name, n in found.items() if name == "batch_size"} == kept
+
+
+def one_run(make: Callable[[], Any], num_workers: int, states: list[Any], most: int | None, passes: int = 1) -> tuple[Any, Any]:
+    """Take some steps on so many workers, from the states of any number of workers on; return the rows and the new states."""
+
+    def read(worker: InputWorker) -> tuple[list[int], Any]:
+        plan, layout = make_plan(make(), "auto", worker, num_workers), LocalReplicas(num_workers, worker, lookahead=4)
+        rows: list[int] = []
+        with DistributedIterator(Elements(plan, limits=(("repeat", passes),)), layout, STRATEGIES[1]._mesh, 0) as iterator:
+            if states:
+                iterator.set_state(states[worker.index] if len(states) == num_workers else joined(iterator, states))
+            for step in itertools.islice(iterator._open().steps(layout), most):
+                iterator._position, iterator._extra = step.position, step.extra
+                rows += step.stacked[0, : step.sizes[worker.index]].tolist()
+            return rows, json.loads(json.dumps(iterator.get_state()))
+
+    rows, after = zip(*_run_together(read, _make_workers(num_workers)), strict=True)
+    return list(itertools.chain(*rows)), list(after)
+
+
+def numbered(records: list[bytes]) -> np.ndarray:
+    return np.frombuffer(b"".join(records), np.int32)
+
+
+def shuffled(ds: Any) -> Any:
+    ds = gx.WindowShuffleIterDataset(ds.map(lambda record: np.frombuffer(record, np.int32)[0]), window_size=3, seed=1)
+    return ds.batch(3)
+
+
+@hypothesis.settings(deadline=None, max_examples=12, derandomize=True)
+@hypothesis.example(sizes=[5, 7, 3], runs=[(3, 2), (2, 1), (3, 9)], batch_size=6, pipeline="records")
+@hypothesis.example(sizes=[4, 4], runs=[(1, 1), (2, 1), (3, 1), (1, 1)], batch_size=4, pipeline="records")
+@hypothesis.given(
+    sizes=st.lists(st.integers(0, 7), min_size=1, max_size=6),
+    runs=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5)), min_size=1, max_size=5),
+    batch_size=st.integers(1, 7),
+    pipeline=st.sampled_from(["records", "filtered", "shuffled", "in memory"]),
+)
+def test_any_number_of_workers_goes_on_with_files(sizes, runs, batch_size, pipeline) -> None:
+    """Each record once in each of two passes, whatever the numbers of workers, and wherever they stopped."""
+    total = sum(sizes)
+    with tempfile.TemporaryDirectory() as folder:
+        files = []
+        for number, records in enumerate(make_files(sizes)):
+            files.append(f"{folder}/{number}")
+            mr.data.write_tfrecords(files[-1], [np.int32(record).tobytes() for record in records])
+        makes = {
+            "records": lambda: mr.data.tfrecord_dataset(files).batch(batch_size).map(numbered),
+            "filtered": lambda: mr.data.tfrecord_dataset(files).filter(any).batch(batch_size, batch_fn=numbered),
+            "shuffled": lambda: shuffled(mr.data.tfrecord_dataset(files)),
+            "in memory": lambda: Files(make_files(sizes)).batch(batch_size),
+        }
+        found: list[int] = []
+        states: list[Any] = []
+        for num_workers, most in [*runs, (2, None)]:
+            rows, states = one_run(makes[pipeline], num_workers, states, most, passes=2)
+            found += rows
+    assert collections.Counter(found) == dict.fromkeys(range(1, total + 1), 2)
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES.values()])
+def test_a_restore_divides_the_files_anew(strategy: mr.MirroredStrategy, tmp_path: Path) -> None:
+    """Three workers, then one process, by the iterators of a program, then two: under the default policy."""
+    files = [tmp_path / str(number) for number in range(4)]
+    for number, path in enumerate(files):
+        mr.data.write_tfrecords(path, [np.int32(10 * number + k).tobytes() for k in range(5)])
+
+    def make(names: list[Path] = files) -> Any:
+        return mr.data.tfrecord_dataset(names).batch(4).map(numbered)
+
+    def restored(dataset: Any, by_worker: list[Any]) -> DistributedIterator:
+        iterator = iter(dataset)
+        saved = Snapshot({"batches": {"kind": "position", "by_worker": by_worker}}, {})
+        restore_positions({"batches": iterator}, saved, 0, 1)
+        return iterator
+
+    first, states = one_run(make, 3, [], 2)
+    with restored(strategy.distribute_dataset(make()).repeat(2), [{**state, "places": [0]} for state in states]) as iterator:
+        second = batches_of(iterator, 2)
+        alone = iterator.get_state()
+        assert [len(batch) for batch in second] == [4, 4] and (alone["policy"], alone["worker"]) == ("FILE", [0, 1])
+        rest = batches_of(iterator)
+        assert iterator.get_state()["policy"] == "DATA", "the next pass is as any other of one process"
+    third, _ = one_run(make, 2, [{**alone, "places": [0]}], None)
+    every = sorted(10 * number + k for number in range(4) for k in range(5))
+    assert sorted([*first, *itertools.chain(*second), *third]) == every
+    assert sorted([*first, *itertools.chain(*second, *rest)]) == sorted(every * 2)
+    by_row = mr.InputOptions(auto_shard_policy="data")
+    for dataset, error in (
+        (strategy.distribute_dataset(make(), by_row), "saved under the policy FILE, and this dataset is shared out by DATA"),
+        (strategy.distribute_dataset(numpy_dataset()), "saved under the policy FILE, and this dataset is shared out by DATA"),
+        (
+            strategy.distribute_dataset(make(files[:2])),
+            "the state is of 4 files, and the dataset has 2; make the",
+        ),
+    ):
+        with pytest.raises(ValueError, match=error):
+            restored(dataset.repeat(2), states)

@@ -248,8 +248,8 @@ class Checkpoint:
 
         A mirrored variable gets its value. A sync-on-read variable gets each replica's copy when the number of replicas is
         that of the save, else its aggregated value, as `assign` spreads it. Either kind can be restored from the other, and
-        from plain arrays. Iterators go on at their positions; on another number of workers only under
-        `AutoShardPolicy.DATA`, because under other policies each worker has read its own files or batches.
+        from plain arrays. Iterators go on at their positions; on another number of workers unless each worker reads its own
+        batches, by `AutoShardPolicy.OFF` or from a function.
 
         Args:
             partial: ignore saved values that this object does not name, for example to restore only weights for inference.

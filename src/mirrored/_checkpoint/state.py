@@ -22,7 +22,7 @@ from .._typing import PyTree
 from .._variables.access import lent, store, store_in_parts
 from .._variables.sharded import ShardedVariable
 from .._variables.variable import Variable, spec_of
-from ..data._iterator import DistributedIterator, expect_saves
+from ..data._iterator import DistributedIterator, expect_saves, joined
 from .array_files import Pieces
 from .files import RECORD, DamagedStep
 from .leaves import (
@@ -277,14 +277,14 @@ def _takes_copies(leaf: Any, saved: Snapshot, entry: Mapping[str, Any]) -> bool:
 def restore_positions(leaves: Leaves, saved: Snapshot, worker: int, num_workers: int) -> list[tuple[Any, Any]]:
     """Restore the positions of this worker's iterators; return each with its former position, to undo it.
 
-    When the number of workers has changed, all get the first worker's position; an iterator refuses it unless its policy is
-    `AutoShardPolicy.DATA`. When one iterator refuses, the others get back their former positions.
+    When the number of workers has changed, a position by file is divided anew, and all others are the first worker's; an iterator
+    refuses it where each worker reads its own batches. When one iterator refuses, the others get back their former positions.
     """
     moved: list[tuple[Any, Any]] = []
     for path, entry in saved.leaves.items():
         if entry["kind"] == "position":
             iterator, by_worker = leaves[path], entry["by_worker"]
-            state = by_worker[worker if len(by_worker) == num_workers else 0]
+            state = by_worker[worker] if len(by_worker) == num_workers else joined(iterator, by_worker)
             try:
                 before = iterator.get_state()
             except Exception:  # some pipelines have no position before their first batch

@@ -104,11 +104,6 @@ def run_eagerly(strategy: object, program: StepProgram, call: Call) -> PyTree:
     return dataclasses.replace(program, lifted=dataclasses.replace(lifted, plan=new_lifted["plan"])).rebuild(rows)
 
 
-def _rows_of_replica(arrays: list[Any], differ: list[bool]) -> list[Any]:
-    """Take off the first axis, here of size 1, of the arrays that differ by replica."""
-    return [jnp.squeeze(array, 0) if differs else array for array, differs in zip(arrays, differ, strict=True)]
-
-
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
     """Keep the trace of a step from printing and from stopping at `breakpoint()`; an error shows what was printed."""

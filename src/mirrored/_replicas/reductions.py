@@ -1,6 +1,6 @@
 """The reductions: one record says how the values of all replicas become one. Whoever reduces asks this table.
 
-docs/design/collectives.md says what a new one needs.
+docs/design/doors.md says what a new one needs.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def input_of_workers(
 def _read(plan: SharingPlan, layout: LocalReplicas, max_steps: int | None) -> list[list[PyTree]]:
     """Return the rows of one worker's replicas in each step, without padding."""
     found: list[list[PyTree]] = []
-    with contextlib.closing(open_source(plan.dataset)) as source:
+    with contextlib.closing(plan.open()) as source:
         for step in plan.steps(source, layout, {}):
             found.append([_without_padding(step.stacked, *place) for place in enumerate(layout.mine(step.sizes))])
             if len(found) == max_steps:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections.abc
 import copy
 import dataclasses
+import itertools
 import logging
 import operator
 from collections.abc import Callable
@@ -23,10 +24,7 @@ from ._passes import Elements
 from ._sharing.agree import InputWorker
 from ._sharing.plan import SharingPlan
 from ._sharing.steps import LocalReplicas
-from ._sources.counted import check_function, is_function
-from ._sources.not_batches import why_share, why_single_rows
-from ._sources.numpy_dataset import NumpyDataset
-from ._sources.sizes import num_batches, num_groups
+from ._sources.kinds import NO_SOURCE, kind_of
 from ._sources.verbs import Limit, check_int, checked_function, num_steps
 
 _logger = logging.getLogger("mirrored")
@@ -124,12 +122,15 @@ class DistributedDataset:
         return num_steps(self._num_steps_of_pass(), self._elements.limits)
 
     def _num_steps_of_pass(self) -> int:
-        dataset, kind, drops = self._plan.dataset, self._plan.kind, self._options.drop_remainder
-        if kind == "DATA":
-            return num_batches(dataset, at_least=self._mesh.num_replicas if drops else 1)
-        if kind == "FUNCTION" and self._worker.count == 1:
-            return num_groups(dataset, self._mesh.num_replicas, drops)
-        raise TypeError("the number of steps is not known before the end: the workers read datasets of their own.")
+        kind, dataset = kind_of(self._plan.dataset), self._plan.dataset
+        num_replicas, drops = self._mesh.num_replicas, self._options.drop_remainder
+        if self._plan.kind == "DATA":
+            return kind.num_batches(dataset, num_replicas if drops else 1)
+        if self._plan.kind != "FUNCTION" or self._worker.count > 1:
+            raise TypeError("the number of steps is not known before the end: the workers read datasets of their own.")
+        rows = kind.num_rows(dataset) or [1] * kind.num_batches(dataset, 1)
+        groups = itertools.batched(rows, num_replicas)  # in each step every replica takes one element
+        return sum(min(group) > 0 and len(group) == num_replicas if drops else any(group) for group in groups)
 
     def __repr__(self) -> str:
         return f"DistributedDataset({type(self._plan.dataset).__name__} on {self._mesh.num_replicas} replicas)"
@@ -159,8 +160,8 @@ mesh_of: Callable[[DistributedDataset], ReplicaMesh] = operator.attrgetter("_mes
 
 def batch_rows(dataset: DistributedDataset) -> int | None:
     """Return the number of rows in each global batch but the last; None if only the dataset itself knows."""
-    made_of = dataset._plan.dataset
-    return made_of.batch_size if isinstance(made_of, NumpyDataset) and dataset._plan.kind == "DATA" else None
+    cut = kind_of(dataset._plan.dataset).cut(dataset._plan.dataset)
+    return cut.batch_size if cut is not None and dataset._plan.kind == "DATA" else None
 
 
 def check_dataset(dataset: object, verb: str, policy: AutoShardPolicy | str = AutoShardPolicy.AUTO) -> None:
@@ -169,9 +170,6 @@ def check_dataset(dataset: object, verb: str, policy: AutoShardPolicy | str = Au
     if verb == "distribute_datasets_from_function":
         batches, size = "per-replica batches", "context.get_per_replica_batch_size(global_batch_size)"
     example = f"strategy.make_numpy_dataset(arrays).batch({size})"
-    if isinstance(dataset, NumpyDataset):
-        dataset._rows_per_batch()
-        return
     if isinstance(dataset, DistributedDataset):
         raise TypeError("the dataset is distributed already; iterate over it.")
     # A tuple of batches contains only nests; a tuple that is one batch contains arrays.
@@ -187,15 +185,26 @@ def check_dataset(dataset: object, verb: str, policy: AutoShardPolicy | str = Au
             f"{verb} got {shown(dataset)}, an iterator that can be used only once; a second epoch would be empty. Pass the "
             f"function that makes one for each epoch, without calling it: {name}; or with arguments lambda: {name}(...)."
         )
-    if is_function(dataset):
-        check_function(dataset, verb)
-        return
-    is_iterable = isinstance(dataset, collections.abc.Iterable) or hasattr(type(dataset), "__getitem__")
-    if not is_iterable or isinstance(dataset, str | bytes):
+    kind = kind_of(dataset)
+    if kind is NO_SOURCE:
         raise TypeError(
             f"{verb} got {shown(dataset)} of type {type(dataset).__name__}; expected an iterable of {batches}, for "
             f"example {example}, or a function that makes an iterator."
         )
     shared_by_user = verb == "distribute_datasets_from_function" or policy is AutoShardPolicy.OFF
-    if reason := why_single_rows(dataset, size) or (None if shared_by_user else why_share(dataset)):
+    if reason := kind.why_no_batches(dataset, verb, size) or (None if shared_by_user else _why_share(dataset)):
         raise ValueError(f"{verb} expected {batches}, and {type(dataset).__name__} {reason}")
+
+
+def _why_share(dataset: object) -> str | None:
+    """Say which share of the rows a loader yields, as with torch.distributed; None if it yields all."""
+    batch_sampler = getattr(dataset, "batch_sampler", None)
+    for sampler in (getattr(dataset, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
+        count, rank = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)
+        if isinstance(count, int) and isinstance(rank, int) and count > 1:
+            return (
+                f"gives 1/{count} of the rows, those of rank {rank}, by its {type(sampler).__name__}. The strategy divides the "
+                "rows among the replicas and workers itself, so leave the sampler out, and its set_epoch: "
+                f"{type(dataset).__name__}(data, batch_size=global_batch_size, shuffle=True)."
+            )
+    return None

@@ -24,9 +24,10 @@ from .._workers.coordination import Channel
 from .._workers.progress import NEXT_BATCH, in_main_thread, progress
 from ._passes import Elements, Passes
 from ._prefetch import MAX_WAIT_SECONDS, Ahead
+from ._sharing.files import BY_FILE, dealt, parts_of
 from ._sharing.rows import split_sizes
 from ._sharing.steps import LocalReplicas, Step, Steps
-from ._sources import grain
+from ._sources.kinds import kind_of
 from ._sources.open import Position
 from ._sources.verbs import check_places
 
@@ -61,8 +62,6 @@ class DistributedIterator:
         """Keep the parts of a DistributedDataset; read nothing yet."""
         self._elements = elements
         self._plan = elements.plan
-        self._is_by_file = self._plan.kind == "FILE"  # then a position counts rows
-        self._sizes = list(self._plan.sizes) or grain.batch_sizes(self._plan.dataset, of_all=self._is_by_file)  # of batches
         self._layout = layout
         self._mesh = mesh
         self._prefetch = prefetch
@@ -149,15 +148,22 @@ class DistributedIterator:
             position, extra = self._position, self._extra
         if isinstance(position, Exception):
             raise position
-        worker = self._layout.worker
+        worker, source, policy = self._layout.worker, json.loads(position), self._plan.kind
+        policy = "FILE" if isinstance(source, dict) and BY_FILE in source else policy  # perhaps only in this pass
+        sizes = self._sizes(policy)
         return {
             "version": _VERSION,
-            "policy": self._plan.kind,
-            "worker": None if self._plan.is_same_for_all else [worker.index, worker.count],
-            "source": json.loads(position),
-            **({"sizes": self._sizes} if self._sizes else {}),
+            "policy": policy,
+            "worker": None if policy == "DATA" else [worker.index, worker.count],
+            "source": source,
+            **({"sizes": sizes} if sizes else {}),
             **extra,
         }
+
+    def _sizes(self, policy: str) -> list[int]:
+        """Return the sizes of the batches that a position under this policy counts, or by file those of all."""
+        dataset = self._plan.dataset
+        return kind_of(dataset).counted_sizes(dataset, policy == "FILE", list(self._plan.sizes))
 
     @user_code.shorten_errors
     def set_state(self, state: dict[str, Any]) -> None:
@@ -171,10 +177,11 @@ class DistributedIterator:
             ValueError: when `state` belongs to another dataset, policy or worker. Nothing has changed then.
         """
         extra = self._checked(state)
+        source = self._source_of(state)
         with self._reading:
             if hasattr(self._plan.dataset, "load_state_dict"):
                 self._free()  # now, or the thread would move the dataset's one position, which its iterators share
-            passes = Passes(self._elements, state["source"], extra)
+            passes = Passes(self._elements, source, extra)
             self._free()
             with self._lock:
                 self._is_closed, self._failure = False, ""
@@ -231,28 +238,38 @@ class DistributedIterator:
                 self._batches = Ahead(self, batches, passes.close, self._prefetch, worker.close) if self._prefetch else batches
             return self._batches
 
+    def _source_of(self, state: dict[str, Any]) -> Any:
+        """Return the position of the source in a checked state, by which this worker goes on."""
+        plan, worker = self._plan, self._layout.worker
+        if not plan.goes_on_by_file(state["policy"]):
+            return state["source"]
+        parts = parts_of(plan.dataset, state)
+        return {BY_FILE: parts if state["worker"] else dealt(plan.dataset, parts, worker.index, worker.count)}
+
     def _checked(self, state: object) -> dict[str, Any]:
         """Return a state without the source's position; refuse a state that does not fit this iterator."""
         if not isinstance(state, dict) or not {"version", "policy", "worker", "source"} <= set(state) or state["source"] is None:
             raise TypeError(f"state is {state!r}; expected what get_state() of an iterator over this dataset returned.")
         if state["version"] != _VERSION:
             raise ValueError(f"the state has version {state['version']!r}, and this library reads version {_VERSION}.")
-        if state["policy"] != self._plan.kind:
+        policy, plan = state["policy"], self._plan
+        if policy != plan.kind and not plan.goes_on_by_file(policy):
             raise ValueError(
-                f"the state was saved under the policy {state['policy']}, and this dataset is shared out by {self._plan.kind}. "
+                f"the state was saved under the policy {policy}, and this dataset is shared out by {plan.kind}. "
                 "Name one policy in both runs, for example mr.InputOptions(auto_shard_policy='data')."
             )
         worker = self._layout.worker
-        if not self._plan.is_same_for_all and state["worker"] != [worker.index, worker.count]:
+        if policy != "DATA" and state["worker"] != [worker.index, worker.count]:
             raise ValueError(
                 f"the state is that of worker {state['worker']} (number, of how many), and this is worker "
-                f"{[worker.index, worker.count]}; under {self._plan.kind} each worker has a position of its own. With "
+                f"{[worker.index, worker.count]}; under {policy} each worker has a position of its own. With "
                 "mr.InputOptions(auto_shard_policy='data') a position holds for any number of workers."
             )
-        is_same_size = state.get("sizes", self._sizes) == self._sizes
-        if not is_same_size and not self._is_by_file:
+        sizes = self._sizes(policy)
+        is_same_size = state.get("sizes", sizes) == sizes
+        if not is_same_size and policy != "FILE":
             raise ValueError(
-                f"the state counts batches of {state['sizes']} rows, and they have {self._sizes} here: rows would be used twice, "
+                f"the state counts batches of {state['sizes']} rows, and they have {sizes} here: rows would be used twice, "
                 "or left out. Go on with the same sizes. A position that counts rows holds for any: strategy.make_numpy_dataset("
                 "arrays).batch(n), or in grain dataset.to_iter_dataset().batch(n). What context.get_per_replica_batch_size "
                 "gives is the same for as many replicas as before; strategy.distribute_dataset(dataset) takes global batches."
@@ -261,8 +278,20 @@ class DistributedIterator:
         extra = {name: state[name] for name in names if name in state}
         if not all(type(value) is int and value >= 0 for value in extra.values()):
             raise ValueError(f"the state holds {extra}; expected numbers of rows.")
+        extra.pop("rows", None)  # see `_source_of`
         places = check_places(state.get("places", []), self._elements.limits)
         return {**extra, "places": places} if places else extra
+
+
+def joined(iterator: DistributedIterator, by_worker: list[Any]) -> Any:
+    """Return the state by which this worker goes on, of those of another number of workers."""
+    is_by_file = isinstance(by_worker[0], dict) and by_worker[0].get("policy") == "FILE"
+    if not is_by_file or not isinstance(iterator, DistributedIterator) or not iterator._plan.goes_on_by_file("FILE"):
+        return by_worker[0]  # perhaps refused; an iterator of another library decides itself
+    worker, dataset = iterator._layout.worker, iterator._plan.dataset
+    parts = [part for state in by_worker for part in parts_of(dataset, state)]
+    mine = {"worker": [worker.index, worker.count], "source": {BY_FILE: dealt(dataset, parts, worker.index, worker.count)}}
+    return {"batch_size": 0} | max(by_worker, key=lambda state: state.get("batch_size", 0)) | mine
 
 
 def num_workers_of(iterator: DistributedIterator) -> int:
@@ -277,13 +306,13 @@ def expect_saves(iterator: DistributedIterator) -> None:
 
 def _batches(steps: Steps, mesh: ReplicaMesh, layout: LocalReplicas, elements: Elements) -> Batches:
     """Yield each step's rows as PerReplica values, together with the step."""
-    last = elements.last_batch(layout)
+    cut = elements.uneven_end(layout)
     origin = Origin(elements.plan.token, elements.plan.is_auto_by_file)
-    before_last = origin if last is None else origin._replace(last_sizes=tuple(split_sizes(last.num_rows, layout.num_replicas)))
+    before_last = origin if cut is None else origin._replace(last_sizes=tuple(split_sizes(cut.rest, layout.num_replicas)))
     try:
         for step in steps:
             elements.note(step.stacked)
-            is_before = last is not None and sum(step.sizes) == last.rows_before
+            is_before = cut is not None and sum(step.sizes) == cut.batch_size
             yield _to_devices(step, mesh, layout, before_last if is_before else origin), dataclasses.replace(step, stacked=None)
     finally:
         layout.worker.close()  # even if the program leaves the loop: else its messages stay until the program ends

@@ -15,10 +15,9 @@ from .._typing import PyTree
 from ._sharing.plan import SharingPlan
 from ._sharing.rows import to_numpy
 from ._sharing.steps import LocalReplicas, Steps
-from ._sources import grain
-from ._sources.numpy_dataset import NumpyDataset
-from ._sources.open import Position, Source, is_sequence, open_source
-from ._sources.sizes import LastBatch, last_batch, why_no_batch
+from ._sources.kind import Cut
+from ._sources.kinds import kind_of
+from ._sources.open import Position, Source
 from ._sources.verbs import Limit, PerReplicaSpec, limited, num_passes_left, spec_of_batch
 
 #: So many batches in a row that are dropped whole are an error: an endless dataset would be read for ever.
@@ -34,14 +33,14 @@ class Elements:
     limits: tuple[Limit, ...] = ()  # innermost first
     _specs: list[PyTree] = dataclasses.field(default_factory=list, init=False, compare=False)
 
-    def last_batch(self, layout: LocalReplicas) -> LastBatch | None:
-        """Return the last batch of a pass, if the steps reach it and its replicas have different numbers of rows."""
+    def uneven_end(self, layout: LocalReplicas) -> Cut | None:
+        """Return how a pass is cut, if the steps reach a last batch whose replicas have different numbers of rows."""
         is_known = self.plan.kind == "DATA" and not (layout.drop_remainder or self.maps)  # a map may change the number of rows
-        found = last_batch(self.plan.dataset) if is_known else None
-        if found is None or not found.num_rows % layout.num_replicas:
+        cut = kind_of(self.plan.dataset).cut(self.plan.dataset) if is_known else None
+        if cut is None or not cut.rest % layout.num_replicas:
             return None
-        is_cut = any(kind == "take" and count is not None and count < found.step for kind, count in self.limits)
-        return None if is_cut else found
+        is_left_out = any(kind == "take" and count is not None and count < cut.num_batches for kind, count in self.limits)
+        return None if is_left_out else cut
 
     def note(self, stacked: PyTree) -> None:
         """Note the shapes and dtypes of a batch, whose arrays are `[L, rows, ...]`."""
@@ -63,10 +62,8 @@ class Elements:
     def _open_sample(self) -> Source:
         """Open a source to read one element, without changing the order of later passes."""
         dataset = self.plan.dataset
-        if isinstance(dataset, NumpyDataset):  # a pass would take an epoch number
-            return Source(dataset, iter([dataset._sample()]), maps=self.maps)
-        if grain.is_pipeline(dataset) or is_sequence(dataset):
-            return open_source(dataset, None, self.maps)
+        if (sample := kind_of(dataset).sample(dataset)) is not None:
+            return Source(dataset, sample, self.maps)
         raise TypeError(
             f"what the elements of {type(dataset).__name__} are like is known when an iterator has given one: to read one now "
             "might change the order of others. Ask after `batch = next(iterator)`, or look at the batch."
@@ -80,16 +77,17 @@ class Passes:
         """Open the first source, at its beginning or at a position `state`; `extra` is the rest of that state."""
         self._elements, self._extra = elements, extra
         self._is_resumed = state is not None
-        self._source = open_source(elements.plan.dataset, state, elements.maps)
+        self._source = elements.plan.open(state, elements.maps)
         self.start: Position = self._source.position() if state is None else json.dumps(state)  # the call begins a pass
         self._places = list(extra.get("places", [0] * len(elements.limits)))
         self._dropped: list[int] = []  # the rows of the batches that were dropped whole since the last step
         self.why_no_step = ""  # why a pass that began at its beginning made no step, if one did not
-        self._later = elements.plan.dataset  # the dataset for the passes after the first
-        if elements.limits and isinstance(self._later, NumpyDataset):
+        self._later = elements.plan  # for the passes after the first
+        if elements.limits:
             # The thread that reads ahead begins these passes at any moment. The order of shuffled rows depends on their
             # numbers, so they get them now, before another iterator takes some.
-            self._later = self._later._of_later_passes(num_passes_left(elements.limits, self._places) - 1)
+            dataset, num_passes = elements.plan.dataset, num_passes_left(elements.limits, self._places) - 1
+            self._later = dataclasses.replace(elements.plan, dataset=kind_of(dataset).for_later(dataset, num_passes))
 
     def steps(self, layout: LocalReplicas) -> Steps:
         """Yield the steps of all passes, with the counts of the limits: all workers count alike, and so end together."""
@@ -97,7 +95,7 @@ class Passes:
         def start(is_first: bool) -> Steps:
             if not is_first:
                 self._source.close()
-                self._source = open_source(self._later, None, self._elements.maps)
+                self._source = self._later.open(maps=self._elements.maps)
             steps = self._elements.plan.steps(self._source, noting, self._extra if is_first else {})
             self._dropped.clear()
             return self._watched(steps, layout, is_whole=not (is_first and self._is_resumed))
@@ -134,7 +132,19 @@ class Passes:
                 f"get no row; here it dropped {counted(sum(self._dropped), 'row')}, and used none. Make larger batches, or leave "
                 "drop_remainder out: then every row is used."
             )
-        return why_no_batch(self._elements.plan.dataset, gave_some=bool(self._elements._specs))
+        dataset = self._elements.plan.dataset
+        name, why = type(dataset).__name__, kind_of(dataset).why_empty(dataset)
+        if why is not None:
+            return why
+        if self._elements._specs:
+            return (
+                f"{name} gave no batch in this pass, and gave some in an earlier one: it can be gone through only once. Let its "
+                "__iter__, or the function, begin anew each time: open the files, or call the generator function, in there."
+            )
+        return (
+            f"{name} gave no batch with rows. It may have no files or records, a filter may leave all of them out, or they are "
+            "fewer than a batch, and its own drop_remainder=True drops them."
+        )
 
     def close(self) -> None:
         """Close the open source."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..._options import AutoShardPolicy
+from ..._typing import PyTree
 from .._input_context import InputContext
-from .._sources import grain
-from .._sources.numpy_dataset import NumpyDataset
-from .._sources.open import Source
+from .._sources.kinds import kind_of
+from .._sources.open import Source, open_source
 from .agree import InputWorker
+from .files import BY_FILE, OwnFiles, share_of
 from .steps import LocalReplicas, Steps, in_step, one_element_each, own_batches, rows_of_every_batch, rows_of_own_files
 
 
@@ -21,7 +23,9 @@ class SharingPlan:
     dataset: Any
     kind: str  # the chosen policy, or "FUNCTION" if each worker has its own dataset
     how: str  # the same in words, with the reason if AUTO chose it
-    sizes: tuple[int, ...] = ()  # of per-replica batches that a position counts, if the number of replicas changes them
+    sizes: tuple[int, ...] = ()  # that the function was told, of per-replica batches
+    share: tuple[int, int] = (0, 1)  # this worker's number, and how many there are
+    by_file: AutoShardPolicy | None = None  # the policy, if it lets some number of workers divide a dataset by file
     is_auto_by_file: bool = False  # whether AUTO chose to divide the data by file
     token: object = dataclasses.field(default_factory=object, repr=False, compare=False)  # identifies the dataset in its batches
 
@@ -30,12 +34,28 @@ class SharingPlan:
         """Whether all workers read the same batches, so that a position holds for any number of workers."""
         return self.kind == "DATA"
 
-    def steps(self, source: Source, layout: LocalReplicas, extra: dict[str, int]) -> Steps:
+    def open(self, state: Any = None, maps: Sequence[Callable[..., PyTree]] = ()) -> Source | OwnFiles:
+        """Open this worker's data, at its beginning or at a position."""
+        if isinstance(state, dict) and BY_FILE in state:
+            return OwnFiles(self.dataset, state[BY_FILE], maps)
+        if self.kind == "FILE":
+            return OwnFiles(self.dataset, [share_of(self.dataset, *self.share)], maps)
+        return open_source(self.dataset, state, maps)
+
+    def steps(self, source: Source | OwnFiles, layout: LocalReplicas, extra: dict[str, int]) -> Steps:
         """Return this worker's steps, from an open source's position on."""
+        if isinstance(source, OwnFiles):
+            return in_step(rows_of_own_files(source, layout, extra), source, layout)
         if self.is_same_for_all:
             return rows_of_every_batch(source, layout)
-        ways = {"FILE": rows_of_own_files, "OFF": own_batches, "FUNCTION": one_element_each}
-        return in_step(ways[self.kind](source, layout, extra), source, layout)
+        return in_step((own_batches if self.kind == "OFF" else one_element_each)(source, layout), source, layout)
+
+    def goes_on_by_file(self, policy: str) -> bool:
+        """Tell whether a position that was saved under this policy goes on by file, perhaps for the rest of its pass only."""
+        if policy == self.kind or {policy, self.kind} != {"FILE", "DATA"}:
+            return policy == self.kind == "FILE"
+        is_auto = self.by_file is AutoShardPolicy.AUTO
+        return self.by_file is not None and kind_of(self.dataset).why_not_by_file(self.dataset, 1, is_auto) is None
 
 
 def make_plan(
@@ -44,8 +64,10 @@ def make_plan(
     """Choose how to divide a dataset of global batches; refuse `FILE` where it would lose, repeat or mispair records."""
     policy = AutoShardPolicy.parse(policy, "auto_shard_policy")
     parts = f"each global batch is cut into {num_replicas} contiguous parts, in replica order"
+    kind, is_auto, share = kind_of(dataset), policy is AutoShardPolicy.AUTO, (worker.index, worker.count)
+    by_file = None if (drop_remainder and is_auto) or policy in (AutoShardPolicy.OFF, AutoShardPolicy.DATA) else policy
     if worker.count == 1:
-        return SharingPlan(dataset, "DATA", parts)
+        return SharingPlan(dataset, "DATA", parts, by_file=by_file)
     workers = f"{worker.count} workers"
     if policy is AutoShardPolicy.OFF:
         how = f"OFF: each of the {workers} divides its own batches among its own {num_replicas // worker.count} replicas"
@@ -53,30 +75,27 @@ def make_plan(
     by_row = f"every one of the {workers} reads all records; {parts}"
     if policy is AutoShardPolicy.DATA:
         return SharingPlan(dataset, "DATA", f"DATA: {by_row}")
-    reason = f"{type(dataset).__name__} is no dataset of files"
-    if drop_remainder and policy is AutoShardPolicy.AUTO:
+    if drop_remainder and is_auto:
         reason = "drop_remainder=True would leave out by file what others have left when the files of one worker have ended"
-    elif grain.is_pipeline(dataset):
-        reason = grain.why_not_by_file(dataset, worker.count, is_certain=policy is AutoShardPolicy.AUTO)
+    else:
+        reason = kind.why_not_by_file(dataset, worker.count, is_auto)
     if reason is None:
-        files = getattr(grain.source_of(dataset), "files", None)
-        of_all = "" if files is None else f" of {len(files)}"
-        mine = f"worker i of {worker.count} reads the files i, i + {worker.count}, ...{of_all}"
-        is_auto = policy is AutoShardPolicy.AUTO
-        how = f"{'AUTO chose ' * is_auto}FILE: {mine} and gives its share of each global batch"
-        return SharingPlan(grain.only_files_of(dataset, worker.index, worker.count), "FILE", how, is_auto_by_file=is_auto)
+        count = kind.num_files(dataset)
+        of_all = "" if count is None else f" of {count}"
+        which = f"worker i of {worker.count} reads the files i, i + {worker.count}, ...{of_all}"
+        how = f"{'AUTO chose ' * is_auto}FILE: {which} and gives its share of each global batch"
+        return SharingPlan(dataset, "FILE", how, share=share, by_file=by_file, is_auto_by_file=is_auto)
     if policy is AutoShardPolicy.FILE:
         raise ValueError(
             f"auto_shard_policy FILE cannot share this dataset out among {workers}: {reason}. Use "
             "mr.AutoShardPolicy.DATA, by which every worker reads all records and takes its rows of each global batch, or "
             "AUTO, which chooses it here."
         )
-    return SharingPlan(dataset, "DATA", f"AUTO chose DATA, because {reason}: {by_row}")
+    return SharingPlan(dataset, "DATA", f"AUTO chose DATA, because {reason}: {by_row}", by_file=by_file)
 
 
 def plan_of_function(dataset: object, worker: InputWorker, context: InputContext | None = None) -> SharingPlan:
     """Plan a dataset that a function made for this worker alone, given its context."""
     calls = "once" if worker.count == 1 else f"on each of the {worker.count} workers"
-    counts_rows = context is None or isinstance(dataset, NumpyDataset)  # positions count rows, not batches
-    sizes = () if counts_rows else tuple(context._sizes)
+    sizes = () if context is None else tuple(context._sizes)
     return SharingPlan(dataset, "FUNCTION", f"made by a function, called {calls}: each replica takes the next element", sizes)

@@ -12,6 +12,7 @@ from ..._typing import PyTree
 from ..._workers.progress import BatchPlace
 from .._sources.open import Position, Source
 from .agree import InputWorker, OwnStep, SameBatches, agree
+from .files import OwnFiles
 from .rows import copied, count_rows, join_rows, require_same_rows, reshape_rows, split_rows, split_sizes, stack_rows, to_numpy
 
 
@@ -75,7 +76,7 @@ def rows_of_every_batch(source: Source, layout: LocalReplicas) -> Steps:
         yield Step(stacked, sizes, source.position(), place=same.place)
 
 
-def in_step(own: Iterator[OwnStep], source: Source, layout: LocalReplicas) -> Steps:
+def in_step(own: Iterator[OwnStep], source: Source | OwnFiles, layout: LocalReplicas) -> Steps:
     """Let all workers take as many steps as the worker with the most rows; at the end, the others' replicas get no rows."""
     like, last = None, OwnStep([], source.position())
     ahead, count = _ReadAhead(own), 1  # 1, so that the first batch need not wait for others
@@ -98,7 +99,7 @@ def in_step(own: Iterator[OwnStep], source: Source, layout: LocalReplicas) -> St
                 ahead.read(min(count, len(ahead.steps) + 1))
 
 
-def own_batches(source: Source, layout: LocalReplicas, extra: dict[str, int]) -> Iterator[OwnStep]:
+def own_batches(source: Source, layout: LocalReplicas) -> Iterator[OwnStep]:
     """Divide each batch of this worker's own stream among its own replicas."""
     for batch in source:
         arrays = to_numpy(batch) if source.is_owned or layout.lookahead == 1 else copied(to_numpy(batch))
@@ -107,61 +108,43 @@ def own_batches(source: Source, layout: LocalReplicas, extra: dict[str, int]) ->
             yield OwnStep(split_rows(arrays, sizes), source.position())
 
 
-def one_element_each(source: Source, layout: LocalReplicas, extra: dict[str, int]) -> Iterator[OwnStep]:
+def one_element_each(source: Source, layout: LocalReplicas) -> Iterator[OwnStep]:
     """Give each of this worker's replicas the next element of the worker's own stream; at the end some get none."""
     while elements := [copied(to_numpy(e)) for e in itertools.islice(source, layout.num_local)]:
         require_same_rows(elements, "the elements of one step")
         yield OwnStep(elements, source.position())
 
 
-def rows_of_own_files(source: Source, layout: LocalReplicas, extra: dict[str, int]) -> Iterator[OwnStep]:
-    """Take this worker's share of each global batch from its own files, across the borders of their batches.
-
-    A position holds how many `rows` of the next batch are taken already, and the `batch_size`.
-    """
-    batches = _read(source)
+def rows_of_own_files(source: OwnFiles, layout: LocalReplicas, extra: dict[str, int]) -> Iterator[OwnStep]:
+    """Take this worker's share of each global batch from its own files, across the borders of their batches."""
+    batches = source.batches()
     first = list(itertools.islice(batches, 1))
-    own_size = sum(count_rows(batch) for _, batch in first)  # 0 without a batch
+    own_size = sum(count_rows(batch) for batch, _ in first)  # 0 without a batch
     batch_size = max(layout.worker.exchange(extra.get("batch_size") or own_size))
     rest = batch_size % layout.num_replicas if layout.drop_remainder else 0  # these rows begin the next global batch
     sizes = split_sizes(max(batch_size - rest, layout.num_replicas), layout.num_replicas)
     share = sum(layout.mine(sizes))  # at least one row, or this worker's records would never come
-    for rows, position, skip in _regroup(source, itertools.chain(first, batches), extra.get("rows", 0), share):
+    for rows, position in _regroup(source, itertools.chain(first, batches), share):
         sizes = split_sizes(count_rows(rows), layout.num_local)
-        yield OwnStep(split_rows(rows, sizes), position, {"rows": skip, "batch_size": batch_size})
+        yield OwnStep(split_rows(rows, sizes), position, {"batch_size": batch_size})
 
 
-def _read(source: Source) -> Iterator[tuple[Position, PyTree]]:
-    """Yield each batch with rows, and the position before it."""
-    position = source.position()
-    for batch in source:
-        arrays = copied(to_numpy(batch))
-        if count_rows(arrays):
-            yield position, arrays
-        position = source.position()
-
-
-def _regroup(
-    source: Source, batches: Iterable[tuple[Position, PyTree]], skip: int, share: int
-) -> Iterator[tuple[PyTree, Position, int]]:
-    """Yield `share` rows at a time, the position before the next batch, and how many of that batch's rows to skip."""
+def _regroup(source: OwnFiles, batches: Iterable[tuple[PyTree, int]], share: int) -> Iterator[tuple[PyTree, Position]]:
+    """Yield `share` rows at a time, and the position after them."""
     parts: list[PyTree] = []
     missing = share
-    for position, batch in batches:
+    for batch, start in batches:
         num_rows = count_rows(batch)
-        start = min(skip, num_rows)
-        skip -= start
         while start < num_rows:
             stop = min(start + missing, num_rows)
             parts += split_rows(batch, [stop - start], start)
             missing -= stop - start
             start = stop
             if not missing:
-                is_cut = start < num_rows
-                yield join_rows(parts), position if is_cut else source.position(), start if is_cut else 0
+                yield join_rows(parts), source.position(start if start < num_rows else 0)
                 parts, missing = [], share
     if parts:
-        yield join_rows(parts), source.position(), 0
+        yield join_rows(parts), source.position()
 
 
 class _ReadAhead:

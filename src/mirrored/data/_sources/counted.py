@@ -1,19 +1,22 @@
-"""Batches given by number, or by a function: their position is the number of batches taken."""
+"""Batches in memory, given by number, or by a function: their position is the number of batches taken."""
 
 from __future__ import annotations
 
+import collections
 import collections.abc
+import dataclasses
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from ..._text import shown
 from ..._typing import PyTree
+from .kind import Cut, SourceKind
 from .verbs import rows_of
 
 
@@ -62,23 +65,68 @@ class CountedBatches:
 class BatchesByNumber(CountedBatches):
     """An iterator over batches that a dataset gives by number."""
 
-    def __init__(self, dataset: Any, is_copied: bool) -> None:
+    def __init__(self, dataset: Sequence[PyTree]) -> None:
         super().__init__(iter(()))
-        self._dataset, self._is_copied = dataset, is_copied
+        self._dataset = dataset
 
     def _following(self) -> PyTree:
         if self._next >= len(self._dataset):
             raise StopIteration
-        batch = self._dataset[self._next]
-        if self._is_copied:  # the dataset keeps these arrays, and a function may change its argument in place, as in `x /= 255`
-            return jax.tree.map(lambda leaf: leaf.copy() if type(leaf) is np.ndarray else leaf, batch)
-        return batch
+        return self._dataset[self._next]
 
     def _pass_over(self, count: int) -> None:
         if not 0 <= count <= len(self._dataset):
             raise ValueError(f"batch {count} of {len(self._dataset)}")
         self._first_rows = rows_of(self._dataset[0]) if count else 0
         self._next = count
+
+
+class OwnPosition(CountedBatches):
+    """An iterator over a dataset that itself holds the position of its pass, by `state_dict` and `load_state_dict`."""
+
+    def __init__(self, dataset: Any) -> None:
+        super().__init__(_begun_later(dataset))
+        self._dataset = dataset
+
+    def get_state(self) -> Any:
+        if not self._next:  # it may still be that of the last pass
+            raise ValueError(f"{type(self._dataset).__name__} tells its position only after the first batch.")
+        return self._dataset.state_dict()
+
+    def set_state(self, state: object) -> None:
+        before = self._dataset.state_dict()
+        try:
+            self._dataset.load_state_dict(state)
+            self._batches = iter(self._dataset)  # an iterator may read the position already in its constructor
+        except Exception:
+            self._dataset.load_state_dict(before)
+            raise
+
+
+def _begun_later(dataset: Iterable[PyTree]) -> Iterator[PyTree]:
+    yield from dataset
+
+
+def begin(dataset: Iterable[PyTree]) -> Iterator[PyTree]:
+    """Begin a pass over any iterable."""
+    return OwnPosition(dataset) if hasattr(dataset, "state_dict") else iter(dataset)
+
+
+def is_by_number(dataset: object) -> bool:
+    """Tell whether a dataset gives batches by number, up to its length."""
+    return hasattr(type(dataset), "__len__") and hasattr(type(dataset), "__getitem__")
+
+
+def _is_sequence(dataset: object) -> bool:
+    """Tell whether a dataset gives batches by number, and has no order of its own, an `__iter__`."""
+    # Python would ask until an IndexError, which slices of arrays, such as `x[n * i : n * (i + 1)]`, never raise.
+    own = getattr(type(dataset), "__iter__", None)
+    return is_by_number(dataset) and own in (None, *(kind.__iter__ for kind in (list, tuple, collections.deque, Sequence)))
+
+
+def _cut_in_memory(batches: Sequence[PyTree]) -> Cut | None:
+    size, last = (rows_of(batches[0]), rows_of(batches[-1])) if len(batches) > 1 else (0, 0)
+    return Cut(size * (len(batches) - 1) + last, size, len(batches)) if 0 < last <= size else None
 
 
 #: What can be iterated, and yields no batches.
@@ -117,13 +165,11 @@ class FunctionDataset:
         return CountedBatches(made)
 
 
-def is_function(dataset: object) -> TypeGuard[Callable[..., object]]:
-    """Tell whether an object can only be called, so that it may be a function that makes an iterator."""
-    is_iterable = isinstance(dataset, collections.abc.Iterable) or hasattr(type(dataset), "__getitem__")
-    return callable(dataset) and not (is_iterable or isinstance(dataset, type))
+def _is_iterable(dataset: object) -> bool:
+    return isinstance(dataset, collections.abc.Iterable) or hasattr(type(dataset), "__getitem__")
 
 
-def check_function(function: Callable[..., object], verb: str) -> None:
+def _check_function(function: Callable[..., object], verb: str, size: str) -> None:
     """Refuse a function that cannot be called without arguments."""
     try:
         inspect.signature(function).bind()
@@ -135,3 +181,20 @@ def check_function(function: Callable[..., object], verb: str) -> None:
         ) from None
     except ValueError:  # a function in C, which has no signature
         return
+
+
+BY_NUMBER = SourceKind(is_one=_is_sequence, start=BatchesByNumber, sample=BatchesByNumber, keeps_arrays=True)
+IN_MEMORY = dataclasses.replace(
+    BY_NUMBER,
+    is_one=lambda dataset: isinstance(dataset, list | tuple) and _is_sequence(dataset),
+    cut=_cut_in_memory,
+    num_rows=lambda batches: [rows_of(batch) for batch in batches],
+    why_empty=lambda batches: f"The {type(batches).__name__} is empty, or its batches have no rows.",
+)
+FUNCTION = SourceKind(
+    is_one=lambda dataset: callable(dataset) and not (_is_iterable(dataset) or isinstance(dataset, type)),
+    start=lambda dataset: iter(FunctionDataset(dataset)),
+    adapt=FunctionDataset,
+    why_no_batches=_check_function,
+)
+ITERABLE = SourceKind(is_one=lambda dataset: _is_iterable(dataset) and not isinstance(dataset, str | bytes), start=begin)

@@ -1,4 +1,4 @@
-"""Reads facts about grain pipelines from their public attributes and texts; never imports grain."""
+"""Pipelines of grain: facts about them, read from their public attributes and texts; never imports grain."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from ..._typing import PyTree
+from .kind import ENDLESS, SourceKind, length_of
 from .verbs import rows_of
 
 if TYPE_CHECKING:
@@ -29,14 +30,29 @@ _FILE_BY_FILE = {
     "_MpContextIterDataset", "_WithSeedIterDataset",
 }  # fmt: skip
 
+#: Transformations that keep nothing of a record for a later one: their state is that of the dataset before them.
+_BY_RECORD = {"BatchIterDataset", "FilterIterDataset", "MapIterDataset", "ThreadPrefetchIterDataset", "WithOptionsIterDataset"}
+
 #: Transformations whose elements have the rows of their sources': they give each equally often, or leave some out.
 _KEEP_ROWS = {
     "ConcatenateMapDataset", "MapMapDataset", "MapWithIndexMapDataset", "RandomMapMapDataset", "RepeatMapDataset",
     "ShuffleMapDataset", "WindowShuffleMapDataset", "WithOptionsMapDataset", "_WithSeedMapDataset",
 }  # fmt: skip
 _LEAVE_OUT = {"MixedMapDataset", "SliceMapDataset"}
-#: The length of a pipeline that repeats without end is a number beyond all others, or a part of it.
-ENDLESS = 2**48
+
+#: Transformations that yield their source's elements unchanged, in some order.
+_SAME_ELEMENTS = {
+    "CacheIterDataset", "ConcatenateIterDataset", "ConcatenateMapDataset", "FilterIterDataset", "FilterMapDataset",
+    "InterleaveIterDataset", "LimitIterDataset", "MixedIterDataset", "MixedMapDataset", "PrefetchIterDataset",
+    "ProcessPrefetchIterDataset", "RepeatIterDataset", "RepeatMapDataset", "ShuffleMapDataset", "SliceMapDataset",
+    "ThreadPrefetchIterDataset", "WindowShuffleIterDataset", "WindowShuffleMapDataset", "WithOptionsIterDataset",
+    "_MpContextIterDataset", "_WithSeedIterDataset", "_WithSeedMapDataset",
+}  # fmt: skip
+#: Transformations that turn each element into another.
+_MAPS = {
+    "MapIterDataset", "MapMapDataset", "MapWithIndexIterDataset", "MapWithIndexMapDataset", "RandomMapIterDataset",
+    "RandomMapMapDataset",
+}  # fmt: skip
 
 #: Transformations whose results would change if each worker applied them to its own files.
 _ACROSS_FILES = {
@@ -45,13 +61,13 @@ _ACROSS_FILES = {
 }
 
 
-def is_pipeline(dataset: object) -> TypeGuard[Pipeline]:
+def _is_pipeline(dataset: object) -> TypeGuard[Pipeline]:
     """Tell whether an object is a grain dataset, without importing grain."""
     grain = sys.modules.get("grain")
     return grain is not None and isinstance(dataset, grain.MapDataset | grain.IterDataset)
 
 
-def open_pipeline(dataset: Pipeline) -> Iterator[PyTree]:
+def _start(dataset: Pipeline) -> Iterator[PyTree]:
     """Start an iterator over a grain dataset whose elements are global batches."""
     grain = sys.modules["grain"]
     if isinstance(dataset, grain.MapDataset):
@@ -59,22 +75,45 @@ def open_pipeline(dataset: Pipeline) -> Iterator[PyTree]:
     return iter(dataset)
 
 
-def has_length(dataset: Pipeline) -> bool:
-    """Tell whether `len` is the number of elements: a filter drops some, and does not say how many."""
-    return not any(type(node).__name__ == "FilterMapDataset" for node in nodes(dataset))
+def _why_no_batches(dataset: Pipeline, verb: str, size: str) -> str | None:
+    every = list(_nodes(dataset))
+    roots = [node for node in every if not node.parents]
+    steps = {_kind(node) for node in every if node.parents}
+    is_mapped = not steps.isdisjoint(_MAPS)
+    if is_mapped:  # a function may make a batch of anything but a file's single record
+        is_single = all(type(root).__name__ == "TFRecordDataset" and getattr(root, "batch_size", None) is None for root in roots)
+    else:
+        is_single = all(_kind(root) == "SourceMapDataset" for root in roots)
+    if not is_single or not steps <= _SAME_ELEMENTS | _MAPS:
+        return None
+    return (
+        f"has no `batch`: nothing in the pipeline makes batches of the records of {type(roots[0]).__name__}, so the features of "
+        f"one record would be cut as if they were rows. Write dataset.batch({size}). If each record is a batch already, say so: "
+        "dataset.batch(1, batch_fn=lambda records: records[0])."
+    )
 
 
-def num_smaller(dataset: grain.MapDataset[PyTree], num_rows: int) -> int | None:
+def _kind(node: object) -> str:
+    """Return the name of one of grain's classes, or "" for a user's class."""
+    return type(node).__name__ if type(node).__module__.startswith("grain.") else ""
+
+
+def _length(dataset: Pipeline) -> int:
+    """Return the number of elements: a filter drops some, and does not say how many."""
+    return length_of(dataset, is_known=not any(type(node).__name__ == "FilterMapDataset" for node in _nodes(dataset)))
+
+
+def _num_smaller(dataset: grain.MapDataset[PyTree], num_rows: int) -> int | None:
     """Return how many elements are batches of fewer rows, read off each last `batch`; None if the pipeline does not tell."""
     name, parents, count = type(dataset).__name__, dataset.parents, len(dataset)
     if name in _KEEP_ROWS | _LEAVE_OUT:
-        found = [number for parent in parents if (number := num_smaller(parent, num_rows)) is not None]
+        found = [number for parent in parents if (number := _num_smaller(parent, num_rows)) is not None]
         if len(found) < len(parents) or (any(found) and name in _LEAVE_OUT):
             return None
         return sum(found) * count // max(1, sum(map(len, parents)))
     if name != "BatchMapDataset" or not count:
         return None if count else 0
-    [size], rest = batch_sizes(dataset, of_all=False)[:1], 0
+    [size], rest = _batch_sizes(dataset, of_all=False)[:1], 0
     if count < ENDLESS and "drop_remainder=False" in str(dataset):
         rest = len(parents[0]) % size
     if size < num_rows:  # a `batch_fn` may join records that are batches themselves
@@ -82,23 +121,22 @@ def num_smaller(dataset: grain.MapDataset[PyTree], num_rows: int) -> int | None:
     return int(0 < rest < num_rows and rows_of(dataset[count - 1]) < num_rows)  # reads these few records
 
 
-def nodes(dataset: Pipeline) -> Iterator[Pipeline]:
+def _nodes(dataset: Pipeline) -> Iterator[Pipeline]:
     """Yield a grain dataset and all its ancestors."""
     yield dataset
     for parent in dataset.parents:
-        yield from nodes(parent)
+        yield from _nodes(parent)
 
 
-def batch_sizes(dataset: object, *, of_all: bool) -> list[int]:
+def _batch_sizes(dataset: Pipeline, of_all: bool) -> list[int]:
     """Return the sizes of a pipeline's batches: `of_all`, or only of those that a position counts, a MapDataset's elements."""
-    every = list(nodes(dataset)) if is_pipeline(dataset) else []
-    counted = [node for node in every if of_all or isinstance(node, sys.modules["grain"].MapDataset)]
+    counted = [node for node in _nodes(dataset) if of_all or isinstance(node, sys.modules["grain"].MapDataset)]
     return [int(size) for node in counted for size in re.findall(r"batch_size=(\d+)", str(node))]
 
 
-def why_not_by_file(dataset: Pipeline, num_workers: int, is_certain: bool) -> str | None:
+def _why_not_by_file(dataset: Pipeline, num_workers: int, is_certain: bool) -> str | None:
     """Return why workers cannot divide a pipeline's files, or None; if it must be certain, unknown steps are a reason."""
-    if is_certain and any("drop_remainder=True" in str(node) for node in nodes(dataset)):
+    if is_certain and any("drop_remainder=True" in str(node) for node in _nodes(dataset)):
         return "drop_remainder=True leaves records out once, and by file each worker would leave out some of its own"
     node = dataset
     while not _reads_files(node):
@@ -117,25 +155,58 @@ def why_not_by_file(dataset: Pipeline, num_workers: int, is_certain: bool) -> st
         return None if len(files) >= num_workers else f"there are {len(files)} files for {num_workers} workers"
     # grain's own sources do not say how many files they have, but with too few files the last worker gets none: then grain
     # raises an IndexError.
-    last = iter(only_files_of(node, num_workers - 1, num_workers))
+    last = iter(_only_files(node, slice(num_workers - 1, None, num_workers)))
     with contextlib.closing(last), contextlib.suppress(StopIteration, IndexError):
         next(last)
         return None
     return f"{type(node).__name__} has no file, or no record, for the last of {num_workers} workers"
 
 
-def source_of(dataset: Pipeline) -> Any:
+def _root(dataset: Pipeline) -> Any:
     """Return the dataset at a pipeline's root that reads the files."""
-    return next(node for node in nodes(dataset) if _reads_files(node))
+    return next(node for node in _nodes(dataset) if _reads_files(node))
 
 
-def only_files_of(dataset: Pipeline, worker: int, num_workers: int) -> Pipeline:
-    """Return a pipeline over only the files `worker`, `worker + num_workers`, ..."""
+def _num_files(dataset: Pipeline) -> int | None:
+    files = getattr(_root(dataset), "files", None)
+    return None if files is None else len(files)
+
+
+def _only_files(dataset: Pipeline, these: slice | list[int]) -> Pipeline:
     mine = copy.deepcopy(dataset)  # set_slice changes a dataset in place
-    source_of(mine).set_slice(slice(worker, None, num_workers))
+    root = _root(mine)
+    if isinstance(these, slice):
+        root.set_slice(these)
+    else:
+        root.files = tuple(root.files[number] for number in these)
     return mine
+
+
+def _num_begun(dataset: Pipeline, state: dict[str, int] | None) -> int | None:
+    """Return how many files a pass has begun, if its state is only the place of the next record in our own files."""
+    *steps, root = _nodes(dataset)
+    is_plain = {_kind(node) for node in steps} <= _BY_RECORD and type(root).__name__ == "TFRecordDataset"
+    if not is_plain or any("drop_remainder=True" in str(node) for node in [*steps, root]):
+        return None
+    is_place = isinstance(state, dict) and {"file", "record"} <= state.keys()
+    return 0 if state is None else state["file"] + (state["record"] > 0) if is_place else None
 
 
 def _reads_files(node: object) -> bool:
     grain = sys.modules["grain"]
     return hasattr(node, "set_slice") and isinstance(node, grain.IterDataset) and not node.parents
+
+
+GRAIN = SourceKind(
+    is_one=_is_pipeline,
+    start=_start,
+    why_no_batches=_why_no_batches,
+    length=_length,
+    num_smaller=_num_smaller,
+    sample=_start,
+    counted_sizes=lambda dataset, is_by_file, asked: asked or _batch_sizes(dataset, of_all=is_by_file),
+    why_not_by_file=_why_not_by_file,
+    num_files=_num_files,
+    only_files=_only_files,
+    num_begun=_num_begun,
+)

@@ -16,6 +16,7 @@ from ..._replicas.per_replica import PerReplica
 from ..._text import counted, shown
 from ..._typing import PyTree
 from .._sharing.rows import count_rows, refuse_keys
+from .kind import Cut, SourceKind
 from .verbs import applied, check_int, checked_function, num_steps, spec_of_batch
 
 
@@ -165,15 +166,15 @@ class NumpyDataset:
         return batch
 
     def __len__(self) -> int:
-        return self._num_batches(at_least=1)
+        return num_steps(self._num_batches_of_epoch(), (("repeat", self.num_epochs), ("take", self.batches_per_pass)))
 
-    def _num_batches(self, at_least: int) -> int:
-        """Return how many batches of at least `at_least` rows one pass yields."""
+    def _num_smaller(self, num_rows: int) -> int:
+        """Return how many batches of a pass have fewer rows."""
+        if self._rows_per_batch() < num_rows:
+            return len(self)
         num_whole, rest = divmod(self.num_rows, self._rows_per_batch())
         per_epoch = self._num_batches_of_epoch()
-        count = num_steps(per_epoch, (("repeat", self.num_epochs), ("take", self.batches_per_pass)))
-        num_smaller = count // per_epoch if per_epoch > num_whole and rest < at_least else 0  # the last ones of epochs
-        return 0 if self._rows_per_batch() < at_least else count - num_smaller
+        return len(self) // per_epoch if per_epoch > num_whole and rest < num_rows else 0  # the last ones of epochs
 
     def __iter__(self) -> Iterator[PyTree]:
         return _NumpyIterator(self)
@@ -296,3 +297,35 @@ def stacked_lists(arrays: PyTree) -> PyTree:
             ) from error
 
     return jax.tree_util.tree_map_with_path(stacked, arrays, is_leaf=lambda node: isinstance(node, list | PerReplica))
+
+
+def _why_empty(dataset: NumpyDataset) -> str:
+    if 0 in (dataset.batches_per_epoch, dataset.batches_per_pass):
+        return ""
+    if dataset.drop_remainder and dataset.num_rows < (dataset.batch_size or 0):
+        return (
+            f"NumpyDataset has {counted(dataset.num_rows, 'row')}, fewer than a batch of {dataset.batch_size}, which "
+            "drop_remainder=True drops. Make smaller batches, or leave drop_remainder out: then every row is used."
+        )
+    return "The NumpyDataset is empty, or its batches have no rows."
+
+
+def _cut(dataset: NumpyDataset) -> Cut | None:
+    """Return how an epoch is cut, unless a function of batches may change their number of rows."""
+    count = num_steps(dataset._num_batches_of_epoch(), (("take", dataset.batches_per_pass),))
+    return Cut(dataset.num_rows, dataset._rows_per_batch(), count) if all(is_by_row for _, is_by_row in dataset.maps) else None
+
+
+NUMPY = SourceKind(
+    is_one=lambda dataset: isinstance(dataset, NumpyDataset),
+    start=iter,
+    yields_new_arrays=lambda dataset: not dataset.maps,
+    sample=lambda dataset: iter([dataset._sample()]),
+    for_later=NumpyDataset._of_later_passes,
+    counted_sizes=lambda dataset, is_by_file, asked: [],  # it counts rows
+    length=len,
+    cut=_cut,
+    num_smaller=NumpyDataset._num_smaller,
+    why_no_batches=lambda dataset, verb, size: dataset._rows_per_batch() and None,
+    why_empty=_why_empty,
+)
