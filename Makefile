@@ -20,9 +20,9 @@ demo-cluster: setup
 	rm -rf out/checkpoints
 	$(BIN)/mirrored launch -n 2 --cpu-devices 2 --max-restarts 2 examples/digits.py --checkpoints out/checkpoints $(ARGS)
 
-## test: the default test suite; TESTS=... some of it
+## test: the default test suite, and which tests took longest; TESTS=... some of it
 test: setup
-	$(BIN)/python -m pytest -q -n $(JOBS) $(TESTS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --durations=5 --durations-min=5 $(TESTS)
 
 # What another version of Python, JAX, NumPy, Optax, grain or a model library can break: what we take of them, the numbers of one
 # device, each docstring's example, and what users write wrongly.

@@ -15,6 +15,8 @@ from strategies import made, variable
 import mirrored as mr
 from mirrored.losses import compute_average_loss, scale_regularization_loss
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 STRATEGY = mr.MirroredStrategy(["cpu:0", "cpu:1"])
 LOSSES = np.arange(24, dtype=np.float32)
 

@@ -8,6 +8,8 @@ from _program.uneven.rows import STRATEGIES, ctx, data, split, strategy_of, tota
 
 import mirrored as mr
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 STRATEGY = STRATEGIES[2]
 
 
