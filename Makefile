@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # How many processes share the tests.
 JOBS ?= 2
 
-.PHONY: demo demo-cluster test test-oldest test-all check mutants mutations programs bench setup dist lock clean
+.PHONY: demo demo-cluster test test-oldest test-all nightly check docs mutants mutations programs bench setup dist lock clean
 
 ## demo: train on real digits with 4 replicas; picture in out/
 demo: setup
@@ -20,25 +20,38 @@ demo-cluster: setup
 	rm -rf out/checkpoints
 	$(BIN)/mirrored launch -n 2 --cpu-devices 2 --max-restarts 2 examples/digits.py --checkpoints out/checkpoints $(ARGS)
 
-## test: the default test suite
+## test: the default test suite, and which tests took longest; TESTS=... some of it
 test: setup
-	$(BIN)/python -m pytest -q -n $(JOBS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --durations=5 --durations-min=5 $(TESTS)
 
-## test-oldest: the default test suite with the oldest Python and JAX that are supported
+# What another version of Python, JAX, NumPy, Optax, grain or a model library can break: what we take of them, the numbers of one
+# device, each docstring's example, and what users write wrongly.
+OF_VERSIONS := tests/_jax tests/_models tests/_transforms tests/_updates tests/_checkpoint tests/data tests/random_programs \
+  $(filter-out %/test_silent_factor.py,$(wildcard tests/parity/test_*.py)) tests/_program/uneven/test_properties.py \
+  $(addprefix tests/test_,bad_input.py docs.py env.py losses.py optax.py optimizer.py public.py testing.py)
+
+## test-oldest: what versions can break, with the oldest Python and JAX that are supported; `make nightly` runs all
 test-oldest:
-	$(MAKE) test VENV=.venv-oldest LOCK=requirements-oldest.lock PYTHON=$$(tools/newest-python 3.12)
+	$(MAKE) test VENV=.venv-oldest LOCK=requirements-oldest.lock PYTHON=$$(tools/newest-python 3.12) TESTS="$(OF_VERSIONS)"
+
+## nightly: what .ci/run takes a sample of: the whole default suite with the oldest versions, all mutants, 3000 random programs
+nightly: mutants programs
+	$(MAKE) test-oldest OF_VERSIONS=tests
 
 ## test-all: the default suite and the slow tests
 test-all: setup
 	$(BIN)/python -m pytest -q -n $(JOBS) -m "slow or not slow"
 
-## check: lint, types, and the documentation, whose pages are executed
+## check: lint, types, and the documentation, whose pages are built and executed
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
+	$(BIN)/python -m pytest -q -n $(JOBS) -m "$(or $(MARKED),slow or not slow)" tests/test_docs.py tests/test_house.py tests/test_built_pages.py
+
+## docs: build the documentation into out/docs
+docs: setup
 	$(BIN)/python -m sphinx -q -W -b html docs out/docs
-	$(BIN)/python -m pytest -q -n $(JOBS) -m "slow or not slow" tests/test_docs.py tests/test_house.py
 
 ## mutants: damage the source in many small ways; each damage must fail its test
 mutants: setup

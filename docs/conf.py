@@ -1,4 +1,4 @@
-"""How the documentation is built: `make check`, result in out/docs."""
+"""How the documentation is built: `make docs`, result in out/docs."""
 
 import sys
 from pathlib import Path

@@ -1,8 +1,10 @@
 """Eight virtual CPU devices in every test, and nothing left behind by any."""
 
+import contextlib
 import gc
 import os
 import threading
+import time
 from pathlib import Path
 
 os.environ["KERAS_BACKEND"] = "jax"  # before any test imports keras
@@ -17,6 +19,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 import jax
 import numpy as np
 import pytest
+from random_programs import lockstep
 
 import mirrored as mr
 
@@ -54,6 +57,16 @@ def without_optimizations():
 
 
 @pytest.fixture
+def in_numpy():
+    """Let NumPy compute the programs of steps, replicas in lockstep: compiling takes longer than all else.
+
+    What is tested is what the library makes of a step. Where XLA optimizes, XLA computes.
+    """
+    with lockstep.computed() if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1" else contextlib.nullcontext():
+        yield
+
+
+@pytest.fixture
 def per_replica():
     """Make a PerReplica from one value for each replica."""
 
@@ -71,10 +84,16 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in _CHANGES}
 
 
+#: Of the processor, which a loaded machine gives no faster: five times what the longest test takes that is not marked slow.
+MOST_SECONDS = 50
+
+
 @pytest.fixture(autouse=True)
-def _nothing_is_left_behind():
-    environment, threads = _environment(), set(threading.enumerate())
+def _nothing_is_left_behind(request: pytest.FixtureRequest):
+    environment, threads, start = _environment(), set(threading.enumerate()), time.process_time()
     yield
+    is_slow = request.node.get_closest_marker("slow") or os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "0"
+    assert is_slow or time.process_time() - start < MOST_SECONDS, "a test that takes so long is marked slow, or becomes smaller"
     assert _environment() == environment, "a test changed the environment"
     assert mr.has_strategy() is False, "a test left a scope open"
     left = [t for t in threading.enumerate() if t not in threads and t.is_alive() and not t.daemon]

@@ -6,8 +6,10 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 import mirrored as mr
+from mirrored._program.program import Program
 
 
 def strategy_of(num_devices: int, **options: Any) -> mr.MirroredStrategy:
@@ -45,6 +47,24 @@ def all_reduce(op: str, tree: Any, **options: Any) -> Any:
 def values_of(result: mr.PerReplica) -> list[Any]:
     """Return each replica's value as a number or a list."""
     return [value.tolist() for value in result.values]
+
+
+class Made(Exception):
+    """A program was made, and would run now."""
+
+
+def made(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function up to the run of its first program, which is proven by then, and is neither compiled nor run."""
+
+    def stop(program: Program, arrays: list[Any]) -> None:
+        raise Made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Program, "execute", stop)
+        try:
+            return function(*args)
+        except Made:
+            return None
 
 
 def in_threads(*works: Callable[[], Any]) -> list[Any]:

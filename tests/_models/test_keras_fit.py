@@ -136,7 +136,7 @@ def test_a_model_is_trained_by_steps_and_by_fit_in_turns_and_by_distributed_data
     strategy2.assert_mirrored()
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize("num_replicas", [1, 3])
 def test_weights_of_classes_are_the_third_element_of_a_distributed_dataset(num_replicas: int) -> None:
     strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
     x = np.random.default_rng(0).normal(size=(12, 3)).astype(np.float32)

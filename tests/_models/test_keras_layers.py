@@ -294,7 +294,7 @@ NO_SUMS = {
 }
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize("num_replicas", [1, 3])
 def test_a_metric_whose_state_is_no_sum_is_refused(num_replicas: int) -> None:
     strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
     rows = np.random.default_rng(0).uniform(1, 2, size=(9, 2)).astype(np.float32)
@@ -329,7 +329,7 @@ def test_a_metric_may_begin_again_within_a_step(strategy2: mr.Strategy) -> None:
     assert float(metric.result()) == 5
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize("num_replicas", [1, 3])
 def test_a_loss_of_keras_that_is_a_mean_takes_a_replica_without_rows(num_replicas: int) -> None:
     strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
     x = np.random.default_rng(0).normal(size=(7, 4)).astype(np.float32)

@@ -12,9 +12,9 @@ MEANS = "tests/_program/uneven/test_means.py::test_"
 MUTANTS = [
     # -- copies that would differ, and hangs
     ("_program/advice.py", "max(kinds) if others is Said.ZERO else max(Gradient.BENT, *kinds)", "max(kinds)",
-     "tests/_program/test_refusals.py::test_what_is_no_linear_function_of_own_gradients_is_not_to_be_summed[2]"),
+     "tests/_program/test_refusals.py::test_what_is_no_linear_function_of_own_gradients_is_not_to_be_summed[3]"),
     ("_program/advice.py", "is_linear = len(own) == 1 and not (is_quotient and own[0])", "is_linear = True",
-     "tests/_program/test_refusals.py::test_what_is_no_linear_function_of_own_gradients_is_not_to_be_summed[2]"),
+     "tests/_program/test_refusals.py::test_what_is_no_linear_function_of_own_gradients_is_not_to_be_summed[3]"),
     ("_program/proof.py", "note.purpose is Purpose.ASSIGN and self.within is not None and", "False and",
      "tests/_transforms/test_loops.py::test_copies_that_would_differ_are_refused_inside_them_too"),
     ("_program/proof.py", " or jaxprs.is_over_groups(equation)", "", PROOF + "what_may_differ_is_varying_and_says_why"),

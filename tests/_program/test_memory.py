@@ -26,7 +26,7 @@ def train(strategy, **options):
     return w, lambda: strategy.reduce("sum", strategy.run(step, args=(batch,)))
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize("num_replicas", [1, 3])
 def test_a_step_that_does_not_fit_says_what_takes_the_memory_and_changes_nothing(num_replicas, monkeypatch):
     strategy = strategy_of(num_replicas)
     w, run = train(strategy)

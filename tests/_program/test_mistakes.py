@@ -250,8 +250,8 @@ def _shard_map(size):
     return jax.shard_map(lambda x: x + 1, mesh=mesh, in_specs=rows, out_specs=rows)
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2, 3])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("num_replicas", [1, 3])
+@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("num_rows", [6, 7])
 def test_a_map_over_devices_in_a_step_is_refused(num_replicas, size, num_rows):
     """A `jax.pmap` over as many devices as there are replicas ended the process."""

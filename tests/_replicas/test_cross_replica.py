@@ -195,8 +195,10 @@ def sum_of(call, *args, **kwargs):
         return None
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2, 3, 8])
-@pytest.mark.parametrize("dtype", ["int32", "uint32", "int16", "uint8", "bool"])
+@pytest.mark.parametrize(
+    ("dtype", "num_replicas"),
+    [*((dtype, 3) for dtype in ("int32", "uint32", "int16", "uint8", "bool")), ("int32", 1), ("uint8", 8)],
+)
 def test_a_sum_of_integers_is_exact_or_refused(num_replicas, dtype):
     strategy, random = strategy_of(num_replicas), np.random.default_rng(0)
     wide, refused = jnp.sum(jnp.zeros(1, dtype)).dtype, 0

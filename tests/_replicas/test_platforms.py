@@ -81,8 +81,9 @@ def shared_out(num_replicas, width, num_outputs):
     return strategy, params, optimizer, x
 
 
-@pytest.mark.parametrize(("num_replicas", "most"), [(2, 8), (3, 8), (3, 2), (4, 2), (6, 2)])
-@pytest.mark.parametrize("lanes", [None, 0, 4, 128])
+@pytest.mark.parametrize(
+    ("lanes", "num_replicas", "most"), [(None, 2, 8), (None, 3, 2), (0, 6, 2), (4, 4, 2), (4, 3, 8), (128, 3, 2), (128, 2, 8)]
+)
 def test_a_reduce_scatter_in_rows_of_lanes_gives_the_same_parts(lanes, num_replicas, most, monkeypatch):
     monkeypatch.setattr(parts, "MOST_AT_ONCE", most)
     if lanes is None:

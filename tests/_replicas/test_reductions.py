@@ -11,6 +11,8 @@ import mirrored as mr
 from mirrored._options import NamedChoice, ReduceOp
 from mirrored._replicas.reductions import REDUCTIONS, Reduction, psum
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 OPS = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min}
 SIZES = {1: [3], 2: [2, 1], 3: [2, 2, 0]}  # rows of each replica: even only with one, none on the last of three
 ROWS = np.random.default_rng(0).normal(size=(4, 2, 3)).astype("float32") - 3  # negative: zeros in a pad would win

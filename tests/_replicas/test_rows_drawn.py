@@ -61,15 +61,15 @@ def check(strategy: mr.Strategy, num_rows: int, expected: dict[str, Any]) -> Non
         np.testing.assert_array_equal(np.asarray(drawn[name]), np.asarray(value), err_msg=f"{name}, {num_rows} rows")
 
 
-WAYS = [(12, 3, None), (5, 8, None), (5, 2, 3), (6, 1, 3)]
-MORE = [(num_rows, R, None) for num_rows in (12, 5) for R in (1, 2, 3, 8)]
+WAYS = [(5, 3, None), (6, 1, 3)]
+MORE = [(12, 3, None), (5, 8, None), (5, 2, 3), (5, 1, None)]
 
 
 @pytest.mark.parametrize(
     ("num_rows", "num_devices", "num_replicas"), [*WAYS, *(pytest.param(*way, marks=pytest.mark.slow) for way in MORE)]
 )
 def test_rows_draw_what_one_device_draws_for_them(num_rows: int, num_devices: int, num_replicas: int | None) -> None:
-    """Of 5 rows on 8 replicas three have none, on 3 replicas one has one."""
+    """Of 5 rows on 3 replicas one has one, on 8 replicas three have none."""
     strategy = strategy_of(num_devices) if num_replicas is None else mr.MirroredStrategy(["cpu:0"], num_replicas=num_replicas)
     [x] = strategy.distribute_dataset([np.zeros((num_rows, 2), np.float32)])
     drawn = strategy.gather(strategy.run(in_step, args=(x,)), axis=0)

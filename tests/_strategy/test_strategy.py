@@ -252,7 +252,7 @@ def test_a_function_of_values_may_use_its_memory_again(strategy2):
     assert [v.tolist() for v in strategy2.distribute_values_from_function(value).values] == [[0, 0], [1, 1]]
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize("num_replicas", [1, 3])
 def test_inside_jaxs_own_mesh_no_program_starts_and_nothing_has_changed(num_replicas):
     strategy, x = strategy_of(num_replicas), np.arange(7, dtype=np.float32)
     w = variable(0.0, strategy)

@@ -319,7 +319,7 @@ def test_only_some_megabytes_are_copied_at_once(monkeypatch):
 # -- programs that fail late
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize("num_replicas", [1, 3])
 def test_after_out_of_memory_everything_lost_is_named_once_and_training_goes_on(num_replicas):
     strategy = strategy_of(num_replicas)
     with strategy.scope():

@@ -11,6 +11,8 @@ from parity.programs import PROGRAMS, Batch, Program, batches
 
 import mirrored as mr
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 
 class Together:
     """Several programs in one step: each has its place in what is carried, in the results and among the variables."""

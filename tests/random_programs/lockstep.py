@@ -261,7 +261,7 @@ def _collective(name: str, values: list[Any], p: dict[str, Any]) -> Any:
     if name in ("psum", "pmax", "pmin"):
         function = {"psum": np.add, "pmax": np.maximum, "pmin": np.minimum}[name]
         own = tuple(axis for axis in p["axes"] if isinstance(axis, int))  # of a `vmap`
-        return functools.reduce(function, [function.reduce(value, own) for value in values])
+        return functools.reduce(function, [function.reduce(value, own, dtype=value.dtype) for value in values])
     if name == "all_gather":
         axis = p["all_gather_dimension"]
         return np.concatenate(values, axis) if p["tiled"] else np.stack(values, axis)
@@ -429,22 +429,33 @@ def _parts(value: Any, count: int, axis: int) -> list[Any]:
 
 # -- in the place of jax.jit
 
+_LEFT_TO_XLA = {"custom_linear_solve", "get", "swap", "addupdate"}
+
 
 class jit:
-    """A function that is traced once for arguments of each shape, and computed by `Lockstep`."""
+    """A function that is traced once for arguments of each shape, and computed by `Lockstep`; XLA has what that cannot."""
 
     def __init__(self, function: Callable[..., Any], donate_argnums: Any = (), out_shardings: Any = None) -> None:
         self.function, self.out_shardings = function, out_shardings
         self.__name__ = getattr(function, "__name__", "function")
         self.traced: dict[Any, Any] = {}
+        self.compiled = jax.jit(function, **({} if out_shardings is None else {"out_shardings": out_shardings}))
 
     def __call__(self, *arguments: Any) -> Any:
+        try:
+            return self.computed(arguments)
+        except NotImplementedError:
+            return self.compiled(*arguments)
+
+    def computed(self, arguments: Any) -> Any:
         flat, structure = jax.tree.flatten(arguments)
         key = structure, *(jax.typeof(leaf) for leaf in flat)
         if key not in self.traced:
             closed, shapes = jax.make_jaxpr(self.function, return_shape=True)(*arguments)
             self.traced[key] = closed, jax.tree.structure(shapes)
         closed, out = self.traced[key]
+        if left := _LEFT_TO_XLA & jaxprs.primitives_in(closed.jaxpr):
+            raise NotImplementedError(", ".join(left))
         with np.errstate(all="ignore"):
             results = Lockstep((0,), 1).closed(closed, list(map(_host, flat)))
         return jax.tree.unflatten(out, self.placed(closed, out, results))
@@ -472,12 +483,8 @@ class jit:
 
 
 @contextlib.contextmanager
-def patched() -> Iterator[None]:
-    """Let programs of `mirrored` be computed by `Lockstep`, and not compiled, and let their traces share JAX's inner caches.
-
-    What a random program has inside of loops, calls and derivatives is made anew in each trace; else a cached one could hold
-    another trace's variables (`tracing.separate_caches`).
-    """
+def computed() -> Iterator[None]:
+    """Let programs of `mirrored` be computed by `Lockstep`, and not compiled."""
 
     class Jax(types.ModuleType):
         def __getattr__(self, name: str) -> Any:
@@ -485,6 +492,16 @@ def patched() -> Iterator[None]:
 
     module: Any = Jax("jax")
     module.jit = jit
-    share = mock.patch.object(tracing, "separate_caches", lambda: contextlib.nullcontext(lambda: None))
-    with mock.patch.object(mirrored._program.program, "jax", module), share:
+    with mock.patch.object(mirrored._program.program, "jax", module):
+        yield
+
+
+@contextlib.contextmanager
+def patched() -> Iterator[None]:
+    """Compute programs so, and let their traces share JAX's inner caches.
+
+    What a random program has inside of loops, calls and derivatives is made anew in each trace; else a cached one could hold
+    another trace's variables (`tracing.separate_caches`).
+    """
+    with computed(), mock.patch.object(tracing, "separate_caches", lambda: contextlib.nullcontext(lambda: None)):
         yield

@@ -71,8 +71,8 @@ def test_no_replica_has_a_gradient_of_its_own(dtype, schedule):
     assert behind == {"16" if is_together else "2"}  # and no axis of replicas between a convolution and what XLA may make with it
 
 
-EVEN = [(jnp.bfloat16, 1, 4), (jnp.bfloat16, 2, 4)]
-MORE = [(jnp.bfloat16, 3, 7), (jnp.bfloat16, 8, 16), (jnp.float32, 3, 7), (jnp.float32, 8, 16)]
+EVEN = [(jnp.bfloat16, 2, 4)]
+MORE = [(jnp.bfloat16, 1, 4), (jnp.bfloat16, 3, 7), (jnp.bfloat16, 8, 16), (jnp.float32, 3, 7), (jnp.float32, 8, 16)]
 
 
 @pytest.mark.parametrize(("dtype", "num_replicas", "num_rows"), [*EVEN, *slow(*MORE)])
@@ -127,10 +127,8 @@ def layer_by_layer(strategy, num_rows, again=lambda layer: layer, unroll=False):
 HOW = [{}, {"again": jax.checkpoint}, {"again": jax.checkpoint, "unroll": True}]
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize(
-    ("num_replicas", "schedule"), [(2, "together"), *slow((1, "together"), (3, "together"), (3, "one_by_one"))]
-)
+@pytest.mark.parametrize("how", [HOW[0], *slow(HOW[1]), HOW[2]])
+@pytest.mark.parametrize(("num_replicas", "schedule"), [(2, "together"), *slow((3, "together"), (3, "one_by_one"))])
 def test_gradients_of_layers_are_those_of_as_many_devices(num_replicas, schedule, how):
     found = []
     for devices in (1, num_replicas):
@@ -199,9 +197,7 @@ CARRIED = [
 
 
 @pytest.mark.parametrize(("losses", "how"), CARRIED)
-@pytest.mark.parametrize(
-    ("num_replicas", "schedule"), [(2, "together"), *slow((1, "together"), (3, "together"), (3, "one_by_one"))]
-)
+@pytest.mark.parametrize(("num_replicas", "schedule"), [(2, "together"), *slow((3, "together"), (3, "one_by_one"))])
 def test_gradients_that_a_scan_adds_up_are_those_of_as_many_devices(num_replicas, schedule, losses, how):
     found = []
     for devices in (1, num_replicas):
@@ -252,7 +248,7 @@ def large(own):
     return [(wide @ wide).astype(jnp.float32), kernel.astype(jnp.float32), narrow]
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2, *slow(3, 8)])
+@pytest.mark.parametrize("num_replicas", [2, *slow(1, 3, 8)])
 @pytest.mark.parametrize("step", [counted, rounded, large])
 def test_a_wide_sum_of_narrow_values_is_as_exact_as_that_of_devices(step, num_replicas):
     strategy = strategy_of(1, num_replicas=num_replicas)

@@ -8,6 +8,8 @@ from _program.uneven.rows import STRATEGIES, ctx, data, split, strategy_of, tota
 
 import mirrored as mr
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 STRATEGY = STRATEGIES[2]
 
 
@@ -96,7 +98,7 @@ def test_collectives_in_one_order_are_taken(rows):
             np.testing.assert_allclose(result, value, rtol=1e-5)
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize("num_replicas", [1, 3])
 def test_a_replica_without_rows_takes_no_gradient_of_a_mean_over_its_own_rows(num_replicas):
     """With losses that see the rows of all replicas the message names the loss that has one."""
     strategy, x = STRATEGIES[num_replicas], data(max(1, num_replicas - 1))

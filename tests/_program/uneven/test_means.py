@@ -16,6 +16,8 @@ from strategies import ctx, in_threads, strategy_of, variable
 
 import mirrored as mr
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 #: A module of a user's that has imported names from `jax.lax`.
 OTHER = sys.modules["other_module"] = types.ModuleType("other_module")
 exec("from jax.lax import pmean, psum, pmean as plain_mean", vars(OTHER))

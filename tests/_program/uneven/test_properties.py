@@ -10,6 +10,8 @@ from _program.uneven.rows import COLUMNS, DEVICES, STRATEGIES, assert_equals_one
 
 import mirrored as mr
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 # -- right programs: one device is the oracle
 
 

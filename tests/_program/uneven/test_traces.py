@@ -9,6 +9,8 @@ from strategies import variable
 
 import mirrored as mr
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 
 def global_mean(x):
     all_rows, count = ctx().all_reduce("sum", (jnp.sum(x, axis=0), jnp.asarray(x.shape[0], jnp.float32)))
