@@ -17,8 +17,8 @@ class Platform(NamedTuple):
         lanes: the length of the rows in a reduce-scatter; 0: one long row. On TPU v5e and v6e XLA turns a long row into an
             all-reduce and a slice, but rows of 128 numbers into a reduce-scatter (`parts`: of groups).
         orders_sums, orders_scatters: the backward pass waits for large gradients and their sums, so that their operands are free
-            early (`_program/passes/order_sums`); with `shard_state` a sum is a reduce-scatter. On CPU a step also takes 0.6 to
-            1.0 of the time. On TPU v5e XLA's own order of all-reduces is better: 6.5 GB, and 8.3 with ours.
+            early (`_program/passes/order_sums`). On CPU a step takes 0.6 to 1.0 of the time. On TPU v5e XLA's own order of
+            all-reduces is better: 6.5 GB, and 8.3 with ours.
         is_host_memory: all devices' arrays are in memory that this process can write, so a gather is a copy.
     """
 

@@ -22,10 +22,8 @@ from ..._jax import jaxprs, primitives, tracing
 from ..._jax.jaxprs import Atom, ClosedJaxpr, Equation, Literal, Var
 from ..._replicas.platforms import platform_of
 from .flat import flattened
-from .proven import Proven
+from .proven import LARGE_BYTES, Proven
 
-#: Smaller weights and gradients do not count.
-LARGE_BYTES = 128 * 1024
 #: How many places later the backward pass waits for a sum: with 1, half as many products run beside each sum.
 LAG = 2
 _PRODUCTS = primitives.DOT_PRODUCTS | primitives.CONVOLUTIONS

@@ -19,6 +19,9 @@ from ..._variables.variable import spec_of
 from ..lift import Lifted
 from ..proof import Findings
 
+#: Smaller weights and gradients may be made, and added up, at any time.
+LARGE_BYTES = 128 * 1024
+
 
 def _run_replica(step: Proven, constants: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
     """Run a step on the device of a replica, where an array of per-replica values has a first axis of size 1."""
@@ -82,14 +85,15 @@ class Proven:
         return self.findings.has_collective and self.mesh.per_device == 1 and not is_users
 
     def may_order_sums(self) -> bool:
-        """Tell whether it adds up over replicas with devices of their own, on a platform where the order of sums saves memory.
+        """Tell whether it adds up over devices on a platform where the order saves memory, and has a large array.
 
         Arrays in parts have an order of their own, with their gathers.
         """
-        way = platform_of(self.mesh.mesh)
+        way, avals = platform_of(self.mesh.mesh), [var.aval for var in (*self.closed.jaxpr.constvars, *self.closed.jaxpr.invars)]
+        sizes = [getattr(a, "size", 0) * getattr(getattr(a, "dtype", None), "itemsize", 0) for a in avals]
+        may_add_up = self.findings.has_collective and self.mesh.per_device == 1 < self.mesh.num_replicas
         is_ordered = way.orders_sums or way.orders_scatters
-        is_needed = self.findings.has_collective and self.mesh.per_device == 1 < self.mesh.num_replicas
-        return is_needed and is_ordered and not self.has_parts()
+        return may_add_up and is_ordered and max(sizes, default=0) >= LARGE_BYTES and not self.has_parts()
 
     def shares_devices(self) -> bool:
         """Tell whether a device has several replicas."""
