@@ -22,14 +22,13 @@ _REMEDIES = (
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes on each device; `variables` are those that are trained, `state` the others, `whole_state` its part on all devices."""
+    """Bytes on each device; `variables` are those that are trained, `state` the others."""
 
     variables: int
     state: int
     arguments: int
     results: int
     temporaries: int
-    whole_state: int = 0
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled | None, is_trained: Sequence[bool], arguments: tuple[Any, ...]) -> Memory:
@@ -48,7 +47,6 @@ class Memory:
             arguments=sum(map(bytes_on_device, jax.tree.leaves(others))),
             results=0 if sizes is None else sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
             temporaries=0 if sizes is None else sizes.temp_size_in_bytes,
-            whole_state=sum(bytes_on_device(array) for array in state if array.sharding.is_fully_replicated),
         )
 
     @property
