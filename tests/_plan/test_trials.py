@@ -1,5 +1,7 @@
 """What the command tries: how many rows fit, and what makes a script fit. Whole commands are in test_compiled.py."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import optax
 import pytest
 
 import mirrored as mr
-from mirrored import _process
+from mirrored import _process, launch
 from mirrored._jax import topologies
 from mirrored._plan import command, trials
 from mirrored._plan.trials import Command, Trial, most_rows, plan_with, remedies
@@ -93,6 +95,14 @@ def test_not_even_one_row(monkeypatch, capsys) -> None:
     fake_plans(monkeypatch, lambda *flags: trial(False, needs="9 GiB", arguments=map(str, flags)))
     assert command._find_batch(Command([], [])) == 1
     assert "does not fit: with 1 row on each replica it needs 9 GiB" in capsys.readouterr().out
+
+
+def test_the_command_asks_for_no_accelerator_before_jax_looks_for_one(monkeypatch) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "")  # restored afterwards
+    monkeypatch.delenv("JAX_PLATFORMS")
+    with pytest.raises(SystemExit):
+        launch.main(["plan", "--topology", "v5e:2x4", "no_such.py"])
+    assert os.environ.pop("JAX_PLATFORMS") == "cpu"
 
 
 def test_a_script_that_fails_is_shown(tmp_path, capsys) -> None:
