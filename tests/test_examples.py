@@ -41,7 +41,7 @@ def test_quickstart_is_the_loop_of_the_readme_and_finds_the_weights() -> None:
 #: What the program says of each question, in this order.
 ANSWERS = [
     "run on an array: (4, 8)", "run on a distributed batch, per replica: (4, 8)", "gathered: (8, 8)",
-    "strategy.reduce('mean', x)", "strategy.gather(x, axis=0)", "strategy.local_results(x)",
+    "strategy.reduce('sum', x)", "strategy.gather(x, axis=0)", "strategy.local_results(x)",
     "as written, the first loss is 2.00 times too large", "FactorOfReplicasWarning: all 2 replicas",
     "the update is 2 times that of one device", "strategy.distribute_dataset(dataset)",
     "sum: [4.0, 6.0, 8.0, 10.0]", "sum over the batch: 28.0", "mean of the partial batch: 2.5",

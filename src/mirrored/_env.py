@@ -42,6 +42,9 @@ CPU_THREADS_FALLBACK = EnvironmentVariable("NPROC", "What XLA reads when PJRT_NP
 XLA_FLAGS = EnvironmentVariable("XLA_FLAGS", "Read: the number of CPU devices there; workers compare the other flags.")
 XLA_LOG_LEVEL = EnvironmentVariable("TF_CPP_MIN_LOG_LEVEL", "Read: JAX sets 1; then XLA is silent while the workers connect.")
 NCCL_ALGO = EnvironmentVariable("NCCL_ALGO", "Set to Ring for CommunicationImplementation.RING, unless it is set already.")
+MEMORY_FRACTION = EnvironmentVariable("XLA_CLIENT_MEM_FRACTION", "Read by plans: the part of a GPU's memory that JAX takes.")
+OLD_MEMORY_FRACTION = EnvironmentVariable("XLA_PYTHON_CLIENT_MEM_FRACTION", "The older name of XLA_CLIENT_MEM_FRACTION.")
+ALLOCATOR = EnvironmentVariable("XLA_PYTHON_CLIENT_ALLOCATOR", "Read by plans: with `platform` JAX takes all of a GPU's memory.")
 DEBUG = EnvironmentVariable("MIRRORED_DEBUG", "Read: `detail` compares the workers' programs at every start, not the first only.")
 TF_CONFIG = EnvironmentVariable(
     "TF_CONFIG", "JSON that names all workers and this one. MirroredStrategy ignores it, and logs so."
@@ -129,6 +132,13 @@ def forced_host_devices() -> int:
     """Return the number of CPU devices that `XLA_FLAGS` asks for, or 0."""
     counts = re.findall(r"--xla_force_host_platform_device_count=(\d+)", XLA_FLAGS.get() or "")
     return int(counts[-1]) if counts else 0
+
+
+def share_of_gpu_memory() -> float:
+    """Return the part of a GPU's memory that JAX takes, at once or, with XLA_PYTHON_CLIENT_PREALLOCATE=false, as it needs it."""
+    if (ALLOCATOR.get() or "").lower() == "platform":
+        return 1.0
+    return float(MEMORY_FRACTION.get() or OLD_MEMORY_FRACTION.get() or 0.75)
 
 
 def named_gpus() -> int | None:

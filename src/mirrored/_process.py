@@ -31,6 +31,26 @@ topology: tuple[Any, ...] | None = None
 planned_meshes: list[Any] = []
 max_planned_calls: int | None = None
 
+
+@dataclasses.dataclass
+class WhatIf:
+    """How the command plans a program otherwise than it is written, and what it learns of the program.
+
+    Attributes:
+        rows: of each replica in every batch; 0: as many as the dataset gives.
+        parts: in how many parts, one after the other, a device takes its rows.
+        shard_state: whether each `mr.Optimizer` divides its state.
+        given_rows: how many rows the longest replica has in the last batch that a dataset gave.
+    """
+
+    rows: int = 0
+    parts: int = 1
+    shard_state: bool = False
+    given_rows: int = 0
+
+
+what_if = WhatIf()
+
 # -- programs in flight (`_replicas/in_flight`)
 
 #: Guards removals from the two queues.

@@ -71,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in ("check", "env", "plan", "report"):  # these need jax
         _show_all_characters()
         name = {"report": "._report.report", "plan": "._plan.command"}.get(command, f"._command.{command}")
+        if command == "plan":
+            _env.JAX_PLATFORMS.set_default("cpu")  # before JAX reads it: a plan needs no accelerator
         work = importlib.import_module(name, __package__).main
         return work(arguments[1:]) if command == "check" else _until_nobody_reads(work, arguments[1:])
     if command in ("--version", "-h", "--help"):

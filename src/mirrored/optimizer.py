@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.tree_util import keystr
 
-from . import _tf_names
+from . import _process, _tf_names
 from ._errors import ContextError, PerReplicaError
 from ._jax import user_code
 from ._jax.marks import Mark, Purpose, mark
@@ -87,7 +87,7 @@ class Optimizer:
             )
         self._aggregate = _parse_aggregate(aggregate)
         self._tx = tx
-        self._is_sharded = bool(shard_state)
+        self._is_sharded = bool(shard_state) or _process.what_if.shard_state
         self._leaves, self._treedef = check_variables(variables, "mr.Optimizer", "mr.Optimizer(optax.adam(1e-3), [w, b])")
         for own in (variable for variable in self._leaves if spec_of(variable).is_on_read):
             raise ValueError(

@@ -6,7 +6,7 @@ import json
 import pytest
 
 import mirrored as mr
-from mirrored._plan.chips import CHIPS
+from mirrored._plan.chips import CHIPS, chip_of
 from mirrored._plan.modules import Sent
 from mirrored._plan.plan import ProgramPlan
 from mirrored._program.memory import Memory
@@ -45,29 +45,50 @@ def test_the_text_says_memory_work_collectives_and_that_times_are_estimated() ->
     sent = (Sent("all-reduce", 4 * 2**20, False, 0), Sent("all-gather", 2**20, True, 3))
     text = str(plan_with(dataclasses.replace(GPT, collectives=sent), devices=8))
     assert "gpt of int32[1,16,513] (compiled in 7.0 s)" in text
-    assert "9.5 GiB of 131.3 GiB: 512.0 MiB trained variables, 1.0 GiB other state, 32.1 KiB arguments" in text
-    assert "1 all-reduce of 4.0 MiB, beside no other work; 1 all-gather of 1.0 MiB, beside other work" in text
+    assert (
+        "9.5 GiB of 98.5 GiB (JAX takes 75% of 131.3 GiB): 512.0 MiB trained variables, 1.0 GiB other state, 32.1 KiB arguments"
+        in text
+    )
+    assert (
+        "  sends        4.0 MiB in 1 all-reduce, while the device waits\n               1.0 MiB in 1 all-gather, while the "
+        in text
+    )
     last = dataclasses.replace(GPT, collectives=(Sent("all-reduce", 2**20, False, 1),))
-    assert "1 all-reduce of 1.0 MiB, beside no other work, before 1 matrix product\n" in str(plan_with(last))
+    assert "while the device waits; it still has 1 matrix product to compute\n" in str(plan_with(last))
     assert "estimated    16" in text and "limited by memory" in text and "efficiency   1: 100%, 8:" in text
 
 
-def test_a_program_that_does_not_fit_says_by_how_much_and_what_saves_memory() -> None:
+def test_a_program_that_does_not_fit_says_by_how_much() -> None:
     failure = "Ran out of memory on HBM, the total memory required (26.84G) exceeds available HBM (15.75G)."
-    lost = dataclasses.replace(GPT, failure=failure, memory=Memory(7 * GIB, 15 * GIB, 0, 0, 0, 14 * GIB))
+    lost = dataclasses.replace(GPT, failure=failure, memory=Memory(7 * GIB, 15 * GIB, 0, 0, 0))
     plan = plan_with(lost, kind="TPU v5 lite", devices=8)
     assert not plan.fits(lost)
     assert plan.fits(GPT) and not plan.fits(dataclasses.replace(GPT, failure=failure))  # whatever its figures
-    assert "it needs 26.84G, the device has 15.75G" in str(plan) and "shard_state=True) saves up to 12.2 GiB" in str(plan)
+    assert "it needs 26.84G of 15.75G: 7.0 GiB trained variables, 15.0 GiB other state" in str(plan)
     large = dataclasses.replace(GPT, memory=Memory(7 * GIB, GIB, 0, 0, 80 * GIB))
-    text = str(plan_with(large, kind="NVIDIA H100 80GB HBM3"))
-    assert "it needs 88.0 GiB of 80.0 GiB" in text and "shard_state" not in text
+    assert "it needs 88.0 GiB of 60.0 GiB (JAX takes 75% of 80.0 GiB)" in str(plan_with(large, kind="NVIDIA H100 80GB HBM3"))
     assert plan_with(GPT).fits(GPT)
     firsts = [
         str(made).splitlines()[0] for made in (plan_with(GPT), plan_with(GPT, large, kind="TPU v5 lite"), plan_with(kind="?"))
     ]
     unknown = "compiles (this kind of device has no known memory)"
     assert firsts == [f"{said}; plan for test" for said in ("fits", "does not fit: gpt", unknown)]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "usable"),
+    [
+        ("XLA_CLIENT_MEM_FRACTION", ".9", 72 * GIB),
+        ("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5", 40 * GIB),
+        ("XLA_PYTHON_CLIENT_ALLOCATOR", "platform", 80 * GIB),
+        ("XLA_PYTHON_CLIENT_PREALLOCATE", "false", 60 * GIB),
+    ],
+)
+def test_a_gpu_has_what_jax_takes_of_its_memory(name: str, value: str, usable: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    chip, tpu = chip_of("NVIDIA H100 80GB HBM3"), chip_of("TPU v5 lite")
+    assert chip is not None and chip.usable == usable
+    assert tpu is not None and tpu.usable == tpu.memory and chip_of("?") is None
 
 
 def test_a_plan_is_data_too() -> None:

@@ -27,7 +27,7 @@ def test_an_unknown_name_has_the_nearest(name: str, near: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "line"), [("v5e:2x4", "pip install libtpu"), ("h100:1x8", f"jax-cuda13-plugin=={jax.__version__}")]
+    ("name", "line"), [("v5e:2x4", "--target ~/.tpu-compiler libtpu"), ("h100:1x8", f"jax-cuda13-plugin=={jax.__version__}")]
 )
 def test_without_its_compiler_the_line_that_installs_it(name: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)

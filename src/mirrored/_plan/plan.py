@@ -22,8 +22,6 @@ from .modules import Sent, collectives_in
 
 #: The numbers of devices for which a plan estimates the efficiency.
 EFFICIENCY_AT = (1, 8, 64, 256)
-#: Bytes that nobody needs to save, such as a count's.
-LITTLE = 2**20
 _NEEDED = re.compile(r"\(([\d.]+[KMGT])\) exceeds available HBM \(([\d.]+[KMGT])\)")
 
 
@@ -80,7 +78,8 @@ class Plan:
     fits; plan for 256 replicas (planned: 256 x TPU v5 lite, 64 hosts)
 
     Attributes:
-        devices: the number of devices, on `num_hosts` hosts; `chip` has their published rates, or is None if none are known.
+        devices: the number of devices, on `num_hosts` hosts, with `replicas` in all.
+        chip: the devices' published rates; None if none are known.
         programs: the compiled programs, one for each step and each kind of its arguments.
     """
 
@@ -89,10 +88,20 @@ class Plan:
     num_hosts: int
     chip: Chip | None
     programs: tuple[ProgramPlan, ...]
+    replicas: int = 0
 
     def fits(self, program: ProgramPlan) -> bool:
         """Tell whether a program fits into a device's memory; if that is unknown, whether it compiles."""
-        return not program.failure and (self.chip is None or program.memory.peak <= self.chip.memory)
+        return not program.failure and (self.chip is None or program.memory.peak <= self.chip.usable)
+
+    def needs(self, program: ProgramPlan) -> str:
+        """Say how much memory a program needs, and how much a device has for it."""
+        if found := _NEEDED.search(program.failure):  # then XLA has made no program to measure
+            return f"{found[1]} of {found[2]}"
+        if self.chip is None:
+            return bytes_in_words(program.memory.peak)
+        of_all = f" (JAX takes {self.chip.share:.0%} of {bytes_in_words(self.chip.memory)})" if self.chip.share < 1 else ""
+        return f"{bytes_in_words(program.memory.peak)} of {bytes_in_words(self.chip.usable)}{of_all}"
 
     def estimate(self, program: ProgramPlan, num_devices: int | None = None) -> Estimate:
         """Estimate a program's seconds on `num_devices`, by default all planned ones, with the same rows on each.
@@ -123,6 +132,7 @@ class Plan:
         made = dataclasses.asdict(self)
         for program, its in zip(self.programs, made["programs"], strict=True):
             its["memory"]["peak"] = program.memory.peak
+            its["fits"] = self.fits(program)
             if self.chip is not None and not program.failure:
                 its["estimate"] = dataclasses.asdict(self.estimate(program)) | {"seconds": self.estimate(program).seconds}
                 its["efficiency"] = {str(count): self.efficiency(program, count) for count in EFFICIENCY_AT}
@@ -176,8 +186,9 @@ def plan_of(mesh: PlannedMesh) -> Plan:
         title=str(mesh),
         devices=len(mesh.devices),
         num_hosts=len({each.process_index for each in mesh.devices}),
-        chip=chips.CHIPS.get(device.device_kind),
+        chip=chips.chip_of(device.device_kind),
         programs=tuple(_plan_of(program) for program in mesh.programs if program.arguments),
+        replicas=mesh.num_replicas,
     )
 
 
@@ -219,25 +230,15 @@ def _seconds_of(sent: Sent, num_devices: int, chip: Chip) -> float:
 
 def _describe(plan: Plan, program: ProgramPlan) -> str:
     named = f"{program.name} of {', '.join(program.arguments[:4])}" if program.arguments else program.name
-    memory, title = program.memory, f"\n{named} (compiled in {program.compile_seconds:.1f} s)"
-    have = "" if plan.chip is None else f" of {bytes_in_words(plan.chip.memory)}"
+    title = f"\n{named} (compiled in {program.compile_seconds:.1f} s)"
+    memory = f"{plan.needs(program)}: {program.memory.in_words()}"
     if not plan.fits(program):
-        found = _NEEDED.search(program.failure)
-        needs = f"{found[1]}, the device has {found[2]}" if found else bytes_in_words(memory.peak) + have
-        remedies = "Fewer rows on each device, jax.checkpoint and bfloat16 save temporaries"
-        saved = memory.whole_state - memory.whole_state // plan.devices
-        if saved > LITTLE:
-            remedies += f"; mr.Optimizer(..., shard_state=True) saves up to {bytes_in_words(saved)}"
-        in_parts = memory.whole - memory.whole // plan.devices
-        if in_parts > LITTLE:
-            remedies += f'; the strategy\'s storage="parts" saves up to {bytes_in_words(in_parts)}'
-        lines = [f"does not fit into the memory of a device: it needs {needs}", f"of these {memory.in_words()}", f"{remedies}."]
-        return title + list_lines(lines, most=len(lines))
+        return title + list_lines([f"does not fit into the memory of a device: it needs {memory}"])
     lines = [
-        f"memory       {bytes_in_words(memory.peak)}{have}: {memory.in_words()}",
-        *[f"in parts     saves {bytes_in_words(memory.saved)} of variables on each device"] * bool(memory.saved),
+        f"memory       {memory}",
+        *[f"in parts     saves {bytes_in_words(program.memory.saved)} of variables on each device"] * bool(program.memory.saved),
         f"work         {program.flops / 1e12:.3g} TFLOP, {bytes_in_words(program.bytes_moved)} read and written",
-        f"sends        {_describe_sent(program.collectives)}",
+        *map("{:12} {}".format, ["sends", *[""] * len(program.collectives)], _describe_sent(program.collectives)),
     ]
     if plan.chip is not None:
         times = plan.estimate(program)
@@ -248,17 +249,18 @@ def _describe(plan: Plan, program: ProgramPlan) -> str:
     return title + list_lines(lines, most=len(lines))
 
 
-def _describe_sent(collectives: Sequence[Sent]) -> str:
+def _describe_sent(collectives: Sequence[Sent]) -> list[str]:
+    """Say for each kind of collective how many there are, with how many bytes in all, and what the device does meanwhile."""
     kinds: dict[tuple[str, bool], list[Sent]] = {}
     for sent in collectives:
         kinds.setdefault((sent.kind, sent.is_overlapped), []).append(sent)
     described = []
     for (kind, is_overlapped), each in kinds.items():
         number, size = sum(sent.times for sent in each), sum(sent.times * sent.num_bytes for sent in each)
-        rest = f", before {counted(each[0].later, 'matrix product')}" if each[0].later else ""
-        how = "beside other work" if is_overlapped else f"beside no other work{rest}"
-        described.append(f"{counted(number, kind)} of {bytes_in_words(size)}, {how}")
-    return "; ".join(described) or "nothing"
+        rest = f"; it still has {counted(each[0].later, 'matrix product')} to compute" if each[0].later else ""
+        how = "while the device computes" if is_overlapped else f"while the device waits{rest}"
+        described.append(f"{bytes_in_words(size)} in {counted(number, kind)}, {how}")
+    return described or ["nothing"]
 
 
 def _milliseconds(seconds: float) -> str:

@@ -21,6 +21,8 @@ NAMES = (
 )  # fmt: skip
 _TPU = re.compile(r"(?:v\d[a-z]?|tpu7x):\d+(?:x\d+){1,2}")
 _H100 = re.compile(r"h100:([1-9]\d*)x([1-8])")
+#: In a folder of its own: JAX looks for a TPU wherever it can import libtpu, and prints errors if there is none.
+_INSTALL = "pip install --no-deps --target ~/.tpu-compiler libtpu, and set PYTHONPATH=~/.tpu-compiler for the command"
 #: The description of an H100 that XLA's compiler reads when there is no GPU to ask.
 _H100_CONFIG = Path(__file__).with_name("h100.txtpb")
 
@@ -56,7 +58,7 @@ def topology(name: str) -> list[jax.Device]:
             f"mr.topology does not know {name!r}; expected {known}. A TPU slice is written v5e:ROWSxCOLUMNS or v5p:XxYxZ, and "
             "hosts with GPUs h100:HOSTSxGPUS."
         )
-    _require("libtpu", f"to compile for {name!r} needs libtpu, the compiler of TPUs; it needs no TPU. Write: pip install libtpu")
+    _require("libtpu", f"to compile for {name!r} needs libtpu, the compiler of TPUs; it needs no TPU. Write: {_INSTALL}")
     with _env.meanwhile(_env.FOR_TPU_COMPILER):  # else libtpu searches the network for a TPU's metadata
         return _devices(name, "tpu", name)
 

@@ -24,10 +24,9 @@ _REMEDIES = (
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes on each device: `variables` are trained, `state` is not.
+    """Bytes on each device; `variables` are those that are trained, `state` the others.
 
     Attributes:
-        whole_state: the part of `state` that every device has all of.
         whole: the bytes of large variables and arrays of which every device has all, and might have a part.
         saved: the bytes that each device does not have because they are other parts of what it has one of.
     """
@@ -37,7 +36,6 @@ class Memory:
     arguments: int
     results: int
     temporaries: int
-    whole_state: int = 0
     whole: int = 0
     saved: int = 0
 
@@ -61,7 +59,6 @@ class Memory:
             arguments=sum(map(bytes_on_device, jax.tree.leaves(others))),
             results=results,
             temporaries=temporaries,
-            whole_state=sum(bytes_on_device(array) for array in state if array.sharding.is_fully_replicated),
             whole=sum(map(_may_be_divided, variables)),
             saved=sum(map(_saved, variables)),
         )

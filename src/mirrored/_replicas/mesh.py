@@ -186,6 +186,8 @@ def replicas_of(mesh: Mesh, storage: Storage = Storage.WHOLE) -> ReplicaMesh:
 
 def with_replicas(mesh: ReplicaMesh, num_replicas: int | None, schedule: str) -> ReplicaMesh:
     """Return a mesh of the same devices with `num_replicas` replicas, equally many on each; for None, the mesh itself."""
+    if isinstance(mesh, PlannedMesh) and (parts := _process.what_if.parts) > 1:
+        num_replicas, schedule = parts * (num_replicas or len(mesh.devices)), "one_by_one"
     if schedule not in ("together", "one_by_one"):
         raise ValueError(
             f"schedule is {schedule!r}; expected 'together' (all replicas of a device at once) or 'one_by_one' (one after the "

@@ -18,7 +18,7 @@ from .._typing import REPLICA_AXIS, Shape
 
 _WAYS_OUT = """it has one value for each replica. Write one of
     strategy.run(step, args=(x,))   # computes on each replica
-    strategy.reduce('mean', x)      # or 'sum': one array; axis=0 also over its rows
+    strategy.reduce('sum', x)       # such as the shares of a loss; or 'mean'; axis=0 also over its rows
     strategy.gather(x, axis=0)      # all rows
     strategy.local_results(x)       # a tuple of values"""
 

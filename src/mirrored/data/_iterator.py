@@ -12,11 +12,11 @@ from typing import Any, Self
 
 import jax
 
-from .. import _tf_names
+from .. import _process, _tf_names
 from .._errors import ContextError
 from .._jax import user_code
 from .._replicas import frames, placement
-from .._replicas.mesh import ReplicaMesh
+from .._replicas.mesh import PlannedMesh, ReplicaMesh
 from .._replicas.per_replica import Origin, PerReplica
 from .._replicas.spent import waited
 from .._typing import PyTree
@@ -306,16 +306,27 @@ def expect_saves(iterator: DistributedIterator) -> None:
 
 def _batches(steps: Steps, mesh: ReplicaMesh, layout: LocalReplicas, elements: Elements) -> Batches:
     """Yield each step's rows as PerReplica values, together with the step."""
-    cut = elements.uneven_end(layout)
+    is_planned = isinstance(mesh, PlannedMesh)
+    cut = None if is_planned and _process.what_if.rows else elements.uneven_end(layout)
     origin = Origin(elements.plan.token, elements.plan.is_auto_by_file)
     before_last = origin if cut is None else origin._replace(last_sizes=tuple(split_sizes(cut.rest, layout.num_replicas)))
     try:
         for step in steps:
             elements.note(step.stacked)
+            step = _planned(step) if is_planned else step
             is_before = cut is not None and sum(step.sizes) == cut.batch_size
             yield _to_devices(step, mesh, layout, before_last if is_before else origin), dataclasses.replace(step, stacked=None)
     finally:
         layout.worker.close()  # even if the program leaves the loop: else its messages stay until the program ends
+
+
+def _planned(step: Step) -> Step:
+    """Return a step of a plan, with as many rows as `mirrored plan --rows` says; note how many it has without."""
+    if not (rows := _process.what_if.rows):
+        _process.what_if.given_rows = max(step.sizes)
+        return step
+    stacked = jax.tree.map(lambda a: jax.ShapeDtypeStruct((a.shape[0], rows, *a.shape[2:]), a.dtype), step.stacked)
+    return dataclasses.replace(step, stacked=stacked, sizes=(rows,) * len(step.sizes))
 
 
 def _to_devices(step: Step, mesh: ReplicaMesh, layout: LocalReplicas, origin: Origin) -> PyTree:
