@@ -41,8 +41,7 @@ class Checkpoint:
 
     A save copies the state to the host and returns; a thread writes the files while training goes on. A step on disk is
     complete or absent, whenever the process is killed. Checksums verify all that is read; a damaged step is reported, and the
-    step before it is used. All workers call the same methods, and must share the directory: each writes its own parts of what
-    is in parts, worker 0 writes all else, and all read.
+    step before it is used. All workers call the same methods, and share the directory: worker 0 writes all but others' parts.
 
     Args:
         directory: a directory for this object alone; made when it is missing.
@@ -274,11 +273,10 @@ class Checkpoint:
                     saved, problem = self._read(step, opened)
                     if saved is not None:
                         self._restore(step, saved, partial)
-                if saved is not None:
-                    self._writer.go_on_from(step, set(damaged))
-                    self._last = self._known = step
-                    _logger.info("restored step %d from %s", step, self._files.root)
-                    return step
+                        self._writer.go_on_from(step, set(damaged))
+                        self._last = self._known = step
+                        _logger.info("restored step %d from %s", step, self._files.root)
+                        return step
                 damaged[step] = problem
                 _logger.error("step %d in %s is damaged and is not used: %s", step, self._files.root, problem)
         if damaged:
