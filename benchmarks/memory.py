@@ -6,6 +6,9 @@ malloc is as users have it, so what it keeps of memory that was freed counts too
 
 And how much do five programs keep that name one large array, next to `jit(shard_map)` with the array on all devices as an
 argument? (Five functions that name it keep it more than five times: JAX compiles its numbers into each program.)
+
+`--topology=h100:1x8` compiles a GPT for devices that are not here: with whole arrays, in parts, and in parts by hand in three
+ways. It needs the compilers of docs/plan.md, and takes about a minute for a program.
 """
 
 from __future__ import annotations
@@ -29,7 +32,10 @@ NUM_SHAPES = 5
 
 
 def main() -> None:
-    options = parse(__doc__, contender="", named="", replicas=4, width=2048, rounds=5)
+    options = parse(__doc__, contender="", named="", replicas=4, width=2048, rounds=5, topology="", case=-1)
+    if options.topology:
+        compile_in_parts(options.topology, options.case)
+        return
     if options.contender:
         measure = growth_of_named if options.named else growth
         print(measure(options.contender, options.replicas, options.width, *[options.named] * bool(options.named)))
@@ -103,6 +109,23 @@ def growth_of_named(contender: str, num_replicas: int, width: int, kind: str) ->
 
     grown(1, [num_replicas])  # what a process allocates once
     return grown(5 * width, [num_replicas * rows for rows in range(2, NUM_SHAPES + 2)])
+
+
+def compile_in_parts(topology: str, case: int) -> None:
+    """Print what devices of a topology need, for each model or for one `case`; next to the best of three ways by hand."""
+    from _gpt_in_parts import WAYS, Gpt, by_hand, with_mirrored
+
+    import mirrored as mr
+
+    cases = [Gpt(12, 8), Gpt(12, 2), Gpt(12, 2, has_checkpoint=False), Gpt(24, 8, is_stacked=True)]
+    devices = mr.topology(topology)
+    for gpt in cases if case < 0 else [cases[case]]:
+        hand = {way: by_hand(gpt, devices, way) for way in WAYS}
+        rows = [Row(f"by hand, {way}", f"{size:.2f} GB") for way, size in hand.items()]
+        whole, parts = (with_mirrored(gpt, devices, storage) for storage in ("whole", "parts"))
+        rows.append(Row("mirrored, whole", f"{whole:.2f} GB"))
+        rows.append(Row("mirrored, in parts", f"{parts:.2f} GB", samples=[parts / min(hand.values())], goal=GOAL))
+        print_table(f"{topology}, {gpt}; ratio to the best by hand", rows)
 
 
 def resident() -> int:

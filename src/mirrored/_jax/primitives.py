@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 _ELEMENTWISE_NAMES = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj
 convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag
@@ -61,13 +63,10 @@ ADD_TO_FIRST = frozenset({"add", "scatter-add", "scatter_add", "sub"})
 COMMUTATIVE = frozenset({"add"})
 #: Primitives that choose among all operands but the first.
 SELECTS = frozenset({"select_n"})
-ALL_ADDITIONS = COMMUTATIVE | DERIVATIVE_SUMS
 #: Powers with an integer exponent `y`.
 POWERS = frozenset({"integer_pow"})
 #: Primitives that return their operands.
 ONE_TO_ONE = frozenset({"optimization_barrier"})
-#: Primitives whose one result is their first operand.
-IDENTITIES = frozenset({"copy", "layout_constraint", "mirrored_mark", "name", "stop_gradient"})
 #: Collectives that give every replica the same result if they run over the whole axis.
 MAKE_SAME = frozenset({"psum", "pmax", "pmin", "all_gather", "pbroadcast", "psum_invariant", "all_gather_invariant"})
 #: Collectives that add up, those that add up and leave each replica a part, and those that compare.
@@ -112,19 +111,13 @@ DOT_PRODUCTS = frozenset({"dot_general"})
 CONVOLUTIONS = frozenset({"conv_general_dilated"})
 SCATTER_SUMS = frozenset({"scatter-add", "scatter_add"})
 AXIS_SUMS = frozenset({"reduce_sum"})
-#: Other reductions along axes.
-AXIS_PRODUCTS = frozenset({"reduce_prod"})
-AXIS_ANDS = frozenset({"reduce_and"})
-LARGEST = frozenset({"reduce_max"})
-LEAST = frozenset({"reduce_min"})
-REDUCTIONS = AXIS_SUMS | AXIS_PRODUCTS | AXIS_ANDS | LARGEST | LEAST | {"reduce_or"}
+#: Reductions along axes, and the number that changes no result of theirs.
+NEUTRAL = {"reduce_and": 1, "reduce_max": -inf, "reduce_min": inf, "reduce_or": 0, "reduce_prod": 1, "reduce_sum": 0}
 #: Parts of their first operand, which begin at the other operands or at known places.
 SLICES = frozenset({"dynamic_slice", "slice"})
 CONCATENATIONS = frozenset({"concatenate"})
 #: Functions that are linear in the first operand.
 DIVISIONS = frozenset({"div"})
-#: Multiples of the first operand, if the others are numbers.
-MULTIPLES = DIVISIONS | {"neg"}
 #: Conversions to another type.
 CONVERSIONS = frozenset({"convert_element_type"})
 #: Primitives that fill an array with another array's numbers.

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..._jax import primitives, tracing
 from ..._jax.jaxprs import Atom, Equation
@@ -30,7 +29,7 @@ class Whole:
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Part:
+class DevicePart:
     """This device's part of an array that is the same on every replica, and the shape of the whole array."""
 
     array: Any
@@ -47,22 +46,26 @@ class Addend:
     total: Any = None  # this device's part of the sum, once it is begun
 
 
-Value: TypeAlias = Whole | Part | Addend
+#: Operations that compute each element of their result from the operands' elements at the same place.
+_BY_PLACE = primitives.ELEMENTWISE | primitives.SPREADS - primitives.RESHAPES
+Value: TypeAlias = Whole | DevicePart | Addend
+#: None: the operation needs whole arrays.
+Results: TypeAlias = "list[DevicePart | Whole] | None"
 
 
 def shape_of(atom: Atom) -> Shape:
     return getattr(atom.aval, "shape", ())  # a token has none
 
 
-class Device(NamedTuple):
-    """What the parts of an operation's operands and results have to do with each other."""
+class Gathers(NamedTuple):
+    """The ways in which this device gets parts of whole arrays, and whole arrays of parts."""
 
     name: str  # of the mesh's axis
     whole: Callable[[Value], Any]  # gathers
 
     def part(self, value: Value, division: Division, shape: Shape) -> Any:
         """Return this device's part of a value that is the same on every replica."""
-        if isinstance(value, Part) and value.division == division:
+        if isinstance(value, DevicePart) and value.division == division:
             return value.array
         if isinstance(value, Whole) and value.number is not None:
             return jnp.broadcast_to(value.number, division.part_shape(shape))
@@ -77,54 +80,55 @@ class Device(NamedTuple):
         return jnp.where(position < division.length, array, jnp.asarray(other, array.dtype))
 
 
-def run_on_parts(device: Device, equation: Equation, values: Sequence[Value]) -> list[Part | Whole] | None:
+def run_on_parts(gathers: Gathers, equation: Equation, values: Sequence[Value]) -> Results:
     """Run an operation on parts, of which it has at least one; return None if it needs whole arrays."""
-    name, first = equation.primitive.name, next(value for value in values if isinstance(value, Part))
+    name, first = equation.primitive.name, next(value for value in values if isinstance(value, DevicePart))
     if any(isinstance(value, Addend) or (isinstance(value, Whole) and not value.is_same) for value in values):
         return None
     if any(isinstance(parameter, jax.sharding.Sharding) for parameter in equation.params.values()):
         return None
-    if name in primitives.ELEMENTWISE | primitives.IDENTITIES:
-        return _by_place(device, equation, values, first)
+    if name in _BY_PLACE:
+        return _by_place(gathers, equation, values, first)
     if name in primitives.CONCATENATIONS:
-        return _side_by_side(device, equation, values, first)
+        return _side_by_side(gathers, equation, values, first)
     if values[0] is first and (rule := _RULES.get(name)) is not None:
-        return rule(device, equation, first, values[1:])
+        return rule(gathers, equation, first, values[1:])
     return None
 
 
-def _by_place(device: Device, equation: Equation, values: Sequence[Value], first: Part) -> list[Part | Whole] | None:
-    """Run an elementwise operation on the parts of all operands, and on scalars unchanged."""
-    shape, operands = first.shape, []
+def _by_place(gathers: Gathers, equation: Equation, values: Sequence[Value], first: DevicePart) -> Results:
+    """Run an elementwise operation on the parts of all operands, and on those that are the same along the divided axis."""
+    shape, division, operands = shape_of(equation.outvars[0]), first.division, []
     for atom, value in zip(equation.invars, values, strict=True):
         own = shape_of(atom)
-        if own not in ((), shape):
+        if own and len(own) != len(shape):
             return None
-        operands.append(device.part(value, first.division, shape) if own else device.whole(value))
+        is_part = own and own[division.axis] == division.length
+        operands.append(gathers.part(value, division, own) if is_part else gathers.whole(value))
     [result] = tracing.bind(equation, operands)
-    return [Part(result, first.division, shape)]
+    return [DevicePart(result, division, shape)]
 
 
-def _side_by_side(device: Device, equation: Equation, values: Sequence[Value], first: Part) -> list[Part | Whole] | None:
+def _side_by_side(gathers: Gathers, equation: Equation, values: Sequence[Value], first: DevicePart) -> Results:
     """Concatenate along an axis that is not divided."""
     axis, shapes = equation.params["dimension"], list(map(shape_of, equation.invars))
     if axis == first.division.axis:
         return None
-    parts = [device.part(value, first.division, shape) for value, shape in zip(values, shapes, strict=True)]
+    parts = [gathers.part(value, first.division, shape) for value, shape in zip(values, shapes, strict=True)]
     [result] = tracing.bind(equation, parts)
-    return [Part(result, first.division, shape_of(equation.outvars[0]))]
+    return [DevicePart(result, first.division, shape_of(equation.outvars[0]))]
 
 
 # -- operations on one part
 
 
-def _transpose(device: Device, equation: Equation, part: Part, rest: Sequence[Value]) -> list[Part | Whole] | None:
+def _transpose(gathers: Gathers, equation: Equation, part: DevicePart, rest: Sequence[Value]) -> Results:
     order = equation.params["permutation"]
     division = dataclasses.replace(part.division, axis=order.index(part.division.axis))
-    return [Part(jax.lax.transpose(part.array, order), division, shape_of(equation.outvars[0]))]
+    return [DevicePart(jax.lax.transpose(part.array, order), division, shape_of(equation.outvars[0]))]
 
 
-def _reshape(device: Device, equation: Equation, part: Part, rest: Sequence[Value]) -> list[Part | Whole] | None:
+def _reshape(gathers: Gathers, equation: Equation, part: DevicePart, rest: Sequence[Value]) -> Results:
     """Reshape where the parts are slices of the result, too: the axes before the divided one have as many elements."""
     new, old, division = shape_of(equation.outvars[0]), part.shape, part.division
     if "new_sizes" in equation.params and equation.params["dimensions"] is not None:
@@ -134,17 +138,17 @@ def _reshape(device: Device, equation: Equation, part: Part, rest: Sequence[Valu
         fits = length % count == division.length % count == 0 and (length % division.length == 0 or division.length % length == 0)
         if math.prod(new[:axis]) == before and length > 1 and (fits or length == division.length):
             moved = dataclasses.replace(division, axis=axis, length=length)
-            return [Part(jnp.reshape(part.array, moved.part_shape(new)), moved, new)]
+            return [DevicePart(jnp.reshape(part.array, moved.part_shape(new)), moved, new)]
     return None
 
 
-def _broadcast(device: Device, equation: Equation, part: Part, rest: Sequence[Value]) -> list[Part | Whole] | None:
+def _broadcast(gathers: Gathers, equation: Equation, part: DevicePart, rest: Sequence[Value]) -> Results:
     new, axes = shape_of(equation.outvars[0]), equation.params["broadcast_dimensions"]
     division = dataclasses.replace(part.division, axis=int(axes[part.division.axis]))
-    return [Part(jax.lax.broadcast_in_dim(part.array, division.part_shape(new), axes), division, new)]
+    return [DevicePart(jax.lax.broadcast_in_dim(part.array, division.part_shape(new), axes), division, new)]
 
 
-def _slice(device: Device, equation: Equation, part: Part, rest: Sequence[Value]) -> list[Part | Whole] | None:
+def _slice(gathers: Gathers, equation: Equation, part: DevicePart, rest: Sequence[Value]) -> Results:
     """Slice, at numbers that are known or computed, along axes that are not divided."""
     new, division, params = shape_of(equation.outvars[0]), part.division, dict(equation.params)
     if new[division.axis] != division.length or not all(isinstance(value, Whole) for value in rest):
@@ -153,39 +157,37 @@ def _slice(device: Device, equation: Equation, part: Part, rest: Sequence[Value]
         params["limit_indices"] = division.part_shape(params["limit_indices"])
     else:
         params["slice_sizes"] = division.part_shape(params["slice_sizes"])
-    [result] = tracing.bind(equation.replace(params=params), [part.array, *map(device.whole, rest)])
-    return [Part(result, division, new)]
+    [result] = tracing.bind(equation.replace(params=params), [part.array, *map(gathers.whole, rest)])
+    return [DevicePart(result, division, new)]
 
 
-def _reduce(device: Device, equation: Equation, part: Part, rest: Sequence[Value]) -> list[Part | Whole] | None:
+def _reduce(gathers: Gathers, equation: Equation, part: DevicePart, rest: Sequence[Value]) -> Results:
     """Reduce along axes; along the divided one each device reduces its part, and all of them the results."""
     name, axes, division = equation.primitive.name, equation.params["axes"], part.division
     is_across = division.axis in axes
-    array = device.real(part.array, division, _neutral(name, part.array.dtype)) if is_across else part.array
+    array = gathers.real(part.array, division, _neutral(name, part.array.dtype)) if is_across else part.array
     [own] = tracing.bind(equation, [array])
     if not is_across:
         moved = dataclasses.replace(division, axis=division.axis - sum(axis < division.axis for axis in axes))
-        return [Part(own, moved, shape_of(equation.outvars[0]))]
-    every = jax.lax.all_gather(own, device.name)[: division.num_parts]
+        return [DevicePart(own, moved, shape_of(equation.outvars[0]))]
+    every = jax.lax.all_gather(own, gathers.name)[: division.num_parts]
     [result] = tracing.bind(equation.replace(params={**equation.params, "axes": (0,)}), [every])
     return [Whole(result, True)]
 
 
 def _neutral(name: str, dtype: Any) -> Any:
-    """Return the number that changes no result of a reduction."""
-    if name in primitives.LEAST | primitives.LARGEST:
-        if jnp.issubdtype(dtype, jnp.floating):
-            low, high = -np.inf, np.inf
-        else:
-            low, high = (False, True) if dtype == jnp.bool_ else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
-        return low if name in primitives.LARGEST else high
-    return name in primitives.AXIS_ANDS or name in primitives.AXIS_PRODUCTS
+    """Return the number of a type that changes no result of a reduction."""
+    number = primitives.NEUTRAL[name]
+    if not math.isinf(number) or jnp.issubdtype(dtype, jnp.floating):
+        return number
+    low, high = (False, True) if dtype == jnp.bool_ else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+    return low if number < 0 else high
 
 
-_RULES: dict[str, Callable[[Device, Equation, Part, Sequence[Value]], list[Part | Whole] | None]] = {
+_RULES: dict[str, Callable[[Gathers, Equation, DevicePart, Sequence[Value]], Results]] = {
     **dict.fromkeys(primitives.TRANSPOSES, _transpose),
     **dict.fromkeys(primitives.RESHAPES, _reshape),
     **dict.fromkeys(primitives.BROADCASTS, _broadcast),
     **dict.fromkeys(primitives.SLICES, _slice),
-    **dict.fromkeys(primitives.REDUCTIONS, _reduce),
+    **dict.fromkeys(primitives.NEUTRAL, _reduce),
 }

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..._jax import jaxprs, primitives, tracing
 from ..._jax.interpreter import Interpreter, run_parts
@@ -22,9 +23,13 @@ from ..._replicas.division import Division
 from ..._typing import Shape
 from ..proof import SAME, prove, varying
 from .flat import flattened
-from .on_parts import Addend, Device, Part, Value, Whole, run_on_parts, shape_of
+from .on_parts import Addend, DevicePart, Gathers, Value, Whole, run_on_parts, shape_of
 from .order_sums import moved_up, terms_of
 from .turns import Turns
+
+_ADDS = primitives.COMMUTATIVE | primitives.DERIVATIVE_SUMS
+#: Operations that make a multiple of their first operand, if the others are factors.
+_MULTIPLIES = primitives.DIVISIONS | primitives.MOVES & primitives.ELEMENTWISE
 
 
 class Known(NamedTuple):
@@ -39,7 +44,7 @@ class Parted(Interpreter[Value]):
 
     def __init__(self, known: Known, around: tuple[str, ...] = ()) -> None:
         self.known, self.around = known, around
-        self.turns, self.device = Turns(), Device(known.axis, self.whole)
+        self.turns, self.gathers = Turns(), Gathers(known.axis, self.whole)
         self.varying: set[Var] = set()  # the variables that may differ by replica
         self.gathered: dict[tuple[int, int, bool], tuple[Any, Any]] = {}  # see `_gather`
 
@@ -61,7 +66,7 @@ class Parted(Interpreter[Value]):
             return value.value.array
         return self._gather(value, value.array, is_again)
 
-    def _gather(self, part: Part, array: Any, is_again: bool) -> Any:
+    def _gather(self, part: DevicePart, array: Any, is_again: bool) -> Any:
         """Gather a part once; `array` is the part's, or the same behind a barrier."""
         key = id(part.array), part.division.axis, is_again
         if key not in self.gathered:
@@ -113,12 +118,15 @@ class Parted(Interpreter[Value]):
     def _scaled(self, equation: Equation) -> Var | None:
         """Return the operand of which an operation makes a multiple, the same on every replica; else None."""
         own = [atom for atom in equation.invars if isinstance(atom, Var) and atom in self.varying]
-        is_linear = equation.primitive.name in primitives.MULTIPLES and own == [equation.invars[0]]
+        is_linear = equation.primitive.name in _MULTIPLIES and own == [equation.invars[0]]
         is_product = equation.primitive.name in primitives.BILINEAR & primitives.ELEMENTWISE and len(own) == 1
         return own[0] if (is_linear or is_product) and shape_of(own[0]) == shape_of(equation.outvars[0]) else None
 
     def _division_of(self, var: Var) -> Division | None:
-        return self.known.divisions.get(shape_of(var))
+        """Return how arrays of a variable's shape are stored; XLA scatters no complex numbers on CPU."""
+        dtype = getattr(var.aval, "dtype", bool)
+        is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+        return self.known.divisions.get(shape_of(var)) if is_real else None
 
     def _noted(self, var: Var, value: Value) -> Value:
         """Note a gradient, whose sum begins early, or a term of one, which is made early."""
@@ -136,14 +144,12 @@ class Parted(Interpreter[Value]):
 
     def plain(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
         name = equation.primitive.name
-        if name in primitives.IDENTITIES and isinstance(values[0], Addend):
-            return values
         if any(map(_is_total, values)):
             return [self._of_total(equation, values)]
         if name in primitives.ONE_TO_ONE:
             return self._held(equation, values)
-        if any(isinstance(value, Part) for value in values):
-            if (results := run_on_parts(self.device, equation, values)) is not None:
+        if any(isinstance(value, DevicePart) for value in values):
+            if (results := run_on_parts(self.gathers, equation, values)) is not None:
                 return results
         elif (filled := _fill(equation, values)) is not None:
             return [filled]
@@ -153,9 +159,11 @@ class Parted(Interpreter[Value]):
         """Run on sums what their addends would have gone through: another addend, or a factor that is the same for all."""
         first: Any = next(value for value in values if _is_total(value))
         shape, division = shape_of(equation.outvars[0]), first.division
-        if equation.primitive.name in primitives.ALL_ADDITIONS:
+        if equation.primitive.name in _ADDS:
             return Addend(None, division, *tracing.bind(equation, [self.total(value, division, shape) for value in values]))
-        results = run_on_parts(self.device, equation, [Part(first.total, division, shape) if v is first else v for v in values])
+        results = run_on_parts(
+            self.gathers, equation, [DevicePart(first.total, division, shape) if v is first else v for v in values]
+        )
         assert results is not None  # see `_scaled`
         return Addend(None, division, results[0].array)
 
@@ -164,24 +172,24 @@ class Parted(Interpreter[Value]):
         if isinstance(value, Addend):
             return self.begin(value)
         if _is_same(value):
-            part = self.device.part(value, division, shape)
+            part = self.gathers.part(value, division, shape)
             return part * jnp.asarray(jax.lax.axis_size(self.known.axis), part.dtype)
         return division.scattered_sum(value.array, self.known.axis)
 
     def _held(self, equation: Equation, values: list[Value]) -> list[Value]:
         """Hold what is behind a barrier until its turn, parts as parts: from there on they are gathered again."""
-        parts, others = ([k for k, v in enumerate(values) if isinstance(v, Part) == is_part] for is_part in (True, False))
+        parts, others = ([k for k, v in enumerate(values) if isinstance(v, DevicePart) == is_part] for is_part in (True, False))
         arrays = [_array_of(values[k]) for k in parts], [self.whole(values[k]) for k in others]
         results = list(values)
         for k, array in zip([*parts, *others], self.turns.hold(*arrays, self.begin), strict=True):
             part, is_same = values[k], self.is_same(equation.outvars[k])
-            results[k] = dataclasses.replace(part, array=array) if isinstance(part, Part) else Whole(array, is_same)
+            results[k] = dataclasses.replace(part, array=array) if isinstance(part, DevicePart) else Whole(array, is_same)
         return results
 
     def _on_wholes(self, equation: Equation, values: list[Value]) -> list[Value]:
         """Run an operation on whole arrays; in a backward pass each is gathered when its turn comes."""
         is_again = jaxprs.is_backward(equation, self.around)
-        new = [v for v in values if isinstance(v, Part) and (id(v.array), v.division.axis, is_again) not in self.gathered]
+        new = [v for v in values if isinstance(v, DevicePart) and (id(v.array), v.division.axis, is_again) not in self.gathered]
         own = [k for k, value in enumerate(values) if self._differs(value)]
         if is_again and new and own:
             first = own[0]
@@ -193,10 +201,10 @@ class Parted(Interpreter[Value]):
         return self.results_of(equation, tracing.bind(equation, [self.whole(value, is_again) for value in values]))
 
     def _differs(self, value: Value) -> bool:
-        """Tell whether a value is computed, and may differ by replica."""
-        if isinstance(value, Addend):
-            return value.value is not None
-        return isinstance(value, Whole) and not value.is_same and isinstance(value.array, jax.core.Tracer)
+        """Tell whether a value may differ by replica, and may wait behind a barrier: computed numbers, no keys or references."""
+        array = self.whole(value) if isinstance(value, Addend) else value.array
+        is_computed = isinstance(array, jax.core.Tracer) and isinstance(getattr(array, "dtype", None), np.dtype)
+        return not _is_same(value) and is_computed and isinstance(jax.typeof(array), jax.core.ShapedArray)
 
     def over_replicas(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
         if not jaxprs.is_sum(equation):
@@ -209,12 +217,12 @@ class Parted(Interpreter[Value]):
                 results[k] = Whole(total, True)
         return results  # type: ignore[return-value]
 
-    def _sum(self, atom: Any, value: Value) -> Part | None:
+    def _sum(self, atom: Any, value: Value) -> DevicePart | None:
         """Return the sum of a value over the replicas in parts; None if it is to be whole."""
         division = self._division_of(atom) if isinstance(value, Whole) else value.division
         if division is None or (_is_same(value) and isinstance(value, Whole)):
             return None
-        return Part(self.total(value, division, shape_of(atom)), division, shape_of(atom))
+        return DevicePart(self.total(value, division, shape_of(atom)), division, shape_of(atom))
 
     def call(self, equation: Equation, inner: ClosedJaxpr, values: list[Value]) -> Sequence[Value]:
         """Keep what is still a call: it has a derivative of its own."""
@@ -229,13 +237,13 @@ class Parted(Interpreter[Value]):
         is_of_steps = not is_again and any(jaxprs.is_backward(inner, around) for inner in jaxprs.inside(equation))
         given: list[Value] = [self._given(v, is_again, k not in body.fixed or is_of_steps) for k, v in enumerate(values)]
         for place, (k, var) in enumerate(zip(loop.carry, equation.outvars, strict=False)):
-            division = self._division_of(var) if var in self.only else None
+            division = self._division_of(var) if is_of_steps and var in self.only else None
             if division is not None and _is_added_to(body.closed.jaxpr, k, place):
                 given[k] = Addend(None, division, self.total(given[k], division, shape_of(var)))
-            elif not self.is_same(var) or not isinstance(given[k], Part):
+            elif not self.is_same(var) or not isinstance(given[k], DevicePart):
                 given[k] = Whole(self.whole(given[k], is_again), self.is_same(var))
         for k in loop.rows:
-            if isinstance(row := given[k], Part):
+            if isinstance(row := given[k], DevicePart):
                 given[k] = _moved(row, -1) if row.division.axis else Whole(self.whole(row, is_again), True)
         arrays: list[Any] = [_array_of(value) for value in given]
         divisions = [self._row_division(var) if var in self.only else None for var in equation.outvars]
@@ -247,7 +255,7 @@ class Parted(Interpreter[Value]):
             for k, value in enumerate(kinds):
                 if k < len(loop.carry):
                     kinds[k] = value if _is_total(value) else walk.like(value, given[loop.carry[k]])
-                elif (division := divisions[k]) is not None and not isinstance(value, Part):
+                elif (division := divisions[k]) is not None and not isinstance(value, DevicePart):
                     kinds[k] = Addend(None, division, division.scattered_sum(walk.whole(value), self.known.axis))
             return [jnp.asarray(_array_of(value)) for value in kinds]
 
@@ -260,32 +268,32 @@ class Parted(Interpreter[Value]):
                 results[k] = _moved(result, 1, shape_of(var))
         return results
 
-    def _given(self, value: Value, is_again: bool, may_be_part: bool = True) -> Part | Whole:
+    def _given(self, value: Value, is_again: bool, may_be_part: bool = True) -> DevicePart | Whole:
         """Return a value as an inner program gets it."""
-        if isinstance(value, Whole) or (isinstance(value, Part) and may_be_part):
+        if isinstance(value, Whole) or (isinstance(value, DevicePart) and may_be_part):
             return value
-        return Whole(self.whole(value, is_again), isinstance(value, Part))
+        return Whole(self.whole(value, is_again), isinstance(value, DevicePart))
 
     def _row_division(self, var: Var) -> Division | None:
         """Return the division of the rows of a stack whose sum over the replicas is stored in parts."""
         division = self._division_of(var)
         return dataclasses.replace(division, axis=division.axis - 1) if division is not None and division.axis else None
 
-    def like(self, value: Value, other: Value) -> Part | Whole:
+    def like(self, value: Value, other: Value) -> DevicePart | Whole:
         """Return a value in parts or as a whole, as another one is."""
-        if isinstance(other, Part):
-            return dataclasses.replace(other, array=self.device.part(value, other.division, other.shape))
+        if isinstance(other, DevicePart):
+            return dataclasses.replace(other, array=self.gathers.part(value, other.division, other.shape))
         return Whole(self.whole(value), isinstance(other, Whole) and other.is_same)
 
     def cond(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
         """Run a condition that is the same on every replica with parts; any other with whole arrays."""
         decision, *operands = values
         is_joint = isinstance(decision, Whole) and decision.is_same
-        if not is_joint or not any(isinstance(value, Part) for value in operands):
+        if not is_joint or not any(isinstance(value, DevicePart) for value in operands):
             return self._on_wholes(equation, values)
         around, loop = self.around + jaxprs.transforms_of(equation), jaxprs.loop_of(equation)
         given = [self._given(value, jaxprs.is_backward(equation, self.around)) for value in operands]
-        kinds: list[Part | Whole] = [self._stored(None, var) for var in equation.outvars]
+        kinds: list[DevicePart | Whole] = [self._stored(None, var) for var in equation.outvars]
 
         def branch_of(part: jaxprs.Part) -> Callable[..., list[Any]]:
             def branch(*arrays: Any) -> list[Any]:
@@ -298,10 +306,10 @@ class Parted(Interpreter[Value]):
         arrays = run_parts(equation, [self.whole(decision), *map(_array_of, given)], list(map(branch_of, loop.parts)))
         return list(map(_with_array, kinds, arrays))
 
-    def _stored(self, array: Any, var: Var) -> Part | Whole:
+    def _stored(self, array: Any, var: Var) -> DevicePart | Whole:
         """Return a result in parts if arrays of its shape are stored so and it is the same on every replica, else whole."""
         division, is_same = self._division_of(var), self.is_same(var)
-        return Whole(array, is_same) if division is None or not is_same else Part(array, division, shape_of(var))
+        return Whole(array, is_same) if division is None or not is_same else DevicePart(array, division, shape_of(var))
 
     def solve(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
         return self._on_wholes(equation, values)
@@ -309,7 +317,7 @@ class Parted(Interpreter[Value]):
 
 def _is_same(value: Value) -> bool:
     """Tell whether a value is known to be the same on every replica."""
-    return isinstance(value, Part) or (isinstance(value, Whole) and value.is_same)
+    return isinstance(value, DevicePart) or (isinstance(value, Whole) and value.is_same)
 
 
 def _is_total(value: Value) -> bool:
@@ -322,7 +330,7 @@ def _is_added_to(jaxpr: Jaxpr, argument: int, result: int) -> bool:
     equations, results = flattened(jaxpr)
     atoms = [*(atom for equation in equations for atom in equation.invars), *results]
     users = [equation for equation in equations if jaxpr.invars[argument] in equation.invars]
-    if len(users) != 1 or users[0].primitive.name not in primitives.ALL_ADDITIONS:
+    if len(users) != 1 or users[0].primitive.name not in _ADDS:
         return False
     [added] = users[0].outvars
     return results[result] is added and atoms.count(added) == 1 == atoms.count(jaxpr.invars[argument])
@@ -344,7 +352,7 @@ def _moved(value: Any, places: int, shape: Shape = ()) -> Any:
     division = dataclasses.replace(value.division, axis=value.division.axis + places)
     if isinstance(value, Addend):
         return Addend(None, division, value.total)
-    return Part(value.array, division, shape or value.shape[-places:])
+    return DevicePart(value.array, division, shape or value.shape[-places:])
 
 
 def _fill(equation: Equation, values: Sequence[Value]) -> Whole | None:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from ..._replicas.division import Division, division_of_array, placement_of
 from ..._variables.variable import spec_of
-from .on_parts import Part, Value, Whole, shape_of
+from .on_parts import DevicePart, Value, Whole, shape_of
 from .parted import Known, Parted
 from .proven import Proven, Run
 
@@ -64,7 +64,7 @@ def _run_on_parts(known: Known, divisions: Divisions, step: Proven, constants: S
     jaxpr, given = step.closed.jaxpr, list[Value]()
     for var, array, division, is_own in zip(jaxpr.invars, inputs, divisions.inputs, step.own_inputs, strict=True):
         if division is not None:
-            given.append(Part(array, division, shape_of(var)))
+            given.append(DevicePart(array, division, shape_of(var)))
         else:
             given.append(Whole(jnp.squeeze(array, 0) if is_own else array, not is_own))
     walk = Parted(known)
@@ -72,8 +72,8 @@ def _run_on_parts(known: Known, divisions: Divisions, step: Proven, constants: S
     outputs = []
     for value, atom, division, is_own in zip(results, jaxpr.outvars, divisions.outputs, step.own_outputs, strict=False):
         if division is not None:
-            part = walk.device.part(value, division, shape_of(atom))
-            outputs.append(walk.device.real(part, division, 0))
+            part = walk.gathers.part(value, division, shape_of(atom))
+            outputs.append(walk.gathers.real(part, division, 0))
         else:
             array = walk.whole(value)
             outputs.append(jnp.expand_dims(array, 0) if is_own else array)
