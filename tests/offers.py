@@ -59,26 +59,33 @@ OFFERS = {
         cross_replica.Task cross_replica.aggregate_stack cross_replica.aggregated cross_replica.broadcast_stack
         cross_replica.compiled cross_replica.gather_mirrored cross_replica.gather_stack cross_replica.reduce_mirrored
         cross_replica.reduce_stack cross_replica.require_equal_except cross_replica.run_tasks cross_replica.split_stack
+        division.Division division.Shaped division.division_in division.division_of division.division_of_array
+        division.is_divisible division.placement_of division.placement_of_array
         frames.Frame frames.check_enterable frames.current frames.entered frames.foreign_trace_message
         frames.in_cross_replica_context frames.is_traced frames.require_cross_replica frames.require_no_mesh_around
         host_memory.empty_rows host_memory.gather host_memory.gathers in_flight.finish in_flight.is_paced
+        in_flight.dispatch in_flight.is_joint
         in_flight.joined in_flight.new_witness in_flight.require_threads in_flight.started mesh.PlannedMesh
         mesh.ReplicaMesh mesh.cluster_mesh mesh.default_mesh mesh.make_mesh mesh.raising_cpu_threads mesh.replicas_of
         mesh.resolve_devices mesh.with_replicas named.seen parts.all_gather_parts parts.join_parts parts.num_real
         parts.own_part parts.part_size parts.reduce_scatter parts.split_parts per_replica.Origin per_replica.PerReplica
         per_replica.carried_sums per_replica.facts_of per_replica.is_per_replica per_replica.lost_rank per_replica.origin_of
         per_replica.proven_of per_replica.require_whole per_replica.stack_of per_replica.stack_shapes
-        per_replica.uneven_shapes placement.check_later placement.checksum placement.mirror placement.mirror_constants
-        placement.own_copy placement.refuse_argument placement.stack planned.CompiledOnly planned.Planned
+        per_replica.uneven_shapes placement.Sliced placement.check_later placement.checksum placement.divide
+        placement.divide_slices
+        placement.join placement.mirror placement.mirror_constants
+        placement.own_copy placement.refuse_argument placement.stack planned.CompiledOnly planned.Planned planned.stand_in
         platforms.PLATFORMS platforms.XLAS_WAY reductions.REDUCTIONS reductions.divide reductions.reduction_of
         rows_drawn.key_of spent.COMPUTATION spent.DeviceTime spent.Spent spent.forget_pause spent.last_profile
         spent.waited
     """,
     "_variables": """
         access.all_copies access.claimed access.copied access.lent access.load access.store
+        access.store_in_parts
         assignment.check_per_replica bindings.Bindings bindings.bound bindings.outer_reader
         bindings.with_few_compilations equal_copies.CopiesCompared equal_copies.Watch equal_copies.check
-        equal_copies.last_comparisons equal_copies.watch sharded.ShardedVariable spec.without_counters storage.Home
+        equal_copies.last_comparisons equal_copies.watch in_parts.describe making.make
+        sharded.ShardedVariable spec.VariableSpec spec.without_counters storage.Home
         storage.WeakVariables
         storage.home_of storage.lent storage.overwrite storage.overwrite_when_done tree.VariableTree tree.trainable
         variable.Variable variable.is_variable variable.listeners variable.live_variables variable.local_arrays

@@ -370,6 +370,7 @@ CACHES = {
     "_program.call": "_gives_array _number_leaf",
     "_program.program": "_mirrored_number",
     "_replicas.cross_replica": "_compile",
+    "_replicas.division": "_division _placement",  # of shapes, remembered for each warm run with arrays in parts
     "_replicas.mesh": "default_mesh",
     "_replicas.placement": "_program",
     "_strategy.current": "_default_strategy",

@@ -23,7 +23,7 @@ from .mesh import ReplicaMesh
 LEAST_BYTES = 128 * 1024
 
 
-class Kind(Protocol):
+class Shaped(Protocol):
     """What has a shape and a dtype: an array, or what stands for one."""
 
     @property
@@ -191,7 +191,7 @@ def division_in(array: jax.Array) -> Division | None:
     )
 
 
-def placement_of_array(mesh: ReplicaMesh, array: Kind) -> NamedSharding:
+def placement_of_array(mesh: ReplicaMesh, array: Shaped) -> NamedSharding:
     """Return the placement of an array outside of variables, or of its kind, that is the same on every replica."""
     return placement_of(mesh, division_of_array(mesh, array.shape, array.dtype))
 
