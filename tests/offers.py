@@ -17,7 +17,8 @@ OFFERS = {
         jaxprs.linear_operands jaxprs.loop_of jaxprs.meshes_in jaxprs.names_around jaxprs.num_bytes
         jaxprs.primitives_in jaxprs.transforms_of marks.Mark marks.Purpose marks.mark marks.mark_p primitives.ADDITIONS
         primitives.ADDITIVE primitives.ADD_TO_FIRST primitives.AGAIN primitives.AXIS_SUMS primitives.BILINEAR
-        primitives.BROADCASTS primitives.CONCATENATIONS primitives.COMMUTATIVE primitives.COMPARE primitives.CONVERSIONS primitives.CONVOLUTIONS
+        primitives.BROADCASTS primitives.CONCATENATIONS primitives.COMMUTATIVE primitives.COMPARE
+        primitives.CONVERSIONS primitives.CONVOLUTIONS
         primitives.CUSTOM_DERIVATIVE primitives.DERIVATIVE_SUMS primitives.DEVICE_MAPS primitives.DEVICE_RANDOM
         primitives.DIVISIONS primitives.DOT_PRODUCTS primitives.DRAWS primitives.ELEMENTWISE primitives.FILLS
         primitives.HOST_CALLBACKS primitives.HOST_EFFECTS primitives.KEEP_AXES primitives.LOOPS primitives.MAKE_SAME
