@@ -17,12 +17,13 @@ OFFERS = {
         jaxprs.linear_operands jaxprs.loop_of jaxprs.meshes_in jaxprs.names_around jaxprs.num_bytes
         jaxprs.primitives_in jaxprs.transforms_of marks.Mark marks.Purpose marks.mark marks.mark_p primitives.ADDITIONS
         primitives.ADDITIVE primitives.ADD_TO_FIRST primitives.AGAIN primitives.AXIS_SUMS primitives.BILINEAR
-        primitives.BROADCASTS primitives.COMMUTATIVE primitives.COMPARE primitives.CONVERSIONS primitives.CONVOLUTIONS
+        primitives.BROADCASTS primitives.CONCATENATIONS primitives.COMMUTATIVE primitives.COMPARE
+        primitives.CONVERSIONS primitives.CONVOLUTIONS
         primitives.CUSTOM_DERIVATIVE primitives.DERIVATIVE_SUMS primitives.DEVICE_MAPS primitives.DEVICE_RANDOM
         primitives.DIVISIONS primitives.DOT_PRODUCTS primitives.DRAWS primitives.ELEMENTWISE primitives.FILLS
         primitives.HOST_CALLBACKS primitives.HOST_EFFECTS primitives.KEEP_AXES primitives.LOOPS primitives.MAKE_SAME
-        primitives.MOVES primitives.ONE_TO_ONE primitives.PADS primitives.PRINTS primitives.PURE primitives.RANDOM
-        primitives.RESHAPES primitives.SAID_TWICE primitives.SCATTER_SUMS primitives.SELECTS primitives.SIMPLE
+        primitives.MOVES primitives.NEUTRAL primitives.ONE_TO_ONE primitives.PADS primitives.PRINTS primitives.PURE primitives.RANDOM
+        primitives.RESHAPES primitives.SAID_TWICE primitives.SCATTER_SUMS primitives.SELECTS primitives.SIMPLE primitives.SLICES
         primitives.SPREADS primitives.SUMS primitives.TRANSPOSES random_keys.Count random_keys.THREEFRY
         random_keys.are_counted random_keys.by_rows random_keys.draws_by_rows random_keys.folded random_keys.of_rows
         random_keys.plain

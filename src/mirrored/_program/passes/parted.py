@@ -257,7 +257,7 @@ class Parted(Interpreter[Value]):
                     kinds[k] = value if _is_total(value) else walk.like(value, given[loop.carry[k]])
                 elif (division := divisions[k]) is not None and not isinstance(value, DevicePart):
                     kinds[k] = Addend(None, division, division.scattered_sum(walk.whole(value), self.known.axis))
-            return [jnp.asarray(_array_of(value)) for value in kinds]
+            return [_typed(_array_of(value), var) for value, var in zip(kinds, body.closed.jaxpr.outvars, strict=True)]
 
         made = run_parts(equation, arrays, [one_round])
         results = [_with_array(kind, array) for kind, array in zip(kinds, made, strict=True)]
@@ -299,7 +299,8 @@ class Parted(Interpreter[Value]):
             def branch(*arrays: Any) -> list[Any]:
                 walk = Parted(self.known, around)
                 results = walk.run_closed(part.closed, list(map(_with_array, given, arrays)))
-                return [jnp.asarray(walk.like(value, kind).array) for value, kind in zip(results, kinds, strict=True)]
+                made = [walk.like(value, kind).array for value, kind in zip(results, kinds, strict=True)]
+                return list(map(_typed, made, part.closed.jaxpr.outvars))
 
             return branch
 
@@ -334,6 +335,11 @@ def _is_added_to(jaxpr: Jaxpr, argument: int, result: int) -> bool:
         return False
     [added] = users[0].outvars
     return results[result] is added and atoms.count(added) == 1 == atoms.count(jaxpr.invars[argument])
+
+
+def _typed(array: Any, atom: Any) -> Any:
+    """Return an array; of a number in the program one of the type that it has there."""
+    return array if isinstance(array, jax.Array) else jnp.asarray(array, atom.aval.dtype)
 
 
 def _array_of(value: Value) -> Any:
