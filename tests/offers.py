@@ -7,18 +7,18 @@ OFFERS = {
         dead_code.is_undivided dead_code.opened
         distributed.before_shutdown distributed.choose_cpu_collectives distributed.clear_backends distributed.client
         distributed.has_backend distributed.is_known_platform distributed.is_recoverable distributed.known_devices
-        distributed.late_devices distributed.listen_at distributed.place distributed.swallows_sigterm
+        distributed.late_devices distributed.listen_at distributed.place distributed.swallows_sigterm distributed.without_warnings
         forks.leave_to_parent interpreter.Analysis interpreter.Evaluation interpreter.Flattening
         interpreter.Interpreter interpreter.evaluate interpreter.run_parts interrupts.send_ignored_again jaxprs.Atom
         jaxprs.ClosedJaxpr jaxprs.Equation jaxprs.Jaxpr jaxprs.Literal jaxprs.Loop jaxprs.Part jaxprs.Var jaxprs.callee
         jaxprs.has_collective jaxprs.has_replica_number jaxprs.held_operands jaxprs.inner_constants jaxprs.inner_jaxprs
-        jaxprs.inside jaxprs.inside_of jaxprs.is_backward jaxprs.is_collective jaxprs.is_function_of_operands
-        jaxprs.is_ordered_print
+        jaxprs.inside_of primitives.INLINE_CALLS primitives.SCATTERS jaxprs.inside jaxprs.is_backward jaxprs.is_collective
+        jaxprs.is_function_of_operands jaxprs.is_ordered_print
         jaxprs.is_over_groups jaxprs.is_plain jaxprs.is_replica_number jaxprs.is_scan jaxprs.is_sum jaxprs.levels_of
         jaxprs.linear_operands jaxprs.loop_of jaxprs.meshes_in jaxprs.names_around jaxprs.num_bytes
         jaxprs.primitives_in jaxprs.transforms_of marks.Mark marks.Purpose marks.mark marks.mark_p primitives.ADDITIONS
         primitives.ADDITIVE primitives.ADD_TO_FIRST primitives.AGAIN primitives.AXIS_SUMS primitives.BILINEAR
-        primitives.BROADCASTS primitives.COMMUTATIVE primitives.CONCATENATIONS primitives.COMPARE
+        primitives.BROADCASTS primitives.CONCATENATIONS primitives.COMMUTATIVE primitives.COMPARE
         primitives.CONVERSIONS primitives.CONVOLUTIONS
         primitives.CUSTOM_DERIVATIVE primitives.DERIVATIVE_SUMS primitives.DEVICE_MAPS primitives.DEVICE_RANDOM
         primitives.DIVISIONS primitives.DOT_PRODUCTS primitives.DRAWS primitives.ELEMENTWISE primitives.FILLS
@@ -78,7 +78,7 @@ OFFERS = {
         placement.divide_slices
         placement.join placement.mirror placement.mirror_constants
         placement.own_copy placement.refuse_argument placement.stack planned.CompiledOnly planned.Planned planned.stand_in
-        platforms.PLATFORMS platforms.XLAS_WAY reductions.REDUCTIONS reductions.divide reductions.reduction_of
+        platforms.platform_of reductions.REDUCTIONS reductions.divide reductions.reduction_of
         rows_drawn.key_of spent.COMPUTATION spent.DeviceTime spent.Spent spent.forget_pause spent.last_profile
         spent.waited
     """,
@@ -109,10 +109,10 @@ OFFERS = {
         nnx.run_with_objects nnx.set_arrays nnx.variables_of replaced.over_replicas
     """,
     "_program": """
-        advice.Said cache.Programs cache.listeners call.Call call.argument_names call.array_leaves call.check_replicas
-        call.key_of call.of_last_batch call.take_apart eager.eager eager.is_eager lift.Lifted lift.plan_result
-        lift.trace memory.Memory program.Program program.annotate program.collectives_of program.describe_program
-        program.name_of_collective program.place program.program_compiled refusals.check_outside steps.Steps
+        advice.Said call.Call call.argument_names call.check_replicas dispatch.Dispatcher eager.eager lift.Lifted
+        lift.plan_result lift.trace memory.Memory program.Program program.annotate program.collectives_of
+        program.describe_program program.name_of_collective program.program_compiled recompilations.listeners
+        refusals.check_outside steps.Steps
     """,
     "_transforms": """
         function.function function.function_programs gradients.check_variables gradients.grad gradients.value_and_grad

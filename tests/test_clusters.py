@@ -100,6 +100,12 @@ def test_torchrun_gives_each_host_one_worker(tmp_path: Path) -> None:
         assert _found(environment | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, 2, rank).coordinator_address == "gpu-0:29501"
 
 
+def test_torchrun_is_told_to_go_on_with_fewer_hosts(tmp_path: Path) -> None:
+    _stub(tmp_path, "torchrun", 'echo "$TORCH_DISABLE_SHARE_RDZV_TCP_STORE $@"')
+    written = _bash(tmp_path, str(CLUSTERS / "torchrun_elastic.sh"), "gpu-0").stdout
+    assert written.startswith("1 --nnodes 2:3 ") and "--rdzv-endpoint gpu-0:29400 " in written, written
+
+
 @pytest.mark.parametrize(
     ("code", "restarts", "is_queued_again"), [(0, 0, False), (75, 0, True), (143, 4, True), (76, 0, False), (1, 5, False)]
 )

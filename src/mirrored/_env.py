@@ -40,6 +40,7 @@ CPU_THREADS = EnvironmentVariable(
 )
 CPU_THREADS_FALLBACK = EnvironmentVariable("NPROC", "What XLA reads when PJRT_NPROC is unset; respected, never set.")
 XLA_FLAGS = EnvironmentVariable("XLA_FLAGS", "Read: the number of CPU devices there; workers compare the other flags.")
+XLA_LOG_LEVEL = EnvironmentVariable("TF_CPP_MIN_LOG_LEVEL", "Read: JAX sets 1; then XLA is silent while the workers connect.")
 NCCL_ALGO = EnvironmentVariable("NCCL_ALGO", "Set to Ring for CommunicationImplementation.RING, unless it is set already.")
 DEBUG = EnvironmentVariable("MIRRORED_DEBUG", "Read: `detail` compares the workers' programs at every start, not the first only.")
 TF_CONFIG = EnvironmentVariable(

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from jax._src import distributed as jax_distributed
 from jax._src import xla_bridge
-from jax._src.lib import _jax
+from jax._src.lib import _jax, utils
 
 from mirrored._jax import distributed
 
@@ -26,6 +26,18 @@ def test_the_workers_whose_devices_are_known_and_late_are_told(monkeypatch: pyte
     )
     error = RuntimeError("topologies failed: timed out with key: cpu:local_topology/cpu/3 and duration: 2m")
     assert distributed.late_devices(error) == ("3", "2m") and distributed.late_devices(RuntimeError("2m")) is None
+
+
+@pytest.mark.parametrize(("chosen", "levels"), [(None, [2, 1]), ("1", [2, 1]), ("0", []), ("3", [])])
+def test_warnings_are_left_out_unless_the_user_has_chosen(
+    chosen: str | None, levels: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_to: list[int] = []
+    monkeypatch.setattr(utils, "absl_set_min_log_level", set_to.append)
+    monkeypatch.setattr(distributed._env.XLA_LOG_LEVEL.__class__, "get", lambda _: chosen)
+    with pytest.raises(ValueError, match="inside"), distributed.without_warnings():
+        raise ValueError("inside")
+    assert set_to == levels
 
 
 def test_gloo_listens_where_the_other_workers_reach_this_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,8 +41,9 @@ def test_jax_has_a_callback_in_python() -> None:
     assert any(inspect.isfunction(callback) for callback in theirs)
 
 
-def ignored(error: BaseException, thing: Any = None) -> SimpleNamespace:
-    return SimpleNamespace(exc_type=type(error), exc_value=error, exc_traceback=None, err_msg=None, object=thing)
+def ignored(error: BaseException, callback: Any = None) -> SimpleNamespace:
+    traceback = callback and SimpleNamespace(tb_frame=SimpleNamespace(f_code=callback.__code__))
+    return SimpleNamespace(exc_type=type(error), exc_value=error, exc_traceback=traceback, err_msg=None, object=None)
 
 
 def test_only_ctrl_c_in_the_main_thread_is_sent_again_and_the_hook_is_set_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,6 +129,18 @@ def test_gradients_are_scattered_among_many_chips_too(name) -> None:
     assert scattered[0] == 4 * 1024 * 1024 and len(scattered) == 2 and scattered[1] <= scattered[0] / 8
 
 
+def test_a_scatter_that_xla_writes_as_a_fused_all_reduce_counts_what_is_sent() -> None:
+    """XLA does so where the parts of the devices do not fill its tiles."""
+    mesh = jax.sharding.Mesh(np.array(devices()), ("r",))
+    scatter = lambda x: jax.lax.psum_scatter(2 * x, "r", tiled=True)  # noqa: E731
+    mapped = jax.shard_map(scatter, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec("r"), check_vma=False)
+    rows = jax.ShapeDtypeStruct((8 * 393, 128), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+    text = jax.jit(mapped).lower(rows).compile().as_text()
+    [sent, *_] = collectives_in(text)
+    assert sent.kind == "reduce-scatter" and "%all-reduce-scatter" in text
+    assert rows.size * 4 <= sent.num_bytes <= 1.05 * rows.size * 4
+
+
 @pytest.mark.parametrize("schedule", ["together", "one_by_one"])
 def test_several_replicas_on_a_device(schedule) -> None:
     strategy, *_ = train(num_replicas=16, schedule=schedule)

@@ -88,6 +88,6 @@ MUTANTS = [
      SINKS + "a_wide_sum_of_narrow_values_is_as_exact_as_that_of_devices[counted-2]"),
     ("_program/passes/sink_reductions.py", "dtype=dtype)", "dtype=stack.dtype)",
      SINKS + "a_wide_sum_of_narrow_values_is_as_exact_as_that_of_devices[counted-2]"),
-    ("_program/steps.py", "(*call.arrays, *program.constants)", "call.arrays",
+    ("_program/dispatch.py", "(*call.arrays, *program.constants)", "call.arrays",
      "tests/test_bad_input.py"),
 ]  # fmt: skip

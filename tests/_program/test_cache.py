@@ -90,12 +90,14 @@ def test_a_model_that_is_dropped_takes_its_programs_with_it(way, strategy2):
 def test_strategies_that_are_dropped_leave_nothing():
     def live():
         gc.collect()
-        return len(cache._all), len(_variable._live), len(list(function._programs))
+        return len(cache._all), len(_variable._live), len(list(function._outside.programs)), len(function._in_scope)
 
     def use():
         strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
         for way in ("argument", "function"):
             WAYS[way](strategy, weights(strategy))()
+        with strategy.scope():
+            WAYS["function"](strategy, weights(strategy))()
 
     use()
     before = live()

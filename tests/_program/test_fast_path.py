@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from strategies import in_threads
 
-from mirrored._program import steps
+from mirrored._program import dispatch
 from mirrored._program.cache import MAX_FAST_PATHS
 
 
@@ -63,7 +63,7 @@ def test_a_step_in_a_loop_is_known_without_its_key(kind, total, warm, x, monkeyp
     args = BATCHES[kind](x)
     expected = total(step, *args)
     assert warm(step, *args) == expected
-    monkeypatch.delattr(steps, "key_of")
+    monkeypatch.delattr(dispatch, "key_of")
     assert total(step, *args) == expected
 
 
@@ -79,7 +79,7 @@ def test_steps_that_take_turns_are_known_too(total, x, monkeypatch):
     doubled, tripled = times(2), times(3)
     for _ in range(3):
         assert [total(step, x) for step in (plain, doubled, tripled)] == [9, 18, 27]
-    monkeypatch.delattr(steps, "key_of")
+    monkeypatch.delattr(dispatch, "key_of")
     for _ in range(2):
         assert [total(step, x) for step in (tripled, plain, doubled)] == [27, 9, 18]
     assert total(times(3), x) == 27, "its code is that of the last one which had to be looked up"

@@ -13,7 +13,7 @@ import pytest
 
 import mirrored as mr
 from mirrored import testing
-from mirrored._program import steps
+from mirrored._program import dispatch
 from mirrored._program.own_code import look_at
 
 ONE = np.ones(2, np.float32)
@@ -95,7 +95,7 @@ def test_a_changed_name_is_seen_and_goes_to_and_fro_between_two_programs(name, s
                 step = make(trainer) if anew or name == "function that it closes over" else step
                 strategy2.run(step, args=(x,))
             with monkeypatch.context() as fast:
-                fast.delattr(steps, "key_of")  # a fast path needs none
+                fast.delattr(dispatch, "key_of")  # a fast path needs none
                 assert float(strategy2.run(step, args=(x,)).values[0]) == 2 * number
     assert programs.count == 2, programs.describe()
     numbers = [2.0, 3.0, 2.0]

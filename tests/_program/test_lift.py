@@ -243,7 +243,7 @@ def test_an_assignment_from_anywhere_does_not_compile_again(strategy2):
         compiled(x)
     [program] = strategy2._steps.programs
     assert program.compiled._cache_size() == 1
-    assert next(reversed(list(function._programs))).compiled._cache_size() == 1
+    assert next(reversed(list(function._outside.programs))).compiled._cache_size() == 1
 
 
 def test_what_a_step_does_only_when_it_runs_eagerly_is_an_error():

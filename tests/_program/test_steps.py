@@ -18,7 +18,7 @@ from strategies import all_reduce, ctx, numbers, strategy_of, values_of, variabl
 
 import mirrored as mr
 from mirrored import testing
-from mirrored._program import cache
+from mirrored._program import recompilations
 from mirrored._replicas.per_replica import stack_of
 from mirrored._workers import joint_programs
 
@@ -215,8 +215,8 @@ def test_a_program_that_workers_compile_before_it_starts_is_counted(strategy2, m
     _, program = strategy2._steps.programs  # of the last batch, not compiled yet
     compiled = joint_programs.prepared("sum", "its text", program.compiled)
     with testing.count_programs() as programs:
-        total = dataclasses.replace(program, compiled=compiled).run([stack_of(last)])
-    assert values_of(total) == [2, 1] and programs.count == 1
+        [stack] = dataclasses.replace(program, compiled=compiled).execute([stack_of(last)])
+    assert stack.tolist() == [2, 1] and programs.count == 1
 
 
 # -- where arguments are, and JAX's settings
@@ -344,7 +344,7 @@ def test_a_cross_validation_is_silent(strategy2):
 
 
 def test_a_few_programs_of_one_function_are_silent(strategy2):
-    limit = cache.MAX_SILENT_RECOMPILATIONS
+    limit = recompilations.MAX_SILENT_RECOMPILATIONS
     assert recompiled(lambda i: strategy2.run(named, args=(str(i),)), count=limit) == []
     assert recompiled(lambda i: strategy2.run(named, args=(str(i % limit),)), count=3 * limit) == []
     assert len(recompiled(lambda i: strategy2.run(named, args=(str(limit),)), count=1)) == 1

@@ -12,7 +12,7 @@ import mirrored as mr
 from mirrored._jax import jaxprs
 from mirrored._replicas import host_memory, in_flight, parts
 from mirrored._replicas.per_replica import carried_sums
-from mirrored._replicas.platforms import PLATFORMS, XLAS_WAY
+from mirrored._replicas.platforms import PLATFORMS, platform_of
 
 WAYS = ["packed", "alone"]
 
@@ -27,11 +27,11 @@ def packs(request, monkeypatch):
 
 @pytest.mark.parametrize("platform", ["tpu", "gpu", "neuron"])
 def test_only_cpus_pack_are_paced_and_share_memory(platform):
-    assert PLATFORMS["cpu"] == (True, True, 0, True)
-    assert PLATFORMS.get(platform, XLAS_WAY) == (False, False, 128 if platform == "tpu" else 0, False)
+    assert PLATFORMS["cpu"] == (True, True, 0, False, False, True)
     mesh = SimpleNamespace(
         devices=np.array([SimpleNamespace(platform=platform, client=SimpleNamespace(runtime_type="stream_executor"))] * 2)
     )
+    assert platform_of(mesh) == (False, False, 128 * (platform == "tpu"), platform == "gpu", platform in ("gpu", "tpu"), False)
     placement = SimpleNamespace(num_devices=2, mesh=mesh, is_fully_addressable=True)
     assert not in_flight.is_paced(placement)
     placement.is_fully_addressable = False

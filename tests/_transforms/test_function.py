@@ -10,6 +10,7 @@ import pytest
 from strategies import numbers, strategy_of, variable
 
 import mirrored as mr
+from mirrored._program import dispatch
 from mirrored._transforms import function
 
 pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
@@ -76,7 +77,7 @@ def test_what_a_function_returns_stays_and_its_constants_are_held_once(strategy2
     for _ in range(4):
         bump()
     assert first.tolist() == [1.0, 1.0] and float(total) == 499500.0, "no view of the variable"
-    program = next(reversed(list(function._programs)))
+    program = next(reversed(list(function._outside.programs)))
     assert (1000,) in [constant.shape for constant in program.constants], "an argument of the program, not compiled into it"
 
 
@@ -176,8 +177,8 @@ def test_a_factory_of_functions_may_be_used_often_and_one_function_compiled_agai
 
 
 def test_a_function_in_a_loop_is_known_by_a_few_looks_and_is_another_with_what_it_reads(strategy2, strategy3, monkeypatch):
-    asked, real = [], function.key_of
-    monkeypatch.setattr(function, "key_of", lambda *given: [asked.append(given), real(*given)][1])
+    asked, real = [], dispatch.key_of
+    monkeypatch.setattr(dispatch, "key_of", lambda *given: [asked.append(given), real(*given)][1])
     settings, total, x = types.SimpleNamespace(scale=2.0), variable(0.0, strategy2), numbers(strategy2, 1)
 
     @mr.function

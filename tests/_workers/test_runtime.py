@@ -46,7 +46,7 @@ def test_jax_is_told_where_to_listen_and_how_soon_a_silent_worker_is_dead(monkey
     meeting = _meeting.Meeting("10.0.0.1", "10.0.0.1:1")
     monkeypatch.setattr(distributed, "has_backend", lambda: False)
     monkeypatch.setattr(_runtime, "meet", lambda *given: asked.append(given) or meeting)
-    monkeypatch.setattr(distributed.jax, "config", SimpleNamespace(update=told.__setitem__))
+    monkeypatch.setattr(distributed.jax, "config", SimpleNamespace(jax_logging_level="NOTSET", update=told.__setitem__))
     monkeypatch.setattr(_runtime.jax.distributed, "initialize", lambda **given: told.update(given, direct=direct.get()))
     monkeypatch.setattr(distributed, "listen_at", lambda host: told.update(gloo=host))
     monkeypatch.setattr(_runtime, "_begin", lambda *given: given)
@@ -76,7 +76,7 @@ def test_a_process_that_a_worker_has_started_is_not_that_worker_too(monkeypatch:
     with monkeypatch.context() as patch:  # it is named before JAX's threads begin, which read the environment
         patch.setattr(_runtime, "meet", lambda *_: _meeting.Meeting("10.0.0.1"))
         patch.setattr(_runtime, "_choose_collectives", lambda options: None)
-        patch.setattr(_runtime.jax, "config", SimpleNamespace(update=lambda *_: None))
+        patch.setattr(_runtime.jax, "config", SimpleNamespace(jax_logging_level="NOTSET", update=lambda *_: None))
         patch.setattr(_runtime, "_connect", lambda *_: (_ for _ in ()).throw(mr.ClusterStartError("it connects")))
         with pytest.raises(mr.ClusterStartError, match="it connects"):
             _runtime.start(two_workers("a:1", "b:1"), options)
@@ -100,7 +100,7 @@ def connecting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[.
     monkeypatch.setenv("MIRRORED_WORKER", "")
     monkeypatch.setattr(distributed, "has_backend", lambda: False)
     monkeypatch.setattr(_runtime, "meet", lambda *_: _meeting.Meeting("10.0.0.1"))
-    monkeypatch.setattr(_runtime.jax, "config", SimpleNamespace(update=lambda *_: None))
+    monkeypatch.setattr(_runtime.jax, "config", SimpleNamespace(jax_logging_level="NOTSET", update=lambda *_: None))
     monkeypatch.setattr(distributed, "listen_at", lambda _: None)
     monkeypatch.setattr(_runtime, "_begin", lambda *given: given)
     monkeypatch.setattr(_runtime, "_CONNECT_WARNING_SECONDS", 0.05)
@@ -228,7 +228,7 @@ def test_a_process_is_part_of_one_cluster(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_implementation_is_told_to_jax_and_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[str, object] = {}
-    monkeypatch.setattr(distributed.jax, "config", SimpleNamespace(update=told.__setitem__))
+    monkeypatch.setattr(distributed.jax, "config", SimpleNamespace(jax_logging_level="NOTSET", update=told.__setitem__))
     for implementation, before, after, collectives in [
         ("ring", None, "Ring", "gloo"),
         ("ring", "Tree", "Tree", "gloo"),

@@ -16,3 +16,4 @@ def test_workers_compute_what_one_device_computes(tmp_path: Path) -> None:
     assert [worker.code for worker in ended] == [0, 0], [worker.output for worker in ended]
     right = [[line for line in worker.output.splitlines() if line.startswith("RIGHT")] for worker in ended]
     assert [line.split()[1] for line in right[0]] == PARTS and right[1] == right[0], "to the bit"
+    assert all("experimental" not in worker.output for worker in ended), "a line of JAX's own frightens users"

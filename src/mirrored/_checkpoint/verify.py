@@ -91,14 +91,30 @@ def open_parts(
             files[name] = opened.enter_context(zipfile.ZipFile(file))
         except Exception as error:
             problems.append(f"file {name} is damaged: {type(error).__name__}: {one_line(error)}")
+    if problems:
+        return problems, {}
+    try:
+        return [], _in_files(record, files)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise DamagedStep(f"{RECORD} says of parts what no save writes: {type(error).__name__}: {one_line(error)}") from error
+
+
+def _in_files(record: Mapping[str, Any], files: Mapping[str, zipfile.ZipFile]) -> dict[str, InFiles]:
+    """Return the arrays in parts, after the parts' sizes and headers have been compared with the record."""
     arrays, held = dict[str, InFiles](), dict[str, np.ndarray]()
-    for leaf in [] if problems else [leaf for leaf in record["leaves"].values() if "parts" in leaf]:
-        about = leaf["parts"]
-        keys = [f"{leaf['value']}.{number}" for number in range(about["count"])]
+    for leaf in (leaf for leaf in record["leaves"].values() if "parts" in leaf):
+        axis, shape = leaf["parts"]["axis"], list(leaf["parts"]["shape"])
+        keys = [f"{leaf['value']}.{number}" for number in range(leaf["parts"]["count"])]
         parts = [(files[record["arrays"][key]["file"]], key, record["arrays"][key]) for key in keys]
-        dtype = np.dtype(parts[0][2]["dtype"])
-        arrays[leaf["value"]] = InFiles(tuple(about["shape"]), dtype, about["axis"], parts, held)
-    return problems, arrays
+        for zipped, key, about in parts:
+            array_files.check_header(zipped, key, about)
+            rest = [*about["shape"][:axis], *about["shape"][axis + 1 :]]
+            if about["dtype"] != parts[0][2]["dtype"] or rest != shape[:axis] + shape[axis + 1 :]:
+                raise ValueError(f"part {key} is not like the others")
+        if sum(about["shape"][axis] for _, _, about in parts) != shape[axis]:
+            raise ValueError(f"the parts of {leaf['value']} do not add up to its length")
+        arrays[leaf["value"]] = InFiles(tuple(shape), np.dtype(parts[0][2]["dtype"]), axis, parts, held)
+    return arrays
 
 
 def one_line(error: BaseException) -> str:

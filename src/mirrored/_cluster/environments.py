@@ -39,7 +39,7 @@ JOB_PORTS = range(61440, 64512)
 #: Where a worker 0 in Kubernetes or under mpiexec listens when nothing says where; jax's port on TPUs.
 DEFAULT_PORT = 8476
 #: Who describes a cluster, where other files ask for it.
-NOTHING, SLURM = "nothing", "Slurm's variables"
+NOTHING, SLURM, TORCHRUN = "nothing", "Slurm's variables", "torchrun's variables"
 
 _NODES = re.compile(r"(?:[A-Za-z0-9_.-]|\[[0-9,-]+\])+")
 _NUMBERS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
@@ -134,7 +134,7 @@ def _from_torchrun(environment: Mapping[str, str]) -> Cluster:
         host = _host_or_loopback(environment, _env.LOCAL_WORLD_SIZE, _env.WORLD_SIZE, environment[_env.MASTER_ADDR.name])
         return join_address(host, port + 1 if port < 65535 else port - 1)
 
-    return _launched(environment, "torchrun's variables", _env.WORLD_SIZE, _env.RANK, address)
+    return _launched(environment, TORCHRUN, _env.WORLD_SIZE, _env.RANK, address)
 
 
 def _from_open_mpi(environment: Mapping[str, str]) -> Cluster:

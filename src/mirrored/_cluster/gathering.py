@@ -199,7 +199,7 @@ class Gathering:
         """
         before = self.present.get(hello.index)
         difference = self._difference(peer, hello, before)
-        is_foreign = [*hello.workers[:1]] != [*self.hello.workers[:1]]
+        is_foreign = not self._has_same_chief(hello)
         if difference and hello.digest != self.hello.digest and (is_foreign or hello.is_late or self.hello.is_late):
             self._turn_away(peer, hello, difference, is_foreign)
             return
@@ -209,6 +209,9 @@ class Gathering:
         if before and not self.failure:
             self._drop(before)
         peer.answer(self.failure or WAITING)
+
+    def _has_same_chief(self, hello: Hello) -> bool:
+        return [*hello.workers[:1]] == [*self.hello.workers[:1]]
 
     def _turn_away(self, peer: _Peer, hello: Hello, difference: Exception, is_foreign: bool) -> None:
         port = split_address(self.cluster.coordinator_address or "")[1]
@@ -229,7 +232,9 @@ class Gathering:
         they = f"worker {hello.index} ({peer.address}, {describe(hello.process)})"
         me = f"the chief ({self.cluster.coordinator_address}, {describe(self.hello.process)})"
         if difference := first_difference(they, hello, me, self.hello):
-            return ClusterConfigError(difference)
+            # A job whose size changes starts its workers one by one: some of them know of the old size still.
+            is_resized = hello.num_workers != self.hello.num_workers and self._has_same_chief(hello)
+            return ClusterStartError(difference) if is_resized else ClusterConfigError(difference)
         if hello.index == 0 or (before and before.hello and before.hello.token != hello.token):
             other = f"another ({before.address}, {describe(before.hello.process)})" if before and before.hello else me
             text = f"two processes say that they are worker {hello.index}: {they} and {other}; give each its own index"

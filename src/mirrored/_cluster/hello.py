@@ -105,7 +105,8 @@ def may_be_ours(line: bytes) -> bool:
 def first_difference(they: str, theirs: Hello, me: str, mine: Hello) -> str:
     """Say why two workers cannot train together; "" when they can."""
     if theirs.num_workers != mine.num_workers:
-        return f"{they} was told of {theirs.num_workers} workers, {me} of {mine.num_workers}; give both the same cluster"
+        numbers = f"{they} was told of {theirs.num_workers} workers, {me} of {mine.num_workers}"
+        return f"{numbers}; give both the same cluster, or start all again if it has just changed"
     if theirs.digest != mine.digest:
         both = enumerate(zip(theirs.workers, mine.workers, strict=False))
         where = [f": worker {i} is at {describe(a)} for the one, at {describe(b)} for the other" for i, (a, b) in both if a != b]

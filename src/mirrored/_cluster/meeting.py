@@ -22,12 +22,17 @@ from typing import Any
 
 from .._errors import ClusterConfigError, ClusterStartError
 from .._text import describe
+from .environments import TORCHRUN
 from .gathering import LINGER_SECONDS, PATIENCE_SECONDS, Clock, Gathering, keep_alive, reset_on_close
 from .hello import GO, MAX_LINE, RUNNING, Hello, introduce, may_be_ours, parse_answer
 from .spec import Cluster, is_loopback, join_address, split_address
 
 #: The limit where a host sets none; some programs go through all numbers up to it.
 MAX_OPEN_FILES = 1 << 20
+_BY_TORCHRUN = (
+    ". When rank 0 is lost, torchrun keeps the old MASTER_PORT: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, on "
+    "all hosts"
+)
 
 _Address = tuple[socket.AddressFamily, Any]
 
@@ -94,6 +99,7 @@ def _join(cluster: Cluster, hello: Hello, clock: Clock, own: str | None) -> str:
                 f"worker {cluster.worker_index} waited {clock.waited} for the chief ({chief}): {why}. Is worker 0 started, with "
                 f"the same cluster as here ({cluster.found_in}), and can this host reach it there (the right address and port, "
                 "no firewall)? If it only needs longer: mr.CommunicationOptions(timeout_seconds=...)"
+                f"{_BY_TORCHRUN if cluster.found_in == TORCHRUN else ''}"
             )
         clock.wait(f"worker {cluster.worker_index} is waiting for the chief ({chief}): {why};")
         found = _look_up(*split_address(chief), 1.0)  # it may have come back at another address

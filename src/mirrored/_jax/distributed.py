@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterator
@@ -10,8 +11,10 @@ from typing import Any, NamedTuple
 import jax
 from jax._src import distributed as _distributed
 from jax._src import xla_bridge as _xla_bridge
-from jax._src.lib import _jax
+from jax._src.lib import _jax, utils
 from jax.extend.backend import clear_backends as clear_backends
+
+from .. import _env
 
 #: Tell whether JAX has a backend, or several, with this name, such as "tpu" or "gpu".
 is_known_platform: Callable[[str], bool] = _xla_bridge.is_known_platform
@@ -45,6 +48,19 @@ def before_shutdown(do: Callable[[], object]) -> None:
 def is_recoverable() -> bool:
     """Tell whether JAX leaves a job alone when one of its workers is gone; then its shutdown waits for no other worker."""
     return bool(jax.config.jax_enable_recoverability)  # pyrefly: ignore[missing-attribute]
+
+
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """Leave XLA's warnings out for a block, unless the user has chosen what is shown: one speaks of an "experimental" feature."""
+    is_by_default = _env.XLA_LOG_LEVEL.get() in (None, "1") and jax.config.jax_logging_level in (None, "NOTSET")
+    if is_by_default:
+        utils.absl_set_min_log_level(2)
+    try:
+        yield
+    finally:
+        if is_by_default:
+            utils.absl_set_min_log_level(1)
 
 
 def swallows_sigterm() -> bool:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 
@@ -28,13 +29,21 @@ def _hook(other: Callable[[sys.UnraisableHookArgs], Any], unraisable: sys.Unrais
     if not is_interrupt or threading.current_thread() is not threading.main_thread() or sys.is_finalizing():
         other(unraisable)
         return
-    callback = next((callback for callback in gc.callbacks if callback is unraisable.object), None)
+    callback = _callback_of(unraisable.exc_traceback)
     if callback is not None:
         gc.callbacks.remove(callback)  # else it may run again when the signal comes
     threading.Thread(target=_send, args=(callback,), name="mirrored: Ctrl-C again", daemon=True).start()
 
 
-def _send(callback: Callable[..., None] | None) -> None:
+def _callback_of(traceback: TracebackType | None) -> Callable[..., Any] | None:
+    """Return the collector's callback in which a traceback begins; Python 3.14 does not tell it otherwise."""
+    if traceback is None:
+        return None
+    code = traceback.tb_frame.f_code
+    return next((callback for callback in gc.callbacks if getattr(callback, "__code__", None) is code), None)
+
+
+def _send(callback: Callable[..., Any] | None) -> None:
     """Wait until the main thread has left the hook, where Python would ignore the interrupt as well; then interrupt it."""
     main = threading.main_thread().ident or 0
     while _is_in_hook(main):

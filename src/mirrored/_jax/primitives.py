@@ -70,8 +70,7 @@ ONE_TO_ONE = frozenset({"optimization_barrier"})
 #: Collectives that give every replica the same result if they run over the whole axis.
 MAKE_SAME = frozenset({"psum", "pmax", "pmin", "all_gather", "pbroadcast", "psum_invariant", "all_gather_invariant"})
 #: Collectives that add up, those that add up and leave each replica a part, and those that compare.
-SUMS = frozenset({"psum", "psum_invariant"})
-SCATTERS = frozenset({"reduce_scatter"})
+SUMS, SCATTERS = frozenset({"psum", "psum_invariant"}), frozenset({"reduce_scatter"})
 COMPARE = frozenset({"pmax", "pmin"})
 #: Primitives that name the replica axis, but do not communicate. All others that name it are collectives.
 LOCAL = frozenset({"axis_index", "pvary"})

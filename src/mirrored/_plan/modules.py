@@ -5,23 +5,30 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-_KINDS = ("all-reduce", "reduce-scatter", "all-gather", "collective-permute", "all-to-all")
+_KINDS = (
+    "all-reduce", "reduce-scatter", "all-gather", "collective-permute", "collective-broadcast", "all-to-all", "ragged-all-to-all",
+)  # fmt: skip
 _ARRAY = re.compile(r"\b(pred|bf|[fsuc])(\d*)(?:e\d\w*)?\[([\d,]*)\]")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?(\S+) = (.+?) ([a-z][a-z-]*)\(")
-#: Fused computations: the text has their collectives a second time, so these do not count.
-_FUSED = ("fused_computation", "async_collective_fusion")
-#: The instruction that ends a TPU's sum which ran inside other fusions.
-_ENDS_FUSED_SUM = "async-collective-done"
 #: The instructions that count as work; `_PRODUCT` finds matrix products and convolutions among them.
 _WORK = frozenset({"convolution", "custom-call", "dot", "fusion"})
-_NAME = re.compile(r"%([\w.-]+)")
+_PRODUCT = re.compile(r"kind=kOutput|gemm|\$conv| (?:dot|convolution)\(")
 #: A loop, and how often it runs, if XLA says it; for a TPU, only a number in the loop's condition says it.
-_LOOP = re.compile(r" while\(.*condition=%(?P<condition>[\w.-]+), body=%(?P<body>[\w.-]+)")
+_LOOP = re.compile(r"condition=%(?P<condition>[\w.-]+), body=%(?P<body>[\w.-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _NUMBER = re.compile(r" s32\[\]\S* constant\((\d+)\)")
-_PRODUCT = re.compile(r"kind=kOutput|gemm|\$conv| (?:dot|convolution)\(")
+_BRANCHES = re.compile(r"(?:branch_computations=\{([^}]*)\}|true_computation=(\S+), false_computation=([^\s,]+))")
+_CALLEE = re.compile(r"(?:calls|to_apply)=%([\w.-]+)")
+#: XLA's names: a TPU's all-reduce with the slice that each device keeps; work that runs beside a collective; and what begins one
+#: and ends one. The text has such a collective in each of these, so that only its end counts.
+_SCATTERS, _GOES_ON, _BEGINS, _ENDS = (
+    "all-reduce-scatter",
+    "async_collective_fusion",
+    "AsyncCollectiveStart",
+    "AsyncCollectiveDone",
+)
 _USERS_NAMES = re.compile(r"metadata=\{[^}]*\}")  # of functions and files, which may have any word
 
 
@@ -43,64 +50,93 @@ class Sent:
     times: int = 1
 
 
+@dataclasses.dataclass(frozen=True)
+class _Instruction:
+    name: str
+    result: str
+    operation: str
+    line: str  # without the user's names
+
+
 def collectives_in(text: str) -> list[Sent]:
-    """Return the collectives in a scheduled module's text, in the order of the schedule."""
+    """Return the collectives in a scheduled module's text, in the order in which they begin."""
+    module = _Module(text)
     found: list[Sent] = []
     running: dict[str, int] = {}  # the instruction that begins a collective -> its position among those found
-    lines = list(_lines_of(text))
-    times = _times_in(lines)
-    for computation, line in lines:
-        if (match := _INSTRUCTION.match(line)) is None:
-            continue
-        name, result, operation = match.groups()
-        if operation.endswith("-done"):
-            running.pop(_operand(line), None)
-        elif kind := _kind_of(name, operation, computation, line):
-            if is_start := operation.endswith("-start"):
-                running[name] = len(found)
-            parts = _num_devices(line) if kind == "reduce-scatter" and not is_start else 1  # its result is a part
-            is_overlapped = name.startswith(_ENDS_FUSED_SUM)
-            found.append(Sent(kind, parts * _num_bytes(result), is_overlapped, 0, times.get(computation, 1)))
-        elif operation in _WORK:
+    for each, times in module.run(module.entry):
+        if each.operation.endswith("-done"):
+            running.pop(_operand(each.line), None)
+        elif sent := module.sent_by(each, times):
+            if each.operation.endswith("-start"):
+                running[each.name] = len(found)
+            found.append(sent)
+        elif each.operation in _WORK:
             for position in running.values():
                 found[position] = dataclasses.replace(found[position], is_overlapped=True)
-            if _PRODUCT.search(_USERS_NAMES.sub("", line)):
+            if _PRODUCT.search(each.line):
                 found = [dataclasses.replace(sent, later=sent.later + 1) for sent in found]
     return found
 
 
-def _lines_of(text: str) -> Iterator[tuple[str, str]]:
-    """Yield each line, after the name of its computation."""
-    computation = ""
-    for line in text.splitlines():
-        if line[:1].strip():
-            computation = line.removeprefix("ENTRY ").split()[0].lstrip("%")
-        yield computation, line
+class _Module:
+    """The computations of a module's text, each with its instructions in their order."""
+
+    def __init__(self, text: str) -> None:
+        self.entry = ""
+        self._computations: dict[str, list[_Instruction]] = {"": []}
+        self._ended: dict[str, str] = {}  # the instruction that begins a collective -> the type of its result
+        name = ""
+        for line in text.splitlines():
+            if line[:1].strip():
+                name = line.removeprefix("ENTRY ").split()[0].lstrip("%")
+                self.entry = name if line.startswith("ENTRY ") else self.entry
+                self._computations[name] = []
+            elif match := _INSTRUCTION.match(line):
+                self._computations[name].append(_Instruction(match[1], match[2], match[3], _USERS_NAMES.sub("", line)))
+                if match[3].endswith("-done"):
+                    self._ended[_operand(line)] = match[2]
+
+    def run(self, computation: str, times: int = 1) -> Iterator[tuple[_Instruction, int]]:
+        """Yield each instruction that runs, and how often; of a condition's branches, those of the one that sends most."""
+        for each in self._computations[computation]:
+            if each.operation == "while" and (loop := _LOOP.search(each.line)):
+                for part in loop.groups():
+                    yield from self.run(part, times * self._trips(each, loop["condition"]))
+            elif each.operation == "conditional" and (match := _BRANCHES.search(each.line)):
+                names = [name.strip("% ") for part in match.groups() if part for name in part.split(",")]
+                yield from max(([*self.run(name, times)] for name in names), key=self._bytes_sent)
+            elif each.operation == "call" and (match := _CALLEE.search(each.line)):
+                yield from self.run(match[1], times)
+            else:
+                yield each, times
+
+    def sent_by(self, each: _Instruction, times: int) -> Sent | None:
+        """Return the collective that an instruction is, begins, or has inside; None if it has none, or only goes on with one."""
+        if each.operation.removesuffix("-start") in _KINDS:
+            return _sent(each, self._ended.get(each.name, each.result), times)
+        callee = _CALLEE.search(each.line)
+        inside = self._computations.get(callee[1], []) if callee else []
+        collective = next((one for one in inside if one.operation in _KINDS), None)
+        if callee is None or collective is None or callee[1].startswith(_GOES_ON) or any(_BEGINS in one.line for one in inside):
+            return None
+        sent = _sent(collective, collective.result, times)
+        kind = "reduce-scatter" if callee[1].startswith(_SCATTERS) else sent.kind
+        return dataclasses.replace(sent, kind=kind, is_overlapped=any(_ENDS in one.line for one in inside))
+
+    def _trips(self, loop: _Instruction, condition: str) -> int:
+        """Return how often a loop runs: what XLA says, else the largest number in its condition."""
+        if known := _TRIPS.search(loop.line):
+            return int(known[1])
+        return max([1, *(int(number) for each in self._computations[condition] for number in _NUMBER.findall(each.line))])
+
+    def _bytes_sent(self, branch: list[tuple[_Instruction, int]]) -> int:
+        return sum(sent.num_bytes * times for each, times in branch if (sent := self.sent_by(each, times)))
 
 
-def _times_in(lines: Sequence[tuple[str, str]]) -> dict[str, int]:
-    """Return how often each computation runs: a loop's body as often as XLA says, or the number in the loop's condition."""
-    limits: dict[str, int] = {}  # the largest number in each computation
-    for computation, line in lines:
-        limits[computation] = max([limits.get(computation, 1), *map(int, _NUMBER.findall(line))])
-    times: dict[str, int] = {}
-    for computation, line in reversed(lines):  # callers come after the computations that they call
-        for callee in limits.keys() & set(_NAME.findall(line)):
-            times[callee] = times.get(computation, 1)
-        if loop := _LOOP.search(line):
-            trips = _TRIPS.search(line)
-            times[loop["body"]] *= int(trips[1]) if trips else limits.get(loop["condition"], 1)
-    return times
-
-
-def _kind_of(name: str, operation: str, computation: str, line: str) -> str:
-    """Return the kind of a collective, or "" if the instruction is none."""
-    kind = operation.removesuffix("-start")
-    if name.startswith(_ENDS_FUSED_SUM) or (operation == "fusion-start" and '"__triton_collective"' in line):
-        return "all-reduce"
-    if kind not in _KINDS or computation.startswith(_FUSED):
-        return ""
-    return "reduce-scatter" if computation.startswith("all-reduce-scatter") else kind
+def _sent(collective: _Instruction, result: str, times: int) -> Sent:
+    kind = collective.operation.removesuffix("-start")
+    parts = _num_devices(collective.line) if kind == "reduce-scatter" else 1  # its result is a part
+    return Sent(kind, parts * _size(result), False, 0, times)
 
 
 def _num_devices(line: str) -> int:
@@ -113,14 +149,6 @@ def _num_devices(line: str) -> int:
 
 def _operand(line: str) -> str:
     return line.rpartition("-done(")[2].split(")")[0].lstrip("%")
-
-
-def _num_bytes(result: str) -> int:
-    """Return the bytes of a collective's array; a `-start` instruction names operands and results, which count once."""
-    if not result.startswith("(("):
-        return _size(result)
-    operands, _, results = result.partition("), ")
-    return max(_size(operands), _size(results))
 
 
 def _size(text: str) -> int:

@@ -1,29 +1,20 @@
-"""The cache of programs: finds, evicts, says why a function was compiled again, and warns of many compilations."""
+"""The cache of programs: which program does a call run, and how long is it kept?"""
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import functools
-import inspect
 import sys
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
-import optax
-from jax.tree_util import PyTreeDef
-
-from .._errors import RecompilationWarning
-from .._jax import tracing, user_code
-from .._text import shown
-from .._typing import PyTree, UserFunction
-from .._variables.variable import Variable, spec_of
-from .call import ArrayLeaf, Call, leaf_names, static_key
+from .._typing import UserFunction
+from .call import Call
 from .guards import FastPath, fast_path_to, match
-from .own_code import Guards, Sight, content_key
+from .own_code import Guards, Sight
 from .program import Program
 
 ProgramT = TypeVar("ProgramT", bound=Program)
@@ -31,15 +22,11 @@ ProgramT = TypeVar("ProgramT", bound=Program)
 #: Programs kept per strategy, least recently used first out; beyond `MAX_FORGOTTEN` only those that were called lately.
 MAX_PROGRAMS, MAX_FORGOTTEN, LATELY_SECONDS = 256, 64, 600.0
 MAX_FAST_PATHS = 128
-#: So many programs of one function are normal (a few shapes, training and not); more are reported once.
-MAX_SILENT_RECOMPILATIONS = 8
-
-#: Called with each program that is made, and the reason why the function's last one did not fit ("" for the first).
-listeners: list[Callable[[Any, str], None]] = []
 
 _all: weakref.WeakSet[Programs[Any]] = weakref.WeakSet()
-#: By `id`, what holds and returns an object without weak references, one for all programs. Such as a dict of parameters, which a
-#: step closes over: it and its arrays may not live until the cache is full, so a pin that alone holds its object ends.
+#: By `id`, what holds and returns an object without weak references, such as a dict of parameters: nothing tells when it is
+#: dropped. It is held, so that no other object gets its `id`; and so that its arrays do not live until the cache is full,
+#: `_drop_ended` counts who else refers to it. All programs share one pin, because two would hold it for each other.
 _pins: weakref.WeakValueDictionary[int, Callable[[], Any]] = weakref.WeakValueDictionary()
 
 
@@ -81,7 +68,6 @@ class Programs(Generic[ProgramT]):
         self._by_hash: dict[int, list[CacheEntry[ProgramT]]] = {}  # of their keys, which are compared for calls only
         #: Least recently used first.
         self._entries: collections.OrderedDict[CacheEntry[ProgramT], None] = collections.OrderedDict()
-        self._seen: collections.OrderedDict[tuple[int, ...], _Seen] = collections.OrderedDict()
         self._last: CacheEntry[ProgramT] | None = None  # of the last call
         self.fast_paths: dict[int, FastPath[ProgramT]] = {}  # of the last calls, by the `id` of a function and of its code
         _all.add(self)
@@ -135,49 +121,14 @@ class Programs(Generic[ProgramT]):
         with contextlib.suppress(KeyError):  # it was just dropped: garbage is collected at any time
             self._entries.move_to_end(entry)
 
-    def made_for_last(
-        self, coming: PyTree | None, take_apart: Callable[..., Call], make: Callable[[Call], ProgramT]
-    ) -> list[tuple[Call, ProgramT]]:
-        """Make the program for a dataset's last batch, `coming`, unless that is unknown or has one; it compiles later."""
-        later = None if coming is None else take_apart(*coming)
-        if later is None or self.get(later.key, later.functions) is not None:
-            return []
-        try:
-            return [(later, make(later))]
-        except Exception as error:
-            num_rows = next(sum(rows for rows, *_ in leaf.shapes) for leaf in later.array_leaves() if leaf.shapes is not None)
-            note = (
-                f"Nothing has run yet: this is about the last batch of the dataset, of {num_rows} rows, for which a new step is "
-                "traced at once. If the loop ends before it, say so: dataset.take(steps)."
-            )
-            notes = getattr(error, "__notes__", [])
-            error.__notes__ = [*notes[:1], note, *notes[1:]]  # after the replicas that it is about, before JAX's own
-            raise
-
-    def add(self, call: Call, program: ProgramT, sight: Sight, owner: Any = None, also: Sequence[Any] = ()) -> None:
-        """Keep the program of a call that sees this, until the end of what it sees, of its variables or of `also`.
-
-        Compilations are counted for an owner and its variables, so that the folds of a cross-validation are silent. The owner is
-        by default the function's code, because a step is often a new function in each turn of a loop.
-        """
+    def add(self, call: Call, program: ProgramT, sight: Sight, cause: str) -> None:
+        """Keep a program, until the end of one of its variables, or of the objects that the call sees."""
         _drop_ended()
-        if owner is None:
-            function = inspect.unwrap(call.function)  # all functions that a decorator makes have one code
-            owner = getattr(function, "__code__", function)
-        leaves = [leaf if isinstance(leaf, ArrayLeaf) else (static_key(leaf[0]), shown(leaf[0])) for leaf in call.leaves]
-        named = {name: content_key(value) for name, value in sight.named.items()}
-        structure, variables = Structure(call.treedef, leaves, named, tracing.settings()), program.lifted.variables
-        before, count = self._count(owner, variables, structure)
-        cause = "" if before is None else _reason(before, structure, leaf_names(call))
         entry = CacheEntry(program, call.key, sight.guards, cause)
-        entry.end_with((*sight.objects, *variables, *also), functools.partial(_drop_from, weakref.ref(self), weakref.ref(entry)))
+        targets = (*sight.objects, *program.lifted.variables)
+        entry.end_with(targets, functools.partial(_drop_from, weakref.ref(self), weakref.ref(entry)))
         self._insert(entry, call.functions)
         self._make_room()
-        for tell in listeners:
-            tell(program, cause)
-        if count == MAX_SILENT_RECOMPILATIONS + 1:
-            name = getattr(call.function, "__qualname__", None) or shown(call.function)
-            user_code.warn(f"{name} has been compiled {count} times; this time because {cause}", RecompilationWarning)
 
     def _insert(self, entry: CacheEntry[ProgramT], functions: tuple[UserFunction, ...]) -> None:
         """Make an entry that of the last call, in place of any that other threads have made meanwhile."""
@@ -199,17 +150,6 @@ class Programs(Generic[ProgramT]):
             if len(self._entries) <= MAX_PROGRAMS and oldest.used > time.monotonic() - LATELY_SECONDS:
                 break
             self.drop(oldest)
-
-    def _count(self, owner: Any, variables: Sequence[Variable], structure: Structure) -> tuple[Structure | None, int]:
-        """Return the structure of the call for which a function's last program was made, and the number of its programs."""
-        key = (id(owner), *sorted(spec_of(variable).number for variable in variables))
-        seen = self._seen.pop(key, None)
-        if seen is None or seen.owner() is not owner:
-            seen = _Seen(_refer_to(owner), 0, None)
-        self._seen[key] = _Seen(seen.owner, seen.times + 1, structure)
-        while len(self._seen) > 4 * MAX_PROGRAMS:
-            self._seen.popitem(last=False)
-        return seen.structure, seen.times + 1
 
     def drop(self, entry: CacheEntry[ProgramT]) -> None:
         """Keep a program no longer; it may have been dropped before."""
@@ -233,111 +173,3 @@ def _drop_ended() -> None:
     for programs in list(_all):
         for entry in [entry for entry in list(programs._entries) if entry.has_ended()]:
             programs.drop(entry)
-
-
-# -- functions that are compiled again and again
-
-
-class Structure(NamedTuple):
-    """The structure of a call, without the objects in it, so that it keeps none of them alive."""
-
-    treedef: Any
-    leaves: list[ArrayLeaf | tuple[Hashable, str]]  # of a static value: its key, and how it is shown
-    named: dict[str, Hashable]  # see `Sight`: name -> `content_key`
-    settings: tuple[Any, ...]  # JAX's
-
-
-class _Seen(NamedTuple):
-    """The compilations of a function."""
-
-    owner: Callable[[], Any]  # returns the function, or its code; None when it is gone, and another may have its `id`
-    times: int
-    structure: Structure | None  # of the last call for which a program was made
-
-
-def _refer_to(owner: Any) -> Callable[[], Any]:
-    try:
-        return weakref.ref(owner)
-    except TypeError:
-        return lambda: None
-
-
-def _structure_reason(before: PyTreeDef, after: PyTreeDef) -> str:
-    """Say in which node two treedefs differ, where it is what the node has besides its children."""
-    old, new = before.node_data(), after.node_data()
-    if old == new:
-        pairs = zip(before.children(), after.children(), strict=False)
-        if (differing := next((pair for pair in pairs if pair[0] != pair[1]), None)) is not None:
-            return _structure_reason(*differing)
-    elif old and new and list(_transformations(old[1])) != list(_transformations(new[1])):
-        return (
-            "an optax transformation in its arguments is another object than before, and its functions are compiled into the "
-            "program. Make it once, before the loop, and give it to each state: tx = optax.adam(0.1); TrainState.create(tx=tx, "
-            "...). A rate that changes is a number of its state: optax.inject_hyperparams(optax.adam)(learning_rate=0.1)."
-        )
-    return "the structure of its arguments changed. Pass arguments of one structure."
-
-
-def _transformations(fixed: object) -> Iterator[object]:
-    """Yield the transformations of optax among what a node of a pytree has besides its children, as train states and NNX have."""
-    if isinstance(fixed, optax.GradientTransformation):
-        yield fixed
-        return
-    if dataclasses.is_dataclass(fixed):
-        fixed = [getattr(fixed, field.name, None) for field in dataclasses.fields(fixed)]
-    for part in fixed.values() if isinstance(fixed, dict) else fixed if isinstance(fixed, tuple | list) else ():
-        yield from _transformations(part)
-
-
-def _reason(before: Structure, after: Structure, names: Sequence[str]) -> str:
-    """Say which difference between two calls needs another program, and how to avoid it."""
-    if before.treedef != after.treedef:
-        return _structure_reason(before.treedef, after.treedef)
-    for leaf_name, old, new in zip(names, before.leaves, after.leaves, strict=True):
-        if old == new:
-            continue
-        if isinstance(old, ArrayLeaf) and isinstance(new, ArrayLeaf):
-            is_kind = (old.shape, old.dtype, old.shapes) == (new.shape, new.dtype, new.shapes)
-            remedy = "Pass values of one kind." if is_kind else "Give batches one shape, for example with drop_remainder=True."
-            if old.shape[1:] != new.shape[1:]:  # drop_remainder would not help
-                remedy = (
-                    "Rows of each shape need a program of their own. Pad them to a few lengths, such as powers of two: up to "
-                    f"{MAX_SILENT_RECOMPILATIONS} programs are normal. If you want more, say so before the loop: "
-                    "warnings.simplefilter('ignore', mr.RecompilationWarning)."
-                )
-            return f"the argument {leaf_name} changed from shape {_type_of(old)} to {_type_of(new)}. {remedy}"
-        return (
-            f"the argument {leaf_name} changed from {_shown(old)} to {_shown(new)}. Strings, bools, functions and other "
-            "objects are compiled into the program. Pass a value that changes as a number or an array."
-        )
-    for name, new in after.named.items():
-        if (old := before.named.get(name, new)) == new:
-            continue
-        if isinstance(old, tuple) and isinstance(new, tuple):
-            return (
-                f"{name}, which it reads, changed from {_content(old)} to {_content(new)}. What a step reads is compiled into "
-                "it. Pass what changes as an argument: strategy.run(step, args=(batch, value))."
-            )
-        return (
-            f"{name}, which it reads, is another object than before. Define functions once, outside of the loop, and pass an "
-            "array that changes as an argument: strategy.run(step, args=(batch, array))."
-        )
-    if before.settings != after.settings:
-        return "a setting of JAX is another, as with jax.enable_x64. Leave JAX's settings as they are between steps."
-    return "something that it closes over is another object. Define the step once, outside of the loop, and pass what changes."
-
-
-def _content(key: tuple[Any, Any]) -> str:
-    """Show the value of a `content_key`, which has numbers as texts."""
-    return key[1] if isinstance(key[1], str) and not issubclass(key[0], str) else shown(key[1])
-
-
-def _type_of(leaf: ArrayLeaf) -> str:
-    text = f"{leaf.shape} {leaf.dtype}"
-    if leaf.shapes is not None:
-        return f"{text} (of which the replicas have {', '.join(map(str, leaf.shapes))})"
-    return text + " on each replica" * leaf.is_per_replica + " of a Python number" * leaf.is_weak
-
-
-def _shown(leaf: ArrayLeaf | tuple[Hashable, str]) -> str:
-    return f"an array of shape {leaf.shape}" if isinstance(leaf, ArrayLeaf) else leaf[1]

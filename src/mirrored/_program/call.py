@@ -43,7 +43,7 @@ class ArrayLeaf(NamedTuple):
         return jax.ShapeDtypeStruct(shape, self.dtype, weak_type=self.is_weak)
 
 
-#: The function's code, the structure of the arguments, what each of their leaves is, and JAX's settings.
+#: The function's code, the structure of the arguments, what each of their leaves is, JAX's settings; placements (see `key_of`).
 CallKey = tuple[Any, ...]
 _array_leaf = functools.partial(tuple.__new__, ArrayLeaf)  # without the Python function of NamedTuple, in every step
 
@@ -101,18 +101,19 @@ def take_apart(function: UserFunction, args: Sequence[Any], kwargs: dict[str, An
 
     Python numbers are passed, too, and arrays of other libraries on the host; the numbers in an Equinox module are static.
     """
-    key, functions, arrays = key_of(function, args, kwargs)
+    key, functions, arrays = key_of(function, args, kwargs, runs_steps)
     flat, treedef = jax.tree.flatten((tuple(args), kwargs), is_leaf=_is_leaf)
     leaves = [kind if isinstance(kind, ArrayLeaf) else (leaf,) for leaf, kind in zip(flat, key[2], strict=True)]
     return Call(key, function, arrays, treedef, leaves, functions, runs_steps)
 
 
 def key_of(
-    function: UserFunction, args: Sequence[Any], kwargs: dict[str, Any]
+    function: UserFunction, args: Sequence[Any], kwargs: dict[str, Any], runs_steps: bool = False
 ) -> tuple[CallKey, tuple[UserFunction, ...], list[Any]]:
     """Return a call's key, the functions whose code is looked at, and its array arguments: all that a warm step needs.
 
-    The functions are the called one, with the objects among its arguments bound, and those among its arguments.
+    The functions are the called one, with the objects among its arguments bound, and those among its arguments. An `mr.function`,
+    which `runs_steps`, belongs to no strategy: its arguments choose the devices, which are in its key.
     """
     if not kwargs and _LEAVES.issuperset(map(type, args)):
         flat, structure, compiled_in = args, len(args), frozenset()  # most steps: nothing to flatten
@@ -135,7 +136,10 @@ def key_of(
     functions: tuple[UserFunction, ...] = (function,)
     if static:
         functions = (_with_objects(function, args, kwargs, static), *(leaf for leaf in static if isinstance(leaf, FUNCTIONS)))
-    return (id(_code_of(function)), structure, tuple(kinds), tracing.settings()), functions, arrays
+    key = (id(_code_of(function)), structure, tuple(kinds), tracing.settings())
+    if runs_steps:
+        key += tuple(getattr(stack_of(leaf), "sharding", None) for leaf in flat if isinstance(leaf, PerReplica))
+    return key, functions, arrays
 
 
 def _as_array(leaf: object, is_uneven: bool, name: Callable[[], str]) -> tuple[Any, ArrayLeaf] | None:

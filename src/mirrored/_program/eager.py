@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from .._errors import ContextError, UnevenReplicasError
 from .._models import keras, replaced
 from .._replicas import frames, placement
+from .._replicas.context import ReplicaContext
 from .._replicas.division import Division, division_of_array, placement_of
 from .._replicas.mesh import ReplicaMesh
 from .._typing import REPLICA_AXIS, PyTree
@@ -59,11 +60,13 @@ def _refuse_unknown(variable: Variable) -> jax.Array:
     )
 
 
-def run_eagerly(frame_with: Callable[..., frames.Frame], mesh: ReplicaMesh, program: StepProgram, call: Call) -> PyTree:
+def run_eagerly(strategy: object, program: StepProgram, call: Call) -> PyTree:
     """Run the user's function operation by operation, and keep the new values of its variables.
 
     All results come back stacked; the proof of the traced program tells which of them are mirrored.
     """
+    _refuse_eager(call, program.mesh)
+    mesh, replica = program.mesh, ReplicaContext(strategy, program.axis)
     lifted = program.lifted
     new_lifted: dict[str, Any] = {}
 
@@ -73,7 +76,8 @@ def run_eagerly(frame_with: Callable[..., frames.Frame], mesh: ReplicaMesh, prog
         own = [_own(a, leaf.is_per_replica, its) for a, leaf, its in zip(arrays, call.array_leaves(), divisions, strict=True)]
         with caches() as renew:
             bindings = Bindings(dict(zip(lifted.variables, local, strict=True)), _refuse_unknown, renew)
-            with keras.refusing_new_variables(mesh), replaced.over_replicas(), frames.entered(frame_with(bindings=bindings)):
+            frame = frames.Frame(strategy, mesh, replica, program.axis, bindings)
+            with keras.refusing_new_variables(mesh), replaced.over_replicas(), frames.entered(frame):
                 new_lifted["plan"], results = lift.plan_result(call.apply(own))
         for variable in bindings.written.keys() - set(lifted.written):
             _refuse_unknown(variable)
@@ -127,7 +131,7 @@ def _first_row(mesh: ReplicaMesh, stack: jax.Array) -> jax.Array:
     return placement.mirror(mesh, [stack[0]])[0]
 
 
-def refuse_eager(call: Call, mesh: ReplicaMesh) -> None:
+def _refuse_eager(call: Call, mesh: ReplicaMesh) -> None:
     if not mesh.is_alone:
         raise ContextError(
             "mr.eager() runs each operation by itself, which works with one worker only. Run the same script without a "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import functools
@@ -20,6 +21,7 @@ from .._jax.primitives import DEVICE_MAPS, HOST_CALLBACKS, LOOPS, PRINTS, SUMS
 from .._jax.tracing import is_wide
 from .._options import Storage
 from .._replicas import in_flight, placement
+from .._replicas.collectives import ReplicaAxis
 from .._replicas.division import division_of_array, placement_of_array
 from .._replicas.mesh import PlannedMesh, ReplicaMesh
 from .._replicas.per_replica import PerReplica
@@ -95,14 +97,15 @@ _WHERE_A_NAN_IS_MADE = (
 
 
 @dataclasses.dataclass(eq=False)
-class Program:
+class Program(abc.ABC):
     """A pure function of variables and arrays, compiled for a mesh, with the variables that it updates."""
 
     name: str  # the user's, of the function
     mesh: ReplicaMesh
     lifted: Lifted
     home: storage.Home  # has the arrays of the variables that it writes
-    compiled: Callable[..., Any]  # of `(written, read_only, arrays, constants)`
+    mapped: Callable[..., Any]  # of `(written, read_only, arrays, constants)`, before it is compiled
+    compiled: Callable[..., Any]
     jax_name: str  # of what is compiled
     constants: list[Any]  # the arrays that the function closes over, placed on the mesh
     watch: equal_copies.Watch | None  # compares the copies of the written variables now and then
@@ -139,7 +142,11 @@ class Program:
         closed_over = lifted.closed.consts
         constants = closed_over and placement.mirror_constants(mesh, closed_over, f"an array that {name} closes over")
         home, watch = storage.home_of(lifted.writes.slots), equal_copies.watch(mesh, lifted.variables)
-        return cls(name, mesh, lifted.bare(), home, compiled, jax_name, constants, watch, calls_host, **more)
+        return cls(name, mesh, lifted.bare(), home, function, compiled, jax_name, constants, watch, calls_host, **more)
+
+    @abc.abstractmethod
+    def rebuild(self, results: list[Any]) -> PyTree:
+        """Make a call's result of the arrays that the program has computed; it may change the list."""
 
     def execute(self, arrays: list[Any]) -> list[Any]:
         """Run on placed arrays, keep the new values of the variables, and return the arrays of the result."""
@@ -223,14 +230,11 @@ class StepProgram(Program):
 
     refused_maps = DEVICE_MAPS
     findings: Findings
-    mapped: Callable[..., Any]  # the pure function of global arrays, before it is compiled
+    axis: ReplicaAxis  # that the step was traced with
     joined: Joined  # behind the results are the SUMs of those that a sum carries, then their MEANs if they differ
 
-    def run(self, arrays: list[Any]) -> PyTree:
-        return self.rebuild(self.execute(arrays))
-
     def rebuild(self, results: list[Any]) -> PyTree:
-        """Make the step's result of the program's arrays, changing the list; those of an eager run carry no sums."""
+        """Do so for a step; the arrays of an eager run carry no sums."""
         plan = self.lifted.plan
         carried = results[len(plan.shapes) :]
         del results[len(plan.shapes) :]

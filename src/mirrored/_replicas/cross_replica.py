@@ -26,7 +26,7 @@ from . import in_flight
 from .collectives import accumulate, bits_of, groups_of, join_rows, move_packed
 from .per_replica import PerReplica, uneven_shapes
 from .planned import is_for_plan, shapes_of
-from .platforms import PLATFORMS, XLAS_WAY
+from .platforms import platform_of
 from .reductions import REDUCTIONS, Arrays, Axes, Reduction, accumulator_dtype, padded, run_with_derivative
 
 #: The most arrays in one buffer. More of them compile longer and run no faster (benchmarks/all_reduce.py).
@@ -227,7 +227,7 @@ def compute_all(arrays: Sequence[jax.Array], tasks: Sequence[Task], whole: Named
 
 def _may_travel(array: jax.Array, task: Task, whole: NamedSharding) -> bool:
     """Tell whether a task's array may share a buffer with others."""
-    packs = whole.num_devices > 1 and PLATFORMS.get(whole.mesh.devices.flat[0].platform, XLAS_WAY).packs
+    packs = whole.num_devices > 1 and platform_of(whole.mesh).packs
     if not packs or task.function not in (reduce_stack, gather_stack):
         return False
     if task.function is gather_stack:

@@ -36,7 +36,8 @@ class Shaped(Protocol):
 class Division:
     """The division of an array along `axis`, which has `length` elements, into `num_parts` equal parts.
 
-    Zeros behind the last element pad the last parts. There are `num_copies` of each part: device i has part `i % num_parts`.
+    Behind the last element is padding, zeros until a program computes there. There are `num_copies` of each part: device i has
+    part `i % num_parts`.
     """
 
     axis: int

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from .._typing import Shape
 from .mesh import ReplicaMesh
-from .platforms import PLATFORMS, XLAS_WAY
+from .platforms import platform_of
 
 #: XLA's smallest alignment of a buffer on CPU.
 _ALIGNMENT = 64
@@ -44,7 +44,7 @@ def gathers(mesh: ReplicaMesh, stack: jax.Array) -> bool:
     """Tell whether to use `gather` for a stack: whether it is in this host's memory, and large."""
     return (
         mesh.is_alone
-        and PLATFORMS.get(mesh.devices[0].platform, XLAS_WAY).is_host_memory
+        and platform_of(mesh.mesh).is_host_memory
         and not isinstance(stack, jax.core.Tracer)
         and not jnp.issubdtype(stack.dtype, jax.dtypes.extended)
         and stack.nbytes >= _GATHER_FROM_BYTES

@@ -26,7 +26,7 @@ from .._jax import distributed, forks
 from .._process import waited
 from .._workers.progress import progress
 from .planned import is_for_plan
-from .platforms import PLATFORMS, XLAS_WAY
+from .platforms import platform_of
 
 #: The most programs in flight in a process, over all strategies: from the 33rd on, XLA blocks a thread of the pool for each,
 #: and programs that other code dispatches count too.
@@ -67,9 +67,7 @@ def dispatch(placement: NamedSharding, program: Callable[..., Any], *arguments: 
 
 def is_paced(placement: NamedSharding) -> bool:
     """Tell whether programs on these devices need a bound on their number in flight."""
-    return placement.num_devices > 1 and (
-        PLATFORMS.get(placement.mesh.devices.flat[0].platform, XLAS_WAY).is_paced or is_joint(placement)
-    )
+    return placement.num_devices > 1 and (platform_of(placement.mesh).is_paced or is_joint(placement))
 
 
 def new_witness(placement: NamedSharding) -> list[jax.Array]:

@@ -26,7 +26,6 @@ from .._text import counted, shown
 from .._typing import REPLICA_AXIS, ArrayLike, PyTree
 from .._workers import verdict
 from . import planned
-from .platforms import PLATFORMS, XLAS_WAY, Platform
 
 _DEVICE_NAME = re.compile(r"/?(?:device:)?(\w+):(\d+)", re.IGNORECASE | re.ASCII)
 
@@ -60,11 +59,6 @@ class ReplicaMesh:
     def per_device(self) -> int:
         """The number of replicas on each device, which are neighbours in replica order."""
         return int(match[1]) if (match := _SEVERAL.match(self.axis)) else 1
-
-    @functools.cached_property
-    def platform(self) -> Platform:
-        """The choices of this library on these devices."""
-        return PLATFORMS.get(self.devices[0].platform, XLAS_WAY)
 
     @functools.cached_property
     def one_by_one(self) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from jax.sharding import AbstractMesh, Mesh
+
 
 class Platform(NamedTuple):
     """The choices of this library on a platform.
@@ -27,10 +29,14 @@ class Platform(NamedTuple):
     is_host_memory: bool = False
 
 
-XLAS_WAY = Platform()
-#: JAX's name of a platform -> what we do there; any other platform gets `XLAS_WAY`.
+#: JAX's name of a platform -> what we do there.
 PLATFORMS = {
     "cpu": Platform(packs=True, is_paced=True, is_host_memory=True),
     "gpu": Platform(orders_sums=True, orders_scatters=True),
     "tpu": Platform(lanes=128, orders_scatters=True),
 }
+
+
+def platform_of(mesh: Mesh | AbstractMesh) -> Platform:
+    """Return the choices for the devices of a mesh."""
+    return PLATFORMS.get(mesh.devices.flat[0].platform, Platform())

@@ -261,7 +261,7 @@ class Strategy:
             if frames.current() is not None:
                 frames.require_cross_replica("run", "Call the function directly.")
                 self._check_current("run")
-            return self._steps.run(self, fn, args, kwargs or {})
+            return self._steps.dispatch(self, fn, args, kwargs or {})
         except (Exception, KeyboardInterrupt) as error:
             user_code.show_users_lines(error)
             raise

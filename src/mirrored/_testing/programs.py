@@ -8,7 +8,7 @@ from typing import Any
 
 from .._jax import compilations
 from .._options import check_int
-from .._program import cache
+from .._program import recompilations
 from .._program.program import program_compiled
 from .._text import counted
 
@@ -81,12 +81,12 @@ def count_programs() -> Iterator[ProgramCount]:
     (2, ['step', 'step'])
     """
     found = ProgramCount()
-    cache.listeners.append(found._note_made)
+    recompilations.listeners.append(found._note_made)
     try:
         with compilations.heard(found._note_compiled):
             yield found
     finally:
-        cache.listeners.remove(found._note_made)
+        recompilations.listeners.remove(found._note_made)
 
 
 @contextlib.contextmanager

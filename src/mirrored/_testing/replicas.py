@@ -13,7 +13,7 @@ import numpy as np
 
 from .._errors import ContextError
 from .._options import VariableAggregation, VariableSynchronization
-from .._program import cache
+from .._program import recompilations
 from .._replicas import frames
 from .._replicas.per_replica import PerReplica
 from .._strategy.strategies import MirroredStrategy
@@ -175,7 +175,7 @@ def _train(
     programs: list[Any] = []
     note_program = lambda program, reason: programs.append(program)  # noqa: E731
     variable_listeners.append(every.append)
-    cache.listeners.append(note_program)
+    recompilations.listeners.append(note_program)
     try:
         result = train(strategy, *args)
     except Exception as error:
@@ -183,7 +183,7 @@ def _train(
         raise
     finally:
         variable_listeners.remove(every.append)
-        cache.listeners.remove(note_program)
+        recompilations.listeners.remove(note_program)
     own = set(live_variables(parts_of(strategy).mesh))
     made = [variable for variable in every if variable in own]
     names = [variable.name for variable in made]

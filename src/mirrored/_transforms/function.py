@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from jax.sharding import Mesh, NamedSharding
 
 from .._errors import StrategyMismatchError
-from .._jax import interpreter, jaxprs, tracing, user_code
-from .._models import nnx
-from .._program import eager, lift
-from .._program.cache import Programs
-from .._program.call import Call, argument_names, array_leaves, check_replicas, key_of, of_last_batch, take_apart
+from .._jax import interpreter, jaxprs, user_code
+from .._program import lift
+from .._program.call import Call, argument_names, check_replicas
+from .._program.dispatch import Dispatcher
 from .._program.lift import Lifted
-from .._program.program import Program, place
+from .._program.program import Program
 from .._replicas import frames, in_flight
 from .._replicas.division import placement_of_array
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh, default_mesh, replicas_of
 from .._replicas.per_replica import PerReplica
-from .._replicas.placement import check_later
-from .._replicas.spent import forget_pause
 from .._text import shown
 from .._typing import PyTree, UserFunction
 from .._variables.spec import VariableSpec
@@ -32,8 +29,6 @@ from .._variables.variable import spec_of
 
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
-
-_programs: Programs[FunctionProgram] = Programs()
 
 
 def function(fn: Callable[P, ResultT]) -> Callable[P, ResultT]:
@@ -81,60 +76,45 @@ def function(fn: Callable[P, ResultT]) -> Callable[P, ResultT]:
 
 
 def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> PyTree:
-    """Call a function as one program; inside a larger trace, or a `jax.vmap` or `jax.grad`, call it as it is."""
+    """Call a function as one program, with the programs that were made in this scope, or outside of all scopes."""
     frame = frames.current()
-    if frames.is_traced() or eager.is_eager.get() or tracing.current_trace() is not tracing.NO_TRACE:
-        return fn(*args, **kwargs)
-    if "flax.nnx" in sys.modules and nnx.holds_objects((args, kwargs)):
-        return nnx.run_with_objects(call_compiled, None, fn, args, kwargs)
-    strategy = None if frame is None else id(frame.strategy)
-    fast_path = None if kwargs else _programs.fast_paths.get(id(fn))
-    if fast_path is not None and fast_path.key[-2] == strategy:
-        arrays = fast_path.arrays_of(fn, args)
-        if arrays is not None:
-            return fast_path.program.run(arrays)
-    key, functions, arrays = key_of(fn, args, kwargs)
-    leaves = array_leaves(key)
-    places = (getattr(array, "sharding", None) for array, leaf in zip(arrays, leaves, strict=True) if leaf.is_per_replica)
-    further = (strategy, tuple(places))
-    program = _programs.get((*key, *further), functions, None if kwargs else args)
-    if program is None:
-
-        def apart(args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
-            call = take_apart(fn, args, kwargs, runs_steps=True)
-            return call._replace(key=(*call.key, *further))
-
-        make = functools.partial(_make, frame or Frame(None, None))
-        call = apart(args, kwargs)
-        program = make(call)
-        for each, its in ((call, program), *_programs.made_for_last(of_last_batch((tuple(args), kwargs)), apart, make)):
-            # Compilations are counted for each function object (`owner`): a decorator in a factory makes many of one code.
-            _programs.add(each, its, each.sees(), owner=fn, also=[] if frame is None else [frame.strategy])
-        check_later(program.mesh, arrays, lambda index: f"the argument {argument_names(call)[index]}")
-    # PerReplica arguments are in place: `_mesh_of` chose their devices.
-    plain = [position for position, leaf in enumerate(leaves) if not leaf.is_per_replica]
-    names = lambda: [argument_names(take_apart(fn, args, kwargs))[position] for position in plain]  # noqa: E731
-    placed = place(program.mesh, [arrays[position] for position in plain], lambda: [leaves[p] for p in plain], names)
-    for position, array in zip(plain, placed, strict=True):
-        arrays[position] = array
-    return program.run(arrays)
+    if frame is None or frame.strategy is None:
+        return _outside.dispatch(None, fn, args, kwargs)
+    functions = _in_scope.get(frame.strategy)
+    if functions is None:
+        functions = _in_scope.setdefault(frame.strategy, _Functions())
+    return functions.dispatch(frame.strategy, fn, args, kwargs)
 
 
 def function_programs(mesh: ReplicaMesh) -> list[tuple[FunctionProgram, str]]:
     """Return the programs of functions on a mesh; each with the reason if its function had been compiled before."""
-    return [(program, cause) for program, cause in _programs.causes() if program.mesh == mesh]
+    known = [_outside, *_in_scope.values()]
+    return [(program, cause) for functions in known for program, cause in functions.programs.causes() if program.mesh == mesh]
 
 
 @dataclasses.dataclass(eq=False)
 class FunctionProgram(Program):
     """The program of a cross-replica function."""
 
-    def run(self, arrays: list[Any]) -> PyTree:
+    def rebuild(self, results: list[Any]) -> PyTree:
+        """Do so for a function: it says itself which results are a PerReplica."""
         plan = self.lifted.plan
-        if not self.has_run:  # it is compiled, which belongs to no step
-            forget_pause()
-        results = zip(self.execute(arrays), plan.shapes, plan.stacked, strict=True)
-        return plan.rebuild([PerReplica(array, shapes) if is_stacked else array for array, shapes, is_stacked in results])
+        kinds = zip(results, plan.shapes, plan.stacked, strict=True)
+        return plan.rebuild([PerReplica(array, shapes) if is_stacked else array for array, shapes, is_stacked in kinds])
+
+
+class _Functions(Dispatcher[FunctionProgram]):
+    """The `mr.function`s that are called in the scope of one strategy, or outside of all scopes."""
+
+    runs_steps = True
+
+    def make(self, strategy: object, call: Call) -> FunctionProgram:
+        """Make the program of a function that is called so."""
+        return _make(frames.current() or Frame(None, None), call)
+
+
+_outside = _Functions()
+_in_scope: weakref.WeakKeyDictionary[Any, _Functions] = weakref.WeakKeyDictionary()
 
 
 def _make(frame: Frame, call: Call) -> FunctionProgram:

@@ -122,7 +122,8 @@ def start(cluster: Cluster, options: CommunicationOptions) -> Runtime | None:
         _env.MIRRORED_WORKER.set(f"{os.getpid()} {_name_of(cluster)}")  # now: C code of JAX's threads reads the environment
         _env.connect_directly(split_address(cluster.coordinator_address or "")[0])
         jax.config.update("jax_check_proxy_envs", False)  # it would ask to unset what is not used now
-        _connect(cluster, meeting, min(seconds, CONNECT_SECONDS))
+        with distributed.without_warnings():
+            _connect(cluster, meeting, min(seconds, CONNECT_SECONDS))
         distributed.listen_at(meeting.host)
         return _begin(cluster, options, cluster.worker_index, cluster.num_workers)
 

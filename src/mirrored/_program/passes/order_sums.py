@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from ..._jax import jaxprs, primitives, tracing
 from ..._jax.jaxprs import Atom, ClosedJaxpr, Equation, Literal, Var
+from ..._replicas.platforms import platform_of
 from .flat import flattened
 from .proven import Proven
 
@@ -38,7 +39,7 @@ def _is_between(equation: Equation) -> bool:
 
 def order_sums(step: Proven) -> Proven:
     """Start the sums of large gradients early, and let the backward pass wait for them."""
-    jaxpr, its = step.closed.jaxpr, step.mesh.platform
+    jaxpr, its = step.closed.jaxpr, platform_of(step.mesh.mesh)
     equations, outputs = flattened(jaxpr)
     same = same_everywhere(step, equations)
     sums: dict[Var, Equation] = {}

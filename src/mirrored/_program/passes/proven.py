@@ -14,6 +14,7 @@ from ..._jax.jaxprs import ClosedJaxpr
 from ..._options import Storage
 from ..._replicas.collectives import ReplicaAxis
 from ..._replicas.mesh import ReplicaMesh
+from ..._replicas.platforms import platform_of
 from ..._variables.variable import spec_of
 from ..lift import Lifted
 from ..proof import Findings
@@ -88,7 +89,8 @@ class Proven:
 
         Arrays in parts have an order of their own, with their gathers.
         """
-        is_ordered = self.mesh.platform.orders_sums or self.mesh.platform.orders_scatters
+        way = platform_of(self.mesh.mesh)
+        is_ordered = way.orders_sums or way.orders_scatters
         is_needed = self.findings.has_collective and self.mesh.per_device == 1 < self.mesh.num_replicas
         return is_needed and is_ordered and not self.may_divide
 
