@@ -56,7 +56,7 @@ OFFERS = {
         context.knows_id context.own_parts cross_replica.Task cross_replica.aggregate_stack cross_replica.aggregated
         cross_replica.broadcast_stack cross_replica.compiled cross_replica.gather_mirrored cross_replica.gather_stack
         cross_replica.reduce_mirrored cross_replica.reduce_stack cross_replica.require_equal_except cross_replica.run_tasks
-        cross_replica.split_stack division.Division division.Kind division.division_in division.division_of
+        cross_replica.split_stack division.Division division.Shaped division.division_in division.division_of
         division.division_of_array division.is_divisible division.placement_of division.placement_of_array frames.Frame
         frames.check_enterable frames.current frames.entered frames.foreign_trace_message frames.in_cross_replica_context
         frames.is_traced frames.require_cross_replica frames.require_no_mesh_around host_memory.empty_rows host_memory.gather

@@ -10,6 +10,7 @@ ENUMS = {
     mr.VariableSynchronization: ["AUTO", "NONE", "ON_WRITE", "ON_READ"],
     mr.VariableAggregation: ["NONE", "SUM", "MEAN", "MAX", "MIN", "ONLY_FIRST_REPLICA"],
     mr.CommunicationImplementation: ["AUTO", "RING", "NCCL", "MPI"],
+    mr.Storage: ["WHOLE", "PARTS", "PARTS_OF_WORKER"],
     mr.AutoShardPolicy: ["AUTO", "FILE", "DATA", "OFF"],
 }
 

@@ -24,7 +24,7 @@ PUBLIC = {
     "ProgramMismatchError",
     "RecompilationWarning", "ReduceOp", "ReductionToOneDevice", "ReplicaContext", "ReplicasDivergeError",
     "ReplicasDivergeWarning", "SameNoiseWarning", "SimpleClusterResolver",
-    "SlurmClusterResolver", "Strategy", "StrategyMismatchError", "TFConfigClusterResolver", "UnevenReplicasError",
+    "SlurmClusterResolver", "Storage", "Strategy", "StrategyMismatchError", "TFConfigClusterResolver", "UnevenReplicasError",
     "UnevenReplicasWarning",
     "ValueContext", "Variable", "VariableAggregation", "VariableLostError", "VariableSynchronization", "VariableTree",
     "WorkerLostError",

@@ -757,10 +757,10 @@ def test_another_steps_arrays_are_found_and_another_format_is_not_taken_for_dama
     assert restore(tmp_path, **named) == 1
     assert "step 2" in caplog.text and "array w is damaged: its CRC-32 is not the one that was written" in caplog.text
     with monkeypatch.context() as patch:
-        patch.setattr(_files, "FORMAT", 4)
+        patch.setattr(_files, "FORMAT", 5)
         save(tmp_path / "later", 1, **named)
     with pytest.raises(
-        CheckpointError, match=r"has format 4, .*written by.*this is mirrored .* Read it with what has written it"
+        CheckpointError, match=r"has format 5, .*written by.*this is mirrored .* Read it with what has written it"
     ):
         restore(tmp_path / "later", **named)
 

@@ -132,6 +132,27 @@ def test_a_damaged_part_is_found_and_the_step_before_is_restored(tmp_path: Path,
     run.checkpoint.close()
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda record: record["leaves"]["w"]["parts"].update(count=5),
+        lambda record: record["leaves"]["w"]["parts"].update(count=3),
+        lambda record: record["leaves"]["w"]["parts"].update(axis="x"),
+        lambda record: record["leaves"]["w"]["parts"].update(shape=[20, 12]),
+        lambda record: record["arrays"]["p1.0"].update(file="../1/parts-0.npz"),
+    ],
+)
+def test_a_record_that_no_save_writes_is_damage(tmp_path: Path, change: Any) -> None:
+    saved(tmp_path, 4, "parts")
+    path = tmp_path / "2" / "record.json"
+    record = files._decode(path.read_bytes())
+    change(record)
+    path.write_bytes(files._encode(record))
+    run = Run(tmp_path, 2, "parts")
+    assert run.checkpoint.restore_latest() == 1 and run.state["epoch"] == 1
+    run.checkpoint.close()
+
+
 def test_a_format_that_a_version_does_not_know_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path, 4, "parts")
     monkeypatch.setattr(files, "FORMAT_IN_PARTS", 3)  # a version without parts

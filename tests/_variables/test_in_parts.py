@@ -188,6 +188,7 @@ def test_copies_of_parts_are_compared_and_single_parts_are_not(monkeypatch: pyte
     strategy = strategy_of(4, storage="parts")
     v = variable(strategy)
     strategy.assert_mirrored()
+    testing.assert_equal_copies([v, v.value])
     assert equal_copies.last_comparisons[strategy._mesh].num_variables == 0
     monkeypatch.setattr(division, "_num_workers", lambda mesh: 2)
     twice = variable(strategy, storage="parts_of_worker")

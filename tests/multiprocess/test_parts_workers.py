@@ -24,7 +24,7 @@ def test_each_worker_writes_its_parts_and_any_number_goes_on(tmp_path: Path) -> 
     names = sorted(path.name for path in (tmp_path / "parts" / "3").iterdir())
     assert names == ["arrays.npz", "parts-0.npz", "parts-1.npz", "record.json"]
     sizes = [(tmp_path / "parts" / "3" / name).stat().st_size for name in names]
-    assert sizes[0] < 20_000 and abs(sizes[1] - sizes[2]) < 2_000 and sizes[1] > 500_000
+    assert sizes[0] < 20_000 and abs(sizes[1] - sizes[2]) < 5_000 and sizes[1] > 500_000
     for num_workers, devices, storage in [(1, 3, "parts"), (2, 1, "whole")]:
         for own in job(num_workers, devices, "restore", storage, tmp_path / "parts"):
             assert own["step"] == 3

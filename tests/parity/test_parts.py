@@ -227,9 +227,19 @@ def test_other_numbers_of_replicas(name: str, num_devices: int, num_rows: int) -
 
 
 @pytest.mark.slow
+def with_typed_numbers(loss_of: Any, x: Any, p: Any) -> Any:
+    """Carry, choose and return numbers that stand in the program with a type of their own."""
+    loss, own = jax.value_and_grad(loss_of)(p)
+    gradients = total(own)
+    scale, ones = jax.lax.scan(lambda c, _: (np.float32(2), np.int16(1)), np.float32(1), length=2)
+    chosen, count = jax.lax.cond(total(loss) > 0, lambda g: (g, np.int16(3)), lambda g: (g, np.int16(4)), gradients["up"])
+    return loss, gradients | {"up": (chosen * scale / (ones.sum() + count)).astype(chosen.dtype)}
+
+
 def test_float64() -> None:
     with jax.enable_x64(True):
         check(lambda: trained(optax.adam(1e-2), dtype=np.float64), 3, 6, tolerance=1e-12)
+        check(lambda: by_hand(with_typed_numbers), 3, 6)
 
 
 @pytest.mark.parametrize("num_replicas", [4, pytest.param(6, marks=pytest.mark.slow)])

@@ -38,16 +38,22 @@ def find_damaged(zipped: zipfile.ZipFile, described: Mapping[str, Any]) -> list[
     return sorted(wrong | ({bad.removesuffix(".npy")} if bad else set()))
 
 
-def read(zipped: zipfile.ZipFile, key: str, about: Mapping[str, Any]) -> np.ndarray:
-    """Read an array after its size and header have been compared with the record: a wrong one may claim any size."""
+def check_header(zipped: zipfile.ZipFile, key: str, about: Mapping[str, Any]) -> np.dtype[Any]:
+    """Compare an array's size and header with the record, because a wrong one may claim any size; return its dtype."""
     dtype, shape, name = np.dtype(about["dtype"]), tuple(about["shape"]), f"{key}.npy"
     with zipped.open(name) as file:
         np.lib.format.read_magic(file)
         stored_shape, _, stored = np.lib.format.read_array_header_1_0(file)
         num_bytes = zipped.getinfo(name).file_size - file.tell()
-        if (stored_shape, stored.itemsize, num_bytes) != (shape, dtype.itemsize, math.prod(shape) * dtype.itemsize):
-            raise ValueError(f"{name} is {stored}{list(stored_shape)} in {num_bytes} bytes, and was {dtype}{list(shape)}")
-        file.seek(0)
+    if (stored_shape, stored.itemsize, num_bytes) != (shape, dtype.itemsize, math.prod(shape) * dtype.itemsize):
+        raise ValueError(f"{name} is {stored}{list(stored_shape)} in {num_bytes} bytes, and was {dtype}{list(shape)}")
+    return dtype
+
+
+def read(zipped: zipfile.ZipFile, key: str, about: Mapping[str, Any]) -> np.ndarray:
+    """Read an array whose header is as the record says."""
+    dtype = check_header(zipped, key, about)
+    with zipped.open(f"{key}.npy") as file:
         return np.lib.format.read_array(file).view(dtype)
 
 

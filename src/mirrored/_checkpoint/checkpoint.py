@@ -24,9 +24,10 @@ from .._workers.progress import progress
 from .._workers.same_program import require_same_history
 from . import files, same_on_workers, state
 from . import leaves as values
-from .files import DamagedStep, StepFiles
+from .files import StepFiles
 from .leaves import Leaves
 from .state import Snapshot
+from .verify import DamagedStep
 from .writer import Writer
 
 _logger = logging.getLogger("mirrored")
@@ -40,7 +41,7 @@ class Checkpoint:
 
     A save copies the state to the host and returns; a thread writes the files while training goes on. A step on disk is
     complete or absent, whenever the process is killed. Checksums verify all that is read; a damaged step is reported, and the
-    step before it is used. All workers call the same methods; worker 0 writes and all read, so they must share the directory.
+    step before it is used. All workers call the same methods, and share the directory: worker 0 writes all but others' parts.
 
     Args:
         directory: a directory for this object alone; made when it is missing.
@@ -179,11 +180,9 @@ class Checkpoint:
 
     def _require_mirrored(self, leaves: Leaves) -> None:
         in_flight.finish()  # when the last step has ended, its arguments have been checked
-        by_mesh: dict[Any, list[Any]] = {}
-        for variable in values.variables_of(leaves):
-            by_mesh.setdefault(spec_of(variable).mesh, []).append(variable)
-        for devices, variables in by_mesh.items():
-            equal_copies.check(devices, variables)
+        variables = values.variables_of(leaves)
+        for devices in dict.fromkeys(spec_of(variable).mesh for variable in variables):
+            equal_copies.check(devices, [variable for variable in variables if spec_of(variable).mesh == devices])
 
     def wait(self) -> int | None:
         """Wait until all saves are on disk; return the last step there, or None.
@@ -274,11 +273,10 @@ class Checkpoint:
                     saved, problem = self._read(step, opened)
                     if saved is not None:
                         self._restore(step, saved, partial)
-                if saved is not None:
-                    self._writer.go_on_from(step, set(damaged))
-                    self._last = self._known = step
-                    _logger.info("restored step %d from %s", step, self._files.root)
-                    return step
+                        self._writer.go_on_from(step, set(damaged))
+                        self._last = self._known = step
+                        _logger.info("restored step %d from %s", step, self._files.root)
+                        return step
                 damaged[step] = problem
                 _logger.error("step %d in %s is damaged and is not used: %s", step, self._files.root, problem)
         if damaged:

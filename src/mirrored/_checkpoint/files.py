@@ -6,7 +6,6 @@ docs/design/checkpoints.md describes the files, docs/design/dependencies.md why 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
 import os
@@ -14,11 +13,9 @@ import re
 import secrets
 import shlex
 import shutil
-import stat
 import time
-import zipfile
 import zlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,35 +25,23 @@ from .._cluster.spec import MAX_WORKERS
 from .._errors import CheckpointError
 from .._text import version_of
 from . import array_files
-from .array_files import InFiles
 from .sole_writer import SoleWriter, sole_writer
+from .verify import ARRAYS, PARTS, RECORD, DamagedStep, find_damage, load_whole, one_line, open_parts, plain_file
 
 _logger = logging.getLogger("mirrored")
 
 #: The format that is written and read, and that of a step with arrays in parts: versions that do not know these refuse it.
 FORMAT, FORMAT_IN_PARTS = 3, 4
-RECORD = "record.json"
 #: A larger record counts as damage: this library writes none.
 MAX_RECORD_BYTES = 256 * 1024 * 1024
-_ARRAYS = "arrays.npz"
-#: The file of the parts that one worker's devices hold.
-_PARTS = "parts-{}.npz"
 _PACKAGES = ("mirrored", "jax", "numpy")
 _STEP = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)
 _MAX_STEP = 10**18 - 1
 _SAVING, _REMOVED, _MARK = ".saving-", ".removed-", ".shared-"
 #: Seconds until another host's new file must be visible, and the age at which a temporary file counts as left behind.
 _SEEN_SECONDS, _STALE_SECONDS = 5.0, 3600.0
-#: Errors when there is no plain file: the name is absent, a link, or of another kind. Other errors, such as a disk that does
-#: not answer or too many open files, do not prove damage.
-_NO_FILE = {errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO}
-
 #: With the process's number, the mark of its unfinished steps: its checkpoints do not remove each other's as leftovers.
 _TOKEN = secrets.token_hex(4)
-
-
-class DamagedStep(Exception):
-    """A step on disk is damaged; `args` describe the damage, which users see in the log and in a CheckpointError."""
 
 
 def checked_step(step: Any, verb: str) -> int:
@@ -191,7 +176,7 @@ class StepFiles:
         new = self.root / (folder or self.new_folder(step))
         try:
             new.mkdir()
-            with _synced(new / _ARRAYS) as file:
+            with _synced(new / ARRAYS) as file:
                 described = array_files.write(file, arrays.items())
             if write_parts is not None:
                 described |= write_parts(new)
@@ -238,11 +223,11 @@ class StepFiles:
         directory = self.root / str(step)
         try:
             record = _read_record(directory, step)
-            with _plain_file(directory / _ARRAYS) as file:
-                problems = _find_damage(file, record, _ARRAYS)
-                arrays: dict[str, Any] = {} if problems else _load(file, record)
+            with plain_file(directory / ARRAYS) as file:
+                problems = find_damage(file, record, ARRAYS)
+                arrays: dict[str, Any] = {} if problems else load_whole(file, record)
             if opened is not None and not problems:
-                problems, in_parts = _open_parts(directory, record, opened, range(worker, MAX_WORKERS, num_workers))
+                problems, in_parts = open_parts(directory, record, opened, range(worker, MAX_WORKERS, num_workers))
                 arrays |= in_parts
             if problems:
                 raise DamagedStep(*problems)
@@ -264,7 +249,7 @@ class StepFiles:
         where = "" if getattr(error, "filename", None) else f": {str(path)!r}"
         away = shlex.join(["mv", str(self.root / str(step)), str(self.root / f"unread-{step}")])
         return CheckpointError(
-            f"step {step} could not be read: {type(error).__name__}: {_one_line(error)}{where}. No damage was found, so nothing "
+            f"step {step} could not be read: {type(error).__name__}: {one_line(error)}{where}. No damage was found, so nothing "
             "was restored or removed. Run the program again; if this stays, and an older step will do, move this one away: "
             f"{away}"
         )
@@ -277,7 +262,7 @@ def _why_no_step(entry: os.DirEntry[str]) -> str | None:
         return "is not a directory"
     if not (names := os.listdir(entry.path)):
         return "is an empty directory"
-    return None if {RECORD, _ARRAYS} & set(names) else "was not written by mr.Checkpoint"
+    return None if {RECORD, ARRAYS} & set(names) else "was not written by mr.Checkpoint"
 
 
 def _is_leftover(entry: os.DirEntry[str]) -> bool:
@@ -288,30 +273,15 @@ def _is_old(entry: os.DirEntry[str]) -> bool:
     return entry.stat(follow_symlinks=False).st_mtime < time.time() - _STALE_SECONDS
 
 
-@contextlib.contextmanager
-def _plain_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a step's file for a `with` block; follow no link, and do not block on a FIFO."""
-    try:
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise DamagedStep(f"file {path.name} is not a plain file")
-            yield file
-    except OSError as error:
-        if error.errno in _NO_FILE:
-            raise DamagedStep(f"file {path.name} cannot be used: {_one_line(error)}") from error
-        error.filename = str(path)  # an error of `read` names no file
-        raise
-
-
 def _read_record(directory: Path, step: int) -> dict[str, Any]:
-    with _plain_file(directory / RECORD) as file:
+    with plain_file(directory / RECORD) as file:
         data = file.read(MAX_RECORD_BYTES + 1)
     try:
         if len(data) > MAX_RECORD_BYTES:
             raise ValueError(f"it has more than {MAX_RECORD_BYTES} bytes")
         record = _decode(data)
     except ValueError as error:
-        raise DamagedStep(f"file {RECORD} cannot be used: {_one_line(error)}") from error
+        raise DamagedStep(f"file {RECORD} cannot be used: {one_line(error)}") from error
     if record.get("step") != step:
         raise DamagedStep(f"file {RECORD} is that of step {record.get('step')!r}")
     if record.get("format") not in (FORMAT, FORMAT_IN_PARTS):
@@ -349,73 +319,12 @@ def digest(record: object) -> str:
     return f"{zlib.crc32(json.dumps(record, sort_keys=True, separators=(',', ':')).encode()):08x}"
 
 
-def _find_damage(file: IO[bytes], record: Mapping[str, Any], name: str) -> list[str]:
-    """Compare the bytes of all arrays in a file with the checksums there, and these with the record's."""
-    names = {str(key): path for path, leaf in record["leaves"].items() for key in (leaf.get("value"), leaf.get("copies"))}
-    try:
-        with zipfile.ZipFile(file) as zipped:
-            wrong = array_files.find_damaged(zipped, _described(record, name))
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # the error for a seek to before the file's begin
-            raise
-        return [f"file {name} is damaged: {_one_line(error)}"]
-    except Exception as error:  # `zipfile` raises many types, each for bytes that no writer writes
-        return [f"file {name} is damaged: {type(error).__name__}: {_one_line(error)}"]
-    of = [names.get(key) or names.get(key.partition(".")[0], key) for key in wrong]
-    return [f"array {path} is damaged: its CRC-32 is not the one that was written" for path in of]
-
-
-def _described(record: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return what a record says of the arrays in one file."""
-    return {key: about for key, about in record["arrays"].items() if about.get("file", _ARRAYS) == name}
-
-
-def _load(file: IO[bytes], record: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    file.seek(0)
-    with zipfile.ZipFile(file) as zipped:
-        try:
-            return {key: array_files.read(zipped, key, about) for key, about in _described(record, _ARRAYS).items()}
-        except (KeyError, TypeError, ValueError) as error:
-            raise DamagedStep(f"file {_ARRAYS} does not hold the arrays that {RECORD} lists: {_one_line(error)}") from error
-
-
-def _open_parts(
-    directory: Path, record: Mapping[str, Any], opened: contextlib.ExitStack, verified: Container[int]
-) -> tuple[list[str], dict[str, InFiles]]:
-    """Open the files of arrays in parts, and verify some of them; return the damage, and the arrays, which are not read yet."""
-    problems: list[str] = []
-    files: dict[str, zipfile.ZipFile] = {}
-    for number, name in enumerate(sorted({about["file"] for about in record["arrays"].values() if "file" in about})):
-        if not re.fullmatch(_PARTS.format("[0-9]+"), name):
-            raise DamagedStep(f"{RECORD} names a file {name!r}, which no save writes")
-        file = opened.enter_context(_plain_file(directory / name))
-        if number in verified and (found := _find_damage(file, record, name)):
-            problems += found
-            continue
-        try:
-            files[name] = opened.enter_context(zipfile.ZipFile(file))
-        except Exception as error:
-            problems.append(f"file {name} is damaged: {type(error).__name__}: {_one_line(error)}")
-    arrays, held = dict[str, InFiles](), dict[str, np.ndarray]()
-    for leaf in [] if problems else [leaf for leaf in record["leaves"].values() if "parts" in leaf]:
-        about = leaf["parts"]
-        keys = [f"{leaf['value']}.{number}" for number in range(about["count"])]
-        parts = [(files[record["arrays"][key]["file"]], key, record["arrays"][key]) for key in keys]
-        dtype = np.dtype(parts[0][2]["dtype"])
-        arrays[leaf["value"]] = InFiles(tuple(about["shape"]), dtype, about["axis"], parts, held)
-    return problems, arrays
-
-
 def write_parts(folder: Path, worker: int, pieces: Iterable[tuple[str, np.ndarray]]) -> dict[str, Any]:
     """Write the parts that a worker's devices hold, and return what the record says of them."""
-    name = _PARTS.format(worker)
+    name = PARTS.format(worker)
     with _synced(folder / name) as file:
         described = array_files.write(file, pieces)
     return {key: {**about, "file": name} for key, about in described.items()}
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
 
 
 @contextlib.contextmanager

@@ -24,7 +24,6 @@ from .._variables.sharded import ShardedVariable
 from .._variables.variable import Variable, spec_of
 from ..data._iterator import DistributedIterator, expect_saves, joined
 from .array_files import Pieces
-from .files import RECORD, DamagedStep
 from .leaves import (
     NUMBERS,
     Leaves,
@@ -36,6 +35,7 @@ from .leaves import (
     kind_of,
     variables_of,
 )
+from .verify import RECORD, DamagedStep
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ from .mesh import ReplicaMesh
 LEAST_BYTES = 128 * 1024
 
 
-class Kind(Protocol):
+class Shaped(Protocol):
     """What has a shape and a dtype: an array, or what stands for one."""
 
     @property
@@ -36,7 +36,8 @@ class Kind(Protocol):
 class Division:
     """The division of an array along `axis`, which has `length` elements, into `num_parts` equal parts.
 
-    Zeros behind the last element pad the last parts. There are `num_copies` of each part: device i has part `i % num_parts`.
+    Behind the last element is padding, zeros until a program computes there. There are `num_copies` of each part: device i has
+    part `i % num_parts`.
     """
 
     axis: int
@@ -191,7 +192,7 @@ def division_in(array: jax.Array) -> Division | None:
     )
 
 
-def placement_of_array(mesh: ReplicaMesh, array: Kind) -> NamedSharding:
+def placement_of_array(mesh: ReplicaMesh, array: Shaped) -> NamedSharding:
     """Return the placement of an array outside of variables, or of its kind, that is the same on every replica."""
     return placement_of(mesh, division_of_array(mesh, array.shape, array.dtype))
 

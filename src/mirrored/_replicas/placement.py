@@ -87,7 +87,8 @@ def divide_slices(mesh: ReplicaMesh, division: Division, host: Sliced) -> jax.Ar
     """Store a value of the host in parts: only the slices of this worker's devices are taken of it, one after the other."""
     shape = tuple(host.shape)
 
-    def part(index: Any) -> np.ndarray:
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
         start = index[division.axis].start or 0
         first, last = division.range_of(start // division.part_length)
         own = np.asarray(host[(*index[: division.axis], slice(first, last), *index[division.axis + 1 :])])

@@ -176,8 +176,7 @@ class Strategy:
         lines = [f"{type(self).__name__}: {self._mesh}" + (f", adds up by {self._ops}" if self._ops is not None else "")]
         for program, cause in self._steps.programs.causes():
             lines += [f"program {describe_program(program)}", *[f"  compiled again, because {cause}"] * bool(cause)]
-        lines += in_parts.describe(self._mesh)
-        lines += [f"dataset {dataset.describe()}" for dataset in self._datasets]
+        lines += [*in_parts.describe(self._mesh), *(f"dataset {dataset.describe()}" for dataset in self._datasets)]
         lines += self._steps.spent.in_words()
         if (profiled := spent.last_profile(self._mesh, self._steps.spent.since)) is not None:
             lines.append(profiled.in_words())

@@ -9,6 +9,7 @@ import numpy as np
 
 from .._errors import ContextError
 from .._replicas import frames
+from .._replicas.division import division_in
 from .._replicas.per_replica import PerReplica
 from .._strategy.strategy import Strategy, parts_of
 from .._text import shown
@@ -26,7 +27,7 @@ def copies(value: Variable | jax.Array) -> dict[int, np.ndarray]:
     do not change with the variable. For a random key it returns the key's data.
 
     Args:
-        value: a variable of any kind (a sharded one has parts instead of copies), or an array that is the same on each
+        value: a variable of any kind (one in parts has these instead of copies), or an array that is the same on each
             replica, such as a mirrored result of `strategy.run`.
 
     Returns:
@@ -91,7 +92,8 @@ def assert_equal_copies(value: Strategy | PyTree) -> None:
             "be compared. Make the variables in `with strategy.scope():`, and keep them."
         )
     for name, leaf in named:
-        if isinstance(leaf, ShardedVariable):  # each element is on one device only
+        division = spec_of(leaf).division if isinstance(leaf, Variable) else isinstance(leaf, jax.Array) and division_in(leaf)
+        if isinstance(leaf, ShardedVariable) or division:  # each element is on one device only
             continue
         if isinstance(leaf, Variable) and spec_of(leaf).is_on_read:
             raise ValueError(

@@ -65,7 +65,7 @@ def check(mesh: ReplicaMesh, variables: Sequence[Variable], every: int = 0) -> i
     """
     if len(mesh.devices) == 1:
         return every
-    start, variables = time.perf_counter(), list(filter(_has_copies, variables))
+    start, variables = time.perf_counter(), _with_copies(variables)
     own: list[Any] = [[spec_of(variable).number, _checksums(variable)] for variable in variables]
     differ_here = any(len(set(copies)) > 1 for _, copies in own)
     digest_of_one = None if differ_here else digest(json.dumps([[number, copies[:1]] for number, copies in own]))
@@ -107,10 +107,10 @@ def _checksums(variable: Variable) -> list[int]:
     return [zlib.crc32(repr(sums).encode())] * len(sums)  # of all parts, of which each worker has a copy
 
 
-def _has_copies(variable: Variable) -> bool:
-    """Tell whether there is more than one copy of a variable's value, which must be equal."""
-    spec = spec_of(variable)
-    return not spec.is_on_read and (spec.division is None or spec.division.num_copies > 1)
+def _with_copies(variables: Sequence[Variable]) -> list[Variable]:
+    """Return the variables of whose value there is more than one copy."""
+    pairs = zip(variables, map(spec_of, variables), strict=True)
+    return [v for v, its in pairs if not its.is_on_read and (its.division is None or its.division.num_copies > 1)]
 
 
 def _exchange(mesh: ReplicaMesh, own: Any) -> Sequence[Any]:
@@ -188,7 +188,7 @@ def watch(mesh: ReplicaMesh, variables: Sequence[Variable]) -> Watch | None:
 
     With several workers a program without variables is watched too, because their histories are compared.
     """
-    mirrored = list(filter(_has_copies, variables))
+    mirrored = _with_copies(variables)
     has_copies = bool(mirrored) and len(mesh.devices) > 1
     if isinstance(mesh, PlannedMesh) or (mesh.is_alone and not has_copies):  # those of a plan have no values
         return None

@@ -20,7 +20,7 @@ from .._jax import tracing, user_code
 from .._options import Storage, StorageName, SynchronizationName, VariableAggregation, VariableSynchronization
 from .._replicas import frames
 from .._replicas.arrays import converted_number, host_array, strong
-from .._replicas.division import Division, Kind, division_of, placement_of
+from .._replicas.division import Division, Shaped, division_of, placement_of
 from .._replicas.mesh import PlannedMesh, ReplicaMesh, default_mesh
 from .._replicas.per_replica import PerReplica
 from .._replicas.reductions import reduction_of
@@ -131,7 +131,7 @@ def takes_each_value(synchronization: VariableSynchronization | SynchronizationN
 
 
 def stored_in(
-    storage: Storage | StorageName | None, mesh: ReplicaMesh, array: Kind, is_on_read: bool, name: str
+    storage: Storage | StorageName | None, mesh: ReplicaMesh, array: Shaped, is_on_read: bool, name: str
 ) -> Division | None:
     """Return how a new variable is divided, by its own word or else by its strategy's."""
     how = None if storage is None else Storage.parse(storage, "storage")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ PASSES: tuple[tuple[Callable[[Proven], bool], Callable[[Proven], Proven]], ...] 
     (Proven.may_join_sums, join_sums),  # how sums travel: together
     (Proven.may_order_sums, order_sums),  # where a sum is made: at its gradient, for which the backward pass waits
     (Proven.shares_devices, run_all_on_device),  # how many replicas a device has, where sums are of the rows of all
-    (Proven.has_parts, store_in_parts),  # how what is the same on every replica is stored
+    (operator.attrgetter("may_divide"), store_in_parts),  # how what is the same on every replica is stored
 )
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..._jax import primitives, tracing
 from ..._jax.jaxprs import Atom, Equation
@@ -71,7 +72,7 @@ class Gathers(NamedTuple):
             return jnp.broadcast_to(value.number, division.part_shape(shape))
         return division.own_part(jnp.asarray(self.whole(value)), self.name)
 
-    def real(self, array: Any, division: Division, other: Any) -> Any:
+    def real(self, array: jax.Array, division: Division, other: float) -> jax.Array:
         """Return a part, with another number in place of its padding."""
         if not division.is_padded:
             return array
@@ -175,7 +176,7 @@ def _reduce(gathers: Gathers, equation: Equation, part: DevicePart, rest: Sequen
     return [Whole(result, True)]
 
 
-def _neutral(name: str, dtype: Any) -> Any:
+def _neutral(name: str, dtype: np.dtype) -> Any:
     """Return the number of a type that changes no result of a reduction."""
     number = primitives.NEUTRAL[name]
     if not math.isinf(number) or jnp.issubdtype(dtype, jnp.floating):

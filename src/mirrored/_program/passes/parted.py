@@ -18,9 +18,9 @@ import numpy as np
 
 from ..._jax import jaxprs, primitives, tracing
 from ..._jax.interpreter import Interpreter, run_parts
-from ..._jax.jaxprs import ClosedJaxpr, Equation, Jaxpr, Literal, Var
+from ..._jax.jaxprs import Atom, ClosedJaxpr, Equation, Jaxpr, Literal, Var
 from ..._replicas.division import Division
-from ..._typing import Shape
+from ..._typing import ArrayLike, Shape
 from ..proof import SAME, prove, varying
 from .flat import flattened
 from .on_parts import Addend, DevicePart, Gathers, Value, Whole, run_on_parts, shape_of
@@ -50,7 +50,7 @@ class Parted(Interpreter[Value]):
 
     # -- values
 
-    def constant(self, value: Any, aval: Any) -> Value:
+    def constant(self, value: Any, aval: jax.core.AbstractValue) -> Value:
         return Whole(value, True)
 
     def is_same(self, var: Var) -> bool:
@@ -66,7 +66,7 @@ class Parted(Interpreter[Value]):
             return value.value.array
         return self._gather(value, value.array, is_again)
 
-    def _gather(self, part: DevicePart, array: Any, is_again: bool) -> Any:
+    def _gather(self, part: DevicePart, array: jax.Array, is_again: bool) -> jax.Array:
         """Gather a part once; `array` is the part's, or the same behind a barrier."""
         key = id(part.array), part.division.axis, is_again
         if key not in self.gathered:
@@ -91,7 +91,7 @@ class Parted(Interpreter[Value]):
         values: dict[Var, Value] = dict(zip(jaxpr.invars, arguments, strict=True))
         values.update({v: self.constant(value, v.aval) for v, value in zip(jaxpr.constvars, constants, strict=True)})
 
-        def read(atom: Any) -> Value:
+        def read(atom: Atom) -> Value:
             return self.constant(atom.val, atom.aval) if isinstance(atom, Literal) else values[atom]
 
         for equation in moved_up(self.terms, equations):
@@ -122,7 +122,7 @@ class Parted(Interpreter[Value]):
         is_product = equation.primitive.name in primitives.BILINEAR & primitives.ELEMENTWISE and len(own) == 1
         return own[0] if (is_linear or is_product) and shape_of(own[0]) == shape_of(equation.outvars[0]) else None
 
-    def _division_of(self, var: Var) -> Division | None:
+    def _division_of(self, var: Atom) -> Division | None:
         """Return how arrays of a variable's shape are stored; XLA scatters no complex numbers on CPU."""
         dtype = getattr(var.aval, "dtype", bool)
         is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
@@ -217,7 +217,7 @@ class Parted(Interpreter[Value]):
                 results[k] = Whole(total, True)
         return results  # type: ignore[return-value]
 
-    def _sum(self, atom: Any, value: Value) -> DevicePart | None:
+    def _sum(self, atom: Atom, value: Value) -> DevicePart | None:
         """Return the sum of a value over the replicas in parts; None if it is to be whole."""
         division = self._division_of(atom) if isinstance(value, Whole) else value.division
         if division is None or (_is_same(value) and isinstance(value, Whole)):
@@ -249,7 +249,7 @@ class Parted(Interpreter[Value]):
         divisions = [self._row_division(var) if var in self.only else None for var in equation.outvars]
         kinds: list[Value] = []
 
-        def one_round(*arrays: Any) -> list[Any]:
+        def one_round(*arrays: jax.Array) -> list[Any]:
             walk = Parted(self.known, around)
             kinds[:] = walk.run_closed(body.closed, list(map(_with_array, given, arrays)))
             for k, value in enumerate(kinds):
@@ -257,7 +257,7 @@ class Parted(Interpreter[Value]):
                     kinds[k] = value if _is_total(value) else walk.like(value, given[loop.carry[k]])
                 elif (division := divisions[k]) is not None and not isinstance(value, DevicePart):
                     kinds[k] = Addend(None, division, division.scattered_sum(walk.whole(value), self.known.axis))
-            return [jnp.asarray(_array_of(value)) for value in kinds]
+            return [_typed(_array_of(value), var) for value, var in zip(kinds, body.closed.jaxpr.outvars, strict=True)]
 
         made = run_parts(equation, arrays, [one_round])
         results = [_with_array(kind, array) for kind, array in zip(kinds, made, strict=True)]
@@ -296,17 +296,18 @@ class Parted(Interpreter[Value]):
         kinds: list[DevicePart | Whole] = [self._stored(None, var) for var in equation.outvars]
 
         def branch_of(part: jaxprs.Part) -> Callable[..., list[Any]]:
-            def branch(*arrays: Any) -> list[Any]:
+            def branch(*arrays: jax.Array) -> list[Any]:
                 walk = Parted(self.known, around)
                 results = walk.run_closed(part.closed, list(map(_with_array, given, arrays)))
-                return [jnp.asarray(walk.like(value, kind).array) for value, kind in zip(results, kinds, strict=True)]
+                made = [walk.like(value, kind).array for value, kind in zip(results, kinds, strict=True)]
+                return list(map(_typed, made, part.closed.jaxpr.outvars))
 
             return branch
 
         arrays = run_parts(equation, [self.whole(decision), *map(_array_of, given)], list(map(branch_of, loop.parts)))
         return list(map(_with_array, kinds, arrays))
 
-    def _stored(self, array: Any, var: Var) -> DevicePart | Whole:
+    def _stored(self, array: jax.Array | None, var: Var) -> DevicePart | Whole:
         """Return a result in parts if arrays of its shape are stored so and it is the same on every replica, else whole."""
         division, is_same = self._division_of(var), self.is_same(var)
         return Whole(array, is_same) if division is None or not is_same else DevicePart(array, division, shape_of(var))
@@ -336,18 +337,25 @@ def _is_added_to(jaxpr: Jaxpr, argument: int, result: int) -> bool:
     return results[result] is added and atoms.count(added) == 1 == atoms.count(jaxpr.invars[argument])
 
 
+def _typed(array: ArrayLike, atom: Atom) -> jax.Array:
+    """Return an array; of a number in the program one of the type that it has there."""
+    return array if isinstance(array, jax.Array) else jnp.asarray(array, getattr(atom.aval, "dtype", None))
+
+
 def _array_of(value: Value) -> Any:
     return value.total if isinstance(value, Addend) else value.array
 
 
-def _with_array(value: Any, array: Any) -> Any:
+def _with_array(value: Value, array: jax.Array) -> Any:
     """Return a value with another array, such as one behind a barrier or in a loop."""
     if isinstance(value, Whole):
         return Whole(array, value.is_same)
-    return dataclasses.replace(value, **{"total" if isinstance(value, Addend) else "array": array})
+    if isinstance(value, Addend):
+        return dataclasses.replace(value, total=array)
+    return dataclasses.replace(value, array=array)
 
 
-def _moved(value: Any, places: int, shape: Shape = ()) -> Any:
+def _moved(value: DevicePart | Addend, places: int, shape: Shape = ()) -> Any:
     """Return parts with so many more axes before the divided one."""
     division = dataclasses.replace(value.division, axis=value.division.axis + places)
     if isinstance(value, Addend):

@@ -63,6 +63,7 @@ class Proven:
     own_outputs: tuple[bool, ...]
     in_specs: tuple[PartitionSpec, ...]  # where the inputs lie: whole on each device, or a row for each replica
     out_specs: tuple[PartitionSpec, ...]
+    may_divide: bool  # whether large arrays that are the same on every replica may lie in parts
     closed: ClosedJaxpr  # what runs; behind the outputs it gives the sums that it carries
     joined: Joined = Joined()
     run: Run = _run_replica
@@ -71,13 +72,15 @@ class Proven:
     def of(cls, mesh: ReplicaMesh, axis: ReplicaAxis, lifted: Lifted, findings: Findings, is_split: Sequence[bool]) -> Proven:
         """Return a step as it leaves the proof; `is_split` tells which arguments are a replica's own."""
         written, variables = lifted.written, lifted.variables
-        inputs = *(spec_of(variable).is_on_read for variable in variables), *is_split
-        differ = (not state.is_mirrored for state in findings.outputs[: lifted.num_results])
-        outputs = *differ, *(spec_of(variable).is_on_read for variable in written)
+        specs = [spec_of(variable) for variable in variables]
+        inputs = *[spec.is_on_read for spec in specs], *is_split
+        differ = [not state.is_mirrored for state in findings.outputs[: lifted.num_results]]
+        outputs = *differ, *[spec.is_on_read for spec in specs[: len(written)]]
         stacked, whole = PartitionSpec(mesh.axis), PartitionSpec()
         given, made = [tuple([stacked if is_own else whole for is_own in flags]) for flags in (inputs, outputs)]
         bare = lifted.bare()  # who runs the step gives it the arrays that it closes over
-        return cls(mesh, axis, bare, findings, inputs, outputs, given, made, bare.closed)
+        may_divide = mesh.storage is not Storage.WHOLE or {None} != {None, *[spec.division for spec in specs]}
+        return cls(mesh, axis, bare, findings, inputs, outputs, given, made, may_divide, bare.closed)
 
     def may_join_sums(self) -> bool:
         """Tell whether it adds up over replicas with devices of their own, and the user has not said how sums travel."""
@@ -93,16 +96,11 @@ class Proven:
         sizes = [getattr(a, "size", 0) * getattr(getattr(a, "dtype", None), "itemsize", 0) for a in avals]
         may_add_up = self.findings.has_collective and self.mesh.per_device == 1 < self.mesh.num_replicas
         is_ordered = way.orders_sums or way.orders_scatters
-        return may_add_up and is_ordered and max(sizes, default=0) >= LARGE_BYTES and not self.has_parts()
+        return may_add_up and is_ordered and max(sizes, default=0) >= LARGE_BYTES and not self.may_divide
 
     def shares_devices(self) -> bool:
         """Tell whether a device has several replicas."""
         return self.mesh.per_device > 1
-
-    def has_parts(self) -> bool:
-        """Tell whether large arrays that are the same on every replica may lie in parts."""
-        is_divided = (spec_of(variable).division is not None for variable in self.lifted.variables)
-        return self.mesh.storage is not Storage.WHOLE or any(is_divided)
 
     def describe(self) -> str:
         """Write the step as text that is equal on two workers which may run it together."""

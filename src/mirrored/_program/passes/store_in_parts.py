@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from ..._jax.jaxprs import Atom
 from ..._replicas.division import Division, division_of_array, placement_of
 from ..._variables.variable import spec_of
 from .on_parts import DevicePart, Value, Whole, shape_of
@@ -29,9 +30,10 @@ class Divisions(NamedTuple):
         """Return the divisions of a step's variables, and of its arguments and results that are arrays in parts."""
         jaxpr, written, variables = step.closed.jaxpr, step.lifted.written, step.lifted.variables
 
-        def of_array(atom: Any, is_own: bool) -> Division | None:
-            is_array = isinstance(atom.aval, jax.core.ShapedArray) and not is_own
-            return division_of_array(step.mesh, shape_of(atom), atom.aval.dtype) if is_array else None
+        def of_array(atom: Atom, is_own: bool) -> Division | None:
+            if is_own or not isinstance(atom.aval, jax.core.ShapedArray):
+                return None
+            return division_of_array(step.mesh, atom.aval.shape, atom.aval.dtype)
 
         arguments = map(of_array, jaxpr.invars[len(variables) :], step.own_inputs[len(variables) :])
         results = map(of_array, jaxpr.outvars[: step.lifted.num_results], step.own_outputs)

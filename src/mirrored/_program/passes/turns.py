@@ -6,12 +6,15 @@ docs/design/parts.md has the reasons and the measured gains.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import jax
 
 from .on_parts import Addend, Whole
 
+#: Begins the sum of an addend.
+Begin: TypeAlias = Callable[[Addend], object]
 #: So many gathers after it is begun, the backward pass waits for a sum.
 LAG = 1
 
@@ -39,7 +42,7 @@ class Turns:
         parts, _ = jax.lax.optimization_barrier((parts, self._before))
         return parts
 
-    def wait(self, operands: list[Any], begin: Any) -> list[Any]:
+    def wait(self, operands: list[Any], begin: Begin) -> list[Any]:
         """Return the operands of an operation on a gathered array, available after the gradients before it.
 
         `begin` begins the sum of an addend.
@@ -61,7 +64,7 @@ class Turns:
         self._before = operands[0]
         return operands
 
-    def hold(self, parts: list[Any], others: list[Any], begin: Any) -> list[Any]:
+    def hold(self, parts: list[Any], others: list[Any], begin: Begin) -> list[Any]:
         """Return the operands of what is computed again, parts first, available when it is its turn."""
         is_first = self._before is None
         ready, tied = self.ready(parts), self.wait(others, begin)
