@@ -54,11 +54,14 @@ def test_the_text_says_memory_work_collectives_and_that_times_are_estimated() ->
 
 def test_a_program_that_does_not_fit_says_by_how_much_and_what_saves_memory() -> None:
     failure = "Ran out of memory on HBM, the total memory required (26.84G) exceeds available HBM (15.75G)."
-    lost = dataclasses.replace(GPT, failure=failure, memory=Memory(7 * GIB, 15 * GIB, 0, 0, 0, 14 * GIB))
+    lost = dataclasses.replace(GPT, failure=failure, memory=Memory(7 * GIB, 15 * GIB, 0, 0, 0, 14 * GIB, whole=21 * GIB))
     plan = plan_with(lost, kind="TPU v5 lite", devices=8)
     assert not plan.fits(lost)
     assert plan.fits(GPT) and not plan.fits(dataclasses.replace(GPT, failure=failure))  # whatever its figures
     assert "it needs 26.84G, the device has 15.75G" in str(plan) and "shard_state=True) saves up to 12.2 GiB" in str(plan)
+    assert 'the strategy\'s storage="parts" saves up to 18.4 GiB' in str(plan)
+    divided = dataclasses.replace(GPT, memory=Memory(GIB, 2 * GIB, 0, 0, 0, saved=21 * GIB))
+    assert "in parts     saves 21.0 GiB of variables on each device" in str(plan_with(divided))
     large = dataclasses.replace(GPT, memory=Memory(7 * GIB, GIB, 0, 0, 80 * GIB))
     text = str(plan_with(large, kind="NVIDIA H100 80GB HBM3"))
     assert "it needs 88.0 GiB of 80.0 GiB" in text and "shard_state" not in text
