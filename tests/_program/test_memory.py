@@ -29,8 +29,9 @@ def train(strategy, **options):
 
 def test_what_is_in_parts_and_what_may_be_is_counted():
     strategy = strategy_of(4, storage="parts")
-    parts, whole, small = (variable(np.zeros((WIDTH, n), np.float32), strategy, storage=how)._slot.array for n, how in (
-        (WIDTH, "parts"), (WIDTH, "whole"), (1, "parts")))  # fmt: skip
+    kinds = ((WIDTH, "parts"), (WIDTH, "whole"), (1, "parts"))
+    variables = [variable(np.zeros((WIDTH, columns), np.float32), strategy, storage=how) for columns, how in kinds]
+    parts, whole, small = (v._slot.array for v in variables)
     found = Memory.of(None, [True, False, False], ([parts, whole], [small], [], []))
     each = 4 * WIDTH * WIDTH
     assert (found.variables, found.whole, found.saved) == (each // 4, each, each - each // 4)
