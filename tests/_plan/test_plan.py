@@ -65,6 +65,8 @@ def test_a_program_that_does_not_fit_says_by_how_much() -> None:
     assert not plan.fits(lost)
     assert plan.fits(GPT) and not plan.fits(dataclasses.replace(GPT, failure=failure))  # whatever its figures
     assert "it needs 26.84G of 15.75G: 7.0 GiB trained variables, 15.0 GiB other state" in str(plan)
+    divided = dataclasses.replace(GPT, memory=Memory(GIB, 2 * GIB, 0, 0, 0, saved=21 * GIB))
+    assert "in parts     saves 21.0 GiB of variables on each device" in str(plan_with(divided))
     large = dataclasses.replace(GPT, memory=Memory(7 * GIB, GIB, 0, 0, 80 * GIB))
     assert "it needs 88.0 GiB of 60.0 GiB (JAX takes 75% of 80.0 GiB)" in str(plan_with(large, kind="NVIDIA H100 80GB HBM3"))
     assert plan_with(GPT).fits(GPT)

@@ -17,8 +17,8 @@ from .._workers.joint_programs import Announced
 _OF_STATE = "an optimizer's and other state"
 _REMEDIES = (
     "It was not run, and nothing has changed. Temporaries shrink with fewer rows, with parts of a batch one after the other "
-    '(schedule="one_by_one"), with jax.checkpoint and with bfloat16; variables, with the state of an optimizer, in parts: '
-    'mr.MirroredStrategy(storage="parts").'
+    '(schedule="one_by_one"), with jax.checkpoint and with bfloat16; the state of an optimizer with shard_state=True; all '
+    'variables with mr.MirroredStrategy(storage="parts").'
 )
 
 
