@@ -2,35 +2,35 @@
 
 OFFERS = {
     "_jax": """
-        callbacks.forget_failed compilations.heard complaints.NEEDS_A_VALUE complaints.complaint_of complaints.needed_arguments
-        costs.Work costs.costs_of costs.work_in dead_code.all_of dead_code.computing dead_code.is_undivided dead_code.opened
-        distributed.before_shutdown distributed.choose_cpu_collectives distributed.clear_backends distributed.client
-        distributed.has_backend distributed.is_known_platform distributed.is_recoverable distributed.known_devices
-        distributed.late_devices distributed.listen_at distributed.place distributed.swallows_sigterm
-        distributed.without_warnings forks.leave_to_parent interpreter.Analysis interpreter.Evaluation interpreter.Flattening
-        interpreter.Interpreter interpreter.evaluate interpreter.run_parts interrupts.send_ignored_again jaxprs.Atom
-        jaxprs.ClosedJaxpr jaxprs.Equation jaxprs.Jaxpr jaxprs.Literal jaxprs.Loop jaxprs.Part jaxprs.Var jaxprs.callee
-        jaxprs.has_collective jaxprs.has_replica_number jaxprs.held_operands jaxprs.inner_constants jaxprs.inner_jaxprs
-        jaxprs.inside jaxprs.inside_of jaxprs.is_backward jaxprs.is_collective jaxprs.is_function_of_operands
-        jaxprs.is_ordered_print jaxprs.is_over_groups jaxprs.is_plain jaxprs.is_replica_number jaxprs.is_scan jaxprs.is_sum
-        jaxprs.levels_of jaxprs.linear_operands jaxprs.loop_of jaxprs.meshes_in jaxprs.names_around jaxprs.num_bytes
-        jaxprs.primitives_in jaxprs.transforms_of marks.Mark marks.Purpose marks.mark marks.mark_p primitives.ADDITIONS
-        primitives.ADDITIVE primitives.ADD_TO_FIRST primitives.AGAIN primitives.AXIS_SUMS primitives.BILINEAR
-        primitives.BROADCASTS primitives.COMMUTATIVE primitives.COMPARE primitives.CONCATENATIONS primitives.CONVERSIONS
-        primitives.CONVOLUTIONS primitives.CUSTOM_DERIVATIVE primitives.DERIVATIVE_SUMS primitives.DEVICE_MAPS
-        primitives.DEVICE_RANDOM primitives.DIVISIONS primitives.DOT_PRODUCTS primitives.DRAWS primitives.ELEMENTWISE
-        primitives.FILLS primitives.HOST_CALLBACKS primitives.HOST_EFFECTS primitives.INLINE_CALLS primitives.KEEP_AXES
-        primitives.LOOPS primitives.MAKE_SAME primitives.MOVES primitives.NEUTRAL primitives.ONE_TO_ONE primitives.PADS
+        along_axes.CONCATENATIONS along_axes.NEUTRAL along_axes.SLICES callbacks.forget_failed compilations.heard
+        complaints.NEEDS_A_VALUE complaints.complaint_of complaints.needed_arguments costs.Work costs.costs_of costs.work_in
+        dead_code.all_of dead_code.computing dead_code.is_undivided dead_code.opened distributed.before_shutdown
+        distributed.choose_cpu_collectives distributed.clear_backends distributed.client distributed.has_backend
+        distributed.is_known_platform distributed.is_recoverable distributed.known_devices distributed.late_devices
+        distributed.listen_at distributed.place distributed.swallows_sigterm distributed.without_warnings forks.leave_to_parent
+        interpreter.Analysis interpreter.Evaluation interpreter.Flattening interpreter.Interpreter interpreter.evaluate
+        interpreter.run_parts interrupts.send_ignored_again jaxprs.Atom jaxprs.ClosedJaxpr jaxprs.Equation jaxprs.Jaxpr
+        jaxprs.Literal jaxprs.Loop jaxprs.Part jaxprs.Var jaxprs.callee jaxprs.has_collective jaxprs.has_replica_number
+        jaxprs.held_operands jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside jaxprs.inside_of jaxprs.is_backward
+        jaxprs.is_collective jaxprs.is_function_of_operands jaxprs.is_ordered_print jaxprs.is_over_groups jaxprs.is_plain
+        jaxprs.is_replica_number jaxprs.is_scan jaxprs.is_sum jaxprs.levels_of jaxprs.linear_operands jaxprs.loop_of
+        jaxprs.meshes_in jaxprs.names_around jaxprs.num_bytes jaxprs.primitives_in jaxprs.transforms_of marks.Mark marks.Purpose
+        marks.mark marks.mark_p primitives.ADDITIONS primitives.ADDITIVE primitives.ADD_TO_FIRST primitives.AGAIN
+        primitives.AXIS_SUMS primitives.BILINEAR primitives.BROADCASTS primitives.COMMUTATIVE primitives.COMPARE
+        primitives.CONVERSIONS primitives.CONVOLUTIONS primitives.CUSTOM_DERIVATIVE primitives.DERIVATIVE_SUMS
+        primitives.DEVICE_MAPS primitives.DEVICE_RANDOM primitives.DIVISIONS primitives.DOT_PRODUCTS primitives.DRAWS
+        primitives.ELEMENTWISE primitives.FILLS primitives.HOST_CALLBACKS primitives.HOST_EFFECTS primitives.INLINE_CALLS
+        primitives.KEEP_AXES primitives.LOOPS primitives.MAKE_SAME primitives.MOVES primitives.ONE_TO_ONE primitives.PADS
         primitives.PRINTS primitives.PURE primitives.RANDOM primitives.RESHAPES primitives.SAID_TWICE primitives.SCATTERS
-        primitives.SCATTER_SUMS primitives.SELECTS primitives.SIMPLE primitives.SLICES primitives.SPREADS primitives.SUMS
-        primitives.TRANSPOSES random_keys.Count random_keys.THREEFRY random_keys.are_counted random_keys.by_rows
-        random_keys.draws_by_rows random_keys.folded random_keys.of_rows random_keys.plain topologies.runs_nothing
-        tracing.NO_TRACE tracing.barrier tracing.bind tracing.context tracing.current_trace tracing.have_mesh
-        tracing.is_for_this_call tracing.is_mapped_over tracing.is_staging tracing.is_wide tracing.key_kind tracing.lowered
-        tracing.new_operand tracing.operand_p tracing.room_for tracing.separate_caches tracing.settings tracing.trace
-        tracing.trace_state tracing.untraced user_code.OURS user_code.equation_line user_code.hide_lines user_code.leave_out
-        user_code.line_of user_code.raising_line user_code.shorten_errors user_code.show_users_lines user_code.user_line
-        user_code.user_stacklevel user_code.warn versions.warn_if_untried
+        primitives.SCATTER_SUMS primitives.SELECTS primitives.SIMPLE primitives.SPREADS primitives.SUMS primitives.TRANSPOSES
+        random_keys.Count random_keys.THREEFRY random_keys.are_counted random_keys.by_rows random_keys.draws_by_rows
+        random_keys.folded random_keys.of_rows random_keys.plain topologies.runs_nothing tracing.NO_TRACE tracing.barrier
+        tracing.bind tracing.context tracing.current_trace tracing.have_mesh tracing.is_for_this_call tracing.is_mapped_over
+        tracing.is_staging tracing.is_wide tracing.key_kind tracing.lowered tracing.new_operand tracing.operand_p
+        tracing.room_for tracing.separate_caches tracing.settings tracing.trace tracing.trace_state tracing.untraced
+        user_code.OURS user_code.equation_line user_code.hide_lines user_code.leave_out user_code.line_of user_code.raising_line
+        user_code.shorten_errors user_code.show_users_lines user_code.user_line user_code.user_stacklevel user_code.warn
+        versions.warn_if_untried
     """,
     "_cluster": """
         environments.is_left_alone meeting.Meeting meeting.meet resolvers.ClusterResolver resolvers.KubernetesClusterResolver

@@ -123,7 +123,7 @@ class InFiles:
 
     def _read(self, zipped: zipfile.ZipFile, key: str, about: Mapping[str, Any]) -> np.ndarray:
         if key not in self.held:
-            if not self.held.keys() <= {own for _, own, _ in self.parts}:
+            if not self.held.keys() <= {key for _, key, _ in self.parts}:
                 self.held.clear()
             self.held[key] = read(zipped, key, about)
         return self.held[key]

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from math import inf
-
 _ELEMENTWISE_NAMES = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj
 convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag
@@ -110,11 +108,6 @@ DOT_PRODUCTS = frozenset({"dot_general"})
 CONVOLUTIONS = frozenset({"conv_general_dilated"})
 SCATTER_SUMS = frozenset({"scatter-add", "scatter_add"})
 AXIS_SUMS = frozenset({"reduce_sum"})
-#: Reductions along axes, and the number that changes no result of theirs.
-NEUTRAL = {"reduce_and": 1, "reduce_max": -inf, "reduce_min": inf, "reduce_or": 0, "reduce_prod": 1, "reduce_sum": 0}
-#: Parts of their first operand, which begin at the other operands or at known places.
-SLICES = frozenset({"dynamic_slice", "slice"})
-CONCATENATIONS = frozenset({"concatenate"})
 #: Functions that are linear in the first operand.
 DIVISIONS = frozenset({"div"})
 #: Conversions to another type.

@@ -71,9 +71,10 @@ def run_eagerly(strategy: object, program: StepProgram, call: Call) -> PyTree:
     new_lifted: dict[str, Any] = {}
 
     def body(caches: Callable[[], Any], values: list[Any], arrays: list[Any]) -> list[Any]:
-        facts = map(spec_of, lifted.variables)
-        local = [_own(array, its.is_on_read, its.division) for array, its in zip(values, facts, strict=True)]
-        own = [_own(a, leaf.is_per_replica, its) for a, leaf, its in zip(arrays, call.array_leaves(), divisions, strict=True)]
+        specs = map(spec_of, lifted.variables)
+        local = [_own(array, spec.is_on_read, spec.division) for array, spec in zip(values, specs, strict=True)]
+        given = zip(arrays, leaves, divisions, strict=True)
+        own = [_own(array, leaf.is_per_replica, division) for array, leaf, division in given]
         with caches() as renew:
             bindings = Bindings(dict(zip(lifted.variables, local, strict=True)), _refuse_unknown, renew)
             with frames.entered(frames.Frame(strategy, mesh, replica, program.axis, bindings)):
@@ -85,9 +86,8 @@ def run_eagerly(strategy: object, program: StepProgram, call: Call) -> PyTree:
     stacked, leaves = PartitionSpec(REPLICA_AXIS), call.array_leaves()
     divisions = [None if leaf.is_per_replica else division_of_array(mesh, leaf.shape, leaf.dtype) for leaf in leaves]
     value_specs = [spec_of(v).placement.spec for v in lifted.variables]
-    array_specs = [
-        stacked if leaf.is_per_replica else placement_of(mesh, its).spec for leaf, its in zip(leaves, divisions, strict=True)
-    ]
+    pairs = zip(leaves, divisions, strict=True)
+    array_specs = [stacked if leaf.is_per_replica else placement_of(mesh, division).spec for leaf, division in pairs]
     arrays = place(mesh, call.arrays, call.array_leaves, lambda: argument_names(call))
 
     def compute(values: list[Any], caches: Callable[[], Any]) -> list[Any]:

@@ -44,8 +44,7 @@ class ReplicaMesh:
     """The devices of all replicas, in replica order, and the two placements that exist.
 
     The axis type is Auto: with `jax.make_mesh` it would be Explicit, and every array's type would carry the mesh. The axis is
-    called "replica" or, when each device has several replicas, has a name that says how many. So an array's sharding tells its
-    strategy, and meshes of different strategies differ.
+    called "replica", or has a name that says how many replicas each device has: so an array's sharding tells its strategy.
     """
 
     mesh: Mesh
@@ -174,8 +173,7 @@ class PlannedMesh(ReplicaMesh):
 def make_mesh(devices: Sequence[jax.Device], axis: str = REPLICA_AXIS, storage: Storage = Storage.WHOLE) -> ReplicaMesh:
     """Make the mesh of some devices, in the given order."""
     mesh = replicas_of(Mesh(np.array(devices, dtype=object), (axis,)), storage)
-    if _process.topology and isinstance(mesh, PlannedMesh):
-        _process.planned_meshes.append(mesh)
+    _process.planned_meshes.extend([mesh] if _process.topology and isinstance(mesh, PlannedMesh) else [])
     return mesh
 
 
@@ -207,7 +205,6 @@ def with_replicas(mesh: ReplicaMesh, num_replicas: int | None, schedule: str) ->
         )
     if num_replicas == count:
         return mesh
-    # The name of the axis says it all: an array's sharding has the mesh of JAX, and `replicas_of` makes ours of that alone.
     axis = f"device_of_{num_replicas // count}_replicas{_ONE_BY_ONE if schedule == 'one_by_one' else ''}"
     return make_mesh(mesh.devices, axis, mesh.storage)
 

@@ -110,7 +110,7 @@ def _checksums(variable: Variable) -> list[int]:
 def _with_copies(variables: Sequence[Variable]) -> list[Variable]:
     """Return the variables of whose value there is more than one copy."""
     pairs = zip(variables, map(spec_of, variables), strict=True)
-    return [v for v, its in pairs if not its.is_on_read and (its.division is None or its.division.num_copies > 1)]
+    return [v for v, spec in pairs if not spec.is_on_read and (spec.division is None or spec.division.num_copies > 1)]
 
 
 def _exchange(mesh: ReplicaMesh, own: Any) -> Sequence[Any]:

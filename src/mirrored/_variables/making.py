@@ -92,7 +92,7 @@ def make(
         constants, stored = arrays[: len(closed.consts)], arrays[len(closed.consts) :]
         values = [spec.whole(array) for (spec, _), array in zip(given, stored, strict=True)]
         made = interpreter.evaluate(closed, constants, values)
-        return [array if its is None else its.stored(array) for array, (_, its) in zip(made, kinds, strict=True)]
+        return [array if division is None else division.stored(array) for array, (_, division) in zip(made, kinds, strict=True)]
 
     stored: list[Any] = []
     if isinstance(mesh, PlannedMesh):

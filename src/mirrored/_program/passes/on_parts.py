@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._jax import primitives, tracing
+from ..._jax import along_axes, primitives, tracing
 from ..._jax.jaxprs import Atom, Equation
 from ..._replicas.division import Division
 from ..._typing import Shape
@@ -90,7 +90,7 @@ def run_on_parts(gathers: Gathers, equation: Equation, values: Sequence[Value]) 
         return None
     if name in _BY_PLACE:
         return _by_place(gathers, equation, values, first)
-    if name in primitives.CONCATENATIONS:
+    if name in along_axes.CONCATENATIONS:
         return _side_by_side(gathers, equation, values, first)
     if values[0] is first and (rule := _RULES.get(name)) is not None:
         return rule(gathers, equation, first, values[1:])
@@ -178,7 +178,7 @@ def _reduce(gathers: Gathers, equation: Equation, part: DevicePart, rest: Sequen
 
 def _neutral(name: str, dtype: np.dtype) -> Any:
     """Return the number of a type that changes no result of a reduction."""
-    number = primitives.NEUTRAL[name]
+    number = along_axes.NEUTRAL[name]
     if not math.isinf(number) or jnp.issubdtype(dtype, jnp.floating):
         return number
     low, high = (False, True) if dtype == jnp.bool_ else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
@@ -189,6 +189,6 @@ _RULES: dict[str, Callable[[Gathers, Equation, DevicePart, Sequence[Value]], Res
     **dict.fromkeys(primitives.TRANSPOSES, _transpose),
     **dict.fromkeys(primitives.RESHAPES, _reshape),
     **dict.fromkeys(primitives.BROADCASTS, _broadcast),
-    **dict.fromkeys(primitives.SLICES, _slice),
-    **dict.fromkeys(primitives.NEUTRAL, _reduce),
+    **dict.fromkeys(along_axes.SLICES, _slice),
+    **dict.fromkeys(along_axes.NEUTRAL, _reduce),
 }

@@ -25,7 +25,7 @@ LARGE_BYTES = 128 * 1024
 
 def _run_replica(step: Proven, constants: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
     """Run a step on the device of a replica, where an array of per-replica values has a first axis of size 1."""
-    values = [jnp.squeeze(array, 0) if own else array for array, own in zip(inputs, step.own_inputs, strict=True)]
+    values = [jnp.squeeze(array, 0) if is_own else array for array, is_own in zip(inputs, step.own_inputs, strict=True)]
     outputs = interpreter.evaluate(step.closed, constants, values)
     own = [jnp.expand_dims(array, 0) if end else array for array, end in zip(outputs, step.own_outputs, strict=False)]
     return [*own, *outputs[len(own) :]]

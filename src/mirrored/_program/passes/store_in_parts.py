@@ -86,7 +86,7 @@ def _run_gathered(run: Run, divisions: Divisions, step: Proven, constants: Seque
     """Run a step in another way, with all arrays whole until it ends."""
     name = step.mesh.axis
     pairs = zip(inputs, divisions.inputs, strict=True)
-    outputs = run(step, constants, [array if its is None else its.gathered(array, name) for array, its in pairs])
+    outputs = run(step, constants, [array if division is None else division.gathered(array, name) for array, division in pairs])
     for k, division in enumerate(divisions.outputs):
         if division is not None:
             outputs[k] = division.own_part(outputs[k], name)
