@@ -47,8 +47,8 @@ class Memory:
     ) -> Memory:
         """Divide what a compiled program needs; None where XLA could not make it: then results and temporaries count as 0.
 
-        `is_trained` tells of each variable in `arguments`, `(written, read_only, arrays, constants)`, whether it is trained. There
-        are `num_copies` of an array in parts.
+        `is_trained` tells of each variable in `arguments`, `(written, read_only, arrays, constants)`, whether it is trained.
+        There are `num_copies` of an array in parts.
         """
         written, read_only, *others = arguments
         sizes: Any = None if compiled is None else compiled.memory_analysis()
