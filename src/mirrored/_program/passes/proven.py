@@ -97,8 +97,8 @@ class Proven:
 
     def has_parts(self) -> bool:
         """Tell whether large arrays that are the same on every replica may lie in parts."""
-        is_divided = (spec_of(variable).division is not None for variable in self.lifted.variables)
-        return self.mesh.storage is not Storage.WHOLE or any(is_divided)
+        divisions = [spec_of(variable).division for variable in self.lifted.variables]
+        return self.mesh.storage is not Storage.WHOLE or any(divisions)
 
     def describe(self) -> str:
         """Write the step as text that is equal on two workers which may run it together."""
