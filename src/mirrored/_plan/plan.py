@@ -11,6 +11,7 @@ from typing import Any
 from .. import _html
 from .._errors import PlanError
 from .._jax.costs import costs_of
+from .._options import Storage
 from .._program.memory import Memory
 from .._replicas.mesh import PlannedMesh
 from .._replicas.planned import CompiledOnly
@@ -181,20 +182,21 @@ def plan(strategy: Strategy) -> Plan:
 
 def plan_of(mesh: PlannedMesh) -> Plan:
     """Make the plan of the programs that were compiled for a mesh of planned devices."""
-    device = mesh.devices[0]
+    device, num_hosts = mesh.devices[0], len({each.process_index for each in mesh.devices})
+    num_copies = num_hosts if mesh.storage is Storage.PARTS_OF_WORKER else 1
     return Plan(
         title=str(mesh),
         devices=len(mesh.devices),
-        num_hosts=len({each.process_index for each in mesh.devices}),
+        num_hosts=num_hosts,
         chip=chips.chip_of(device.device_kind),
-        programs=tuple(_plan_of(program) for program in mesh.programs if program.arguments),
+        programs=tuple(_plan_of(program, num_copies) for program in mesh.programs if program.arguments),
         replicas=mesh.num_replicas,
     )
 
 
-def _plan_of(program: CompiledOnly) -> ProgramPlan:
+def _plan_of(program: CompiledOnly, num_copies: int) -> ProgramPlan:
     kinds = tuple(f"{array.dtype.name}{list(array.shape)}".replace(" ", "") for array in program.arguments[2])
-    memory = Memory.of(program.compiled, program.is_trained, program.arguments)
+    memory = Memory.of(program.compiled, program.is_trained, program.arguments, num_copies)
     if program.compiled is None:
         return ProgramPlan(program.name, kinds, program.failure, memory, 0.0, 0.0, 0.0, (), program.seconds)
     costs = costs_of(program.compiled)

@@ -40,10 +40,13 @@ class Memory:
     saved: int = 0
 
     @classmethod
-    def of(cls, compiled: jax.stages.Compiled | None, is_trained: Sequence[bool], arguments: tuple[Any, ...]) -> Memory:
+    def of(
+        cls, compiled: jax.stages.Compiled | None, is_trained: Sequence[bool], arguments: tuple[Any, ...], num_copies: int = 1
+    ) -> Memory:
         """Divide what a compiled program needs; None where XLA could not make it: then results and temporaries count as 0.
 
         `is_trained` tells of each variable in `arguments`, `(written, read_only, arrays, constants)`, whether it is trained.
+        There are `num_copies` of an array in parts.
         """
         written, read_only, *others = arguments
         variables = [*written, *read_only]
@@ -60,7 +63,7 @@ class Memory:
             results=results,
             temporaries=temporaries,
             whole=sum(map(_may_be_divided, variables)),
-            saved=sum(map(_saved, variables)),
+            saved=sum(_saved(array, num_copies) for array in variables),
         )
 
     @property
@@ -113,12 +116,12 @@ def _may_be_divided(array: Any) -> int:
     return bytes_on_device(array) if array.sharding.is_fully_replicated and is_divisible(array.shape, array.dtype) else 0
 
 
-def _saved(array: Any) -> int:
+def _saved(array: Any, num_copies: int) -> int:
     """Return the bytes of an array in parts that a device does not have; none of an array of all replicas' values."""
     division = division_in(array)
     if division is None or (division.axis, division.length) == (0, division.num_parts):
         return 0
-    return math.prod(array.shape) * array.dtype.itemsize - bytes_on_device(array)
+    return math.prod(array.shape) * array.dtype.itemsize // num_copies - bytes_on_device(array)
 
 
 def bytes_on_device(array: Any) -> int:
