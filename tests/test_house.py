@@ -501,7 +501,7 @@ def test_sizes() -> None:
 #: was not there. The ground is together, and so are small wings that stand for one thing. `python tests/test_house.py` prints
 #: today's.
 BUDGETS = {
-    "_program": 6312,  # 4,000
+    "_program": 6321,  # 4,000
     "_jax": 1795,  # 1,300
     "_replicas": 3402,  # 2,100
     "_variables": 2245,  # 1,700
@@ -511,15 +511,15 @@ BUDGETS = {
     "_transforms": 601,  # 600
     "data": 4015,  # 3,200
     "_workers": 2515,  # 1,700
-    "_cluster": 1558,  # 1,080
+    "_cluster": 1560,  # 1,080
     "_checkpoint": 2367,  # 1,800
     "_report": 986,  # 800
-    "_plan": 833,  # a feature of its own
+    "_plan": 844,  # a feature of its own
     "_testing": 773,  # 750
     "losses optimizer": 707,  # 600
     "_command launch": 1403,  # 1,000
     "__init__ __main__ _public testing": 127,
-    "_process": 122,  # was in _replicas, _jax, _strategy and _models
+    "_process": 124,  # was in _replicas, _jax, _strategy and _models
     "_env _errors _html _libraries _options _text _tf_names _typing": 1093,  # 950
 }
 #: So much smaller a wing may be before its budget is to be lowered.

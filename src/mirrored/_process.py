@@ -40,12 +40,14 @@ class WhatIf:
         rows: of each replica in every batch; 0: as many as the dataset gives.
         parts: in how many parts, one after the other, a device takes its rows.
         shard_state: whether each `mr.Optimizer` divides its state.
+        storage: the `Storage` of all strategies; None: their own.
         given_rows: how many rows the longest replica has in the last batch that a dataset gave.
     """
 
     rows: int = 0
     parts: int = 1
     shard_state: bool = False
+    storage: Any = None
     given_rows: int = 0
 
 

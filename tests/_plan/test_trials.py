@@ -52,24 +52,30 @@ def fake_plans(monkeypatch, answer):
 
 def test_each_remedy_is_tried_and_its_line_says_what_to_write_and_what_it_needs(monkeypatch) -> None:
     def answer(flag, value=0, *rows):
-        if flag == "--shard-state":
+        if flag in ("--shard-state", "--storage=parts"):
             return trial(False, needs="70 GiB of 60 GiB")
         return trial(value >= 4, replicas=8 * value, needs="50 GiB") if flag == "--parts" else trial(value <= 4, needs="40 GiB")
 
     asked = fake_plans(monkeypatch, answer)
     assert list(remedies(Command([], []), trial(False))) == [
         "with mr.Optimizer(..., shard_state=True) it needs 70 GiB of 60 GiB: does not fit",
+        'with mr.MirroredStrategy(storage="parts") it needs 70 GiB of 60 GiB: does not fit',
         'with mr.MirroredStrategy(num_replicas=32, schedule="one_by_one") and 4 rows on each, the same batch in 4 parts, '
         "it needs 50 GiB: fits",
         "with 4 rows on each replica, in place of 16, it needs 40 GiB: fits",
     ]
-    assert asked == [("--shard-state",), ("--parts", 2, "--rows", 8), ("--parts", 4, "--rows", 4), ("--rows", 8), ("--rows", 4)]
+    assert asked[:2] == [("--shard-state",), ("--storage=parts",)] and asked[2:] == [
+        ("--parts", 2, "--rows", 8),
+        ("--parts", 4, "--rows", 4),
+        ("--rows", 8),
+        ("--rows", 4),
+    ]
 
 
 def test_what_fails_or_changes_nothing_is_no_remedy(monkeypatch) -> None:
     asked = fake_plans(monkeypatch, lambda flag, *values: trial(False) if flag == "--parts" else None)
     assert list(remedies(Command([], []), trial(False))) == []
-    assert asked == [("--shard-state",), ("--parts", 2, "--rows", 8), ("--rows", 8)]
+    assert asked[:2] == [("--shard-state",), ("--storage=parts",)] and asked[2:] == [("--parts", 2, "--rows", 8), ("--rows", 8)]
     fake_plans(monkeypatch, lambda *flags: None)
     assert list(remedies(Command([], []), trial(False, rows=0))) == []
 

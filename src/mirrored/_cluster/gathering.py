@@ -234,7 +234,9 @@ class Gathering:
         if difference := first_difference(they, hello, me, self.hello):
             # A job whose size changes starts its workers one by one: some of them know of the old size still.
             is_resized = hello.num_workers != self.hello.num_workers and self._has_same_chief(hello)
-            return ClusterStartError(difference) if is_resized else ClusterConfigError(difference)
+            if is_resized:
+                return ClusterStartError(difference)
+            return ClusterConfigError(difference)
         if hello.index == 0 or (before and before.hello and before.hello.token != hello.token):
             other = f"another ({before.address}, {describe(before.hello.process)})" if before and before.hello else me
             text = f"two processes say that they are worker {hello.index}: {they} and {other}; give each its own index"

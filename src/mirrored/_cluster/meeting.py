@@ -99,7 +99,7 @@ def _join(cluster: Cluster, hello: Hello, clock: Clock, own: str | None) -> str:
                 f"worker {cluster.worker_index} waited {clock.waited} for the chief ({chief}): {why}. Is worker 0 started, with "
                 f"the same cluster as here ({cluster.found_in}), and can this host reach it there (the right address and port, "
                 "no firewall)? If it only needs longer: mr.CommunicationOptions(timeout_seconds=...)"
-                f"{_BY_TORCHRUN if cluster.found_in == TORCHRUN else ''}"
+                f"{_BY_TORCHRUN * (cluster.found_in == TORCHRUN)}"
             )
         clock.wait(f"worker {cluster.worker_index} is waiting for the chief ({chief}): {why};")
         found = _look_up(*split_address(chief), 1.0)  # it may have come back at another address

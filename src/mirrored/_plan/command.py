@@ -14,6 +14,7 @@ from pathlib import Path
 
 from .. import _process
 from .._errors import PlanError
+from .._options import Storage
 from .plan import Plan, plan_of
 from .topologies import topology
 from .trials import Command, Trial, most_rows, plan_with, remedies
@@ -42,6 +43,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rows", type=int, default=0, metavar="N", help="plan with N rows on each replica in every batch")
     parser.add_argument("--parts", type=int, default=1, metavar="N", help="plan with each device's rows in N parts, one by one")
     parser.add_argument("--shard-state", action="store_true", help="plan with shard_state=True in each mr.Optimizer")
+    stored = [kind.value.lower() for kind in Storage]
+    parser.add_argument("--storage", choices=stored, help="plan with this storage in each strategy")
     parser.add_argument("--trial", help=argparse.SUPPRESS)  # the file for what `plan_with` reads
     parser.add_argument("script", help="the training program")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
@@ -59,7 +62,8 @@ def main(argv: Sequence[str]) -> int:
     if options.find_batch and not options.trial:
         return _find_batch(command)
     _process.max_planned_calls = options.steps
-    _process.what_if = _process.WhatIf(options.rows, options.parts, options.shard_state)
+    storage = options.storage and Storage.parse(options.storage, "--storage")
+    _process.what_if = _process.WhatIf(options.rows, options.parts, options.shard_state, storage)
     code = _run(options.script, options.args)
     plans = [plan for plan in map(plan_of, _process.planned_meshes) if plan.programs]
     if not plans:

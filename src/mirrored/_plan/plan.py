@@ -183,7 +183,9 @@ def plan(strategy: Strategy) -> Plan:
 def plan_of(mesh: PlannedMesh) -> Plan:
     """Make the plan of the programs that were compiled for a mesh of planned devices."""
     device, num_hosts = mesh.devices[0], len({each.process_index for each in mesh.devices})
-    num_copies = num_hosts if mesh.storage is Storage.PARTS_OF_WORKER else 1
+    num_copies = 1
+    if mesh.storage is Storage.PARTS_OF_WORKER:
+        num_copies = num_hosts
     return Plan(
         title=str(mesh),
         devices=len(mesh.devices),

@@ -14,7 +14,10 @@ from typing import NamedTuple
 from .._text import counted
 
 #: What the command changes in a program so that a device stores less: its flag, and what a user writes for it.
-STORED_LESS = (("--shard-state", "mr.Optimizer(..., shard_state=True)"),)
+STORED_LESS = (
+    ("--shard-state", "mr.Optimizer(..., shard_state=True)"),
+    ("--storage=parts", 'mr.MirroredStrategy(storage="parts")'),
+)
 #: In how many parts a device may take its rows; and more rows than any device needs.
 _PARTS, _TOO_MANY_ROWS = (2, 4, 8), 2**20
 

@@ -172,7 +172,7 @@ class PlannedMesh(ReplicaMesh):
 
 def make_mesh(devices: Sequence[jax.Device], axis: str = REPLICA_AXIS, storage: Storage = Storage.WHOLE) -> ReplicaMesh:
     """Make the mesh of some devices, in the given order."""
-    mesh = replicas_of(Mesh(np.array(devices, dtype=object), (axis,)), storage)
+    mesh = replicas_of(Mesh(np.array(devices, dtype=object), (axis,)), _process.what_if.storage or storage)
     _process.planned_meshes.extend([mesh] if _process.topology and isinstance(mesh, PlannedMesh) else [])
     return mesh
 

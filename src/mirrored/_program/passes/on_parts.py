@@ -182,7 +182,9 @@ def _neutral(name: str, dtype: np.dtype) -> Any:
     if not math.isinf(number) or jnp.issubdtype(dtype, jnp.floating):
         return number
     low, high = (False, True) if dtype == jnp.bool_ else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
-    return low if number < 0 else high
+    if number < 0:
+        return low
+    return high
 
 
 _RULES: dict[str, Callable[[Gathers, Equation, DevicePart, Sequence[Value]], Results]] = {

@@ -144,7 +144,9 @@ class _Order:
         if equation.primitive.name in primitives.ONE_TO_ONE:
             return own
         has_weight = equation.primitive.name in _PRODUCTS and not self._same.isdisjoint(large(equation.invars))
-        return own if has_weight else []
+        if not has_weight:
+            return []
+        return own
 
     def _wait(self, waiting: Sequence[Var]) -> None:
         made, self._made, due = self._made, [], self._started.pop(0)

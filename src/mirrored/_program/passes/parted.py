@@ -310,7 +310,9 @@ class Parted(Interpreter[Value]):
     def _stored(self, array: jax.Array | None, var: Var) -> DevicePart | Whole:
         """Return a result in parts if arrays of its shape are stored so and it is the same on every replica, else whole."""
         division, is_same = self._division_of(var), self.is_same(var)
-        return Whole(array, is_same) if division is None or not is_same else DevicePart(array, division, shape_of(var))
+        if division is None or not is_same:
+            return Whole(array, is_same)
+        return DevicePart(array, division, shape_of(var))
 
     def solve(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
         return self._on_wholes(equation, values)
