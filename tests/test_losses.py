@@ -87,7 +87,7 @@ def test_losses_of_another_length_than_rows_are_refused_where_the_replicas_do_no
     for name, loss in OTHER_LENGTHS.items():
         for take in takers:
             step = lambda x, loss=loss, take=take: take(loss(x))  # noqa: E731
-            for sizes in ([7], [1], [6, 7])[: 3 if num_replicas > 1 else 1]:  # an odd last batch: before the first has run
+            for sizes in ([7], [1], [6, 5])[: 3 if num_replicas > 1 else 1]:  # an odd last batch: before the first has run
                 batch, *_ = strategy.distribute_dataset([rows[:size] for size in sizes])
                 before = w.numpy()
                 if num_replicas == 1:

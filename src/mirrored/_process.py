@@ -1,4 +1,4 @@
-"""The state of the process, which belongs to no strategy. docs/design/state.md says who changes it, and under which lock.
+"""The state of the process, which belongs to no strategy. The page on state says who changes it, and under which lock.
 
 All of it is in attributes of this module, or of the objects in it, so that a forked child, or a test that needs a fresh process,
 can reset it.

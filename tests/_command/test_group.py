@@ -143,7 +143,7 @@ def plan(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
             codes = ends[min(len(attempts), len(ends) - 1)]
             attempts.append(SimpleNamespace(environments=environments, first=first_index, num_workers=num_workers, **more))
             endings = [Ending(i, 100 + i, code, 9.0 * i, 0.0, False, []) for i, code in enumerate(codes)]
-            return SimpleNamespace(run=lambda: Attempt(endings, (), {}))
+            return SimpleNamespace(watch=lambda: Attempt(endings, (), {}))
 
         monkeypatch.setattr(launch, "Group", start)
         code = launch.main(["launch", *map(str, options), __file__])

@@ -13,6 +13,7 @@ from mirrored import _process, launch
 from mirrored._jax import topologies
 from mirrored._plan import command, trials
 from mirrored._plan.trials import Command, Trial, most_rows, plan_with, remedies
+from mirrored._replicas import cross_replica
 
 
 @pytest.mark.parametrize(
@@ -119,6 +120,7 @@ def test_a_script_that_fails_is_shown(tmp_path, capsys) -> None:
 @pytest.mark.parametrize(("what_if", "rows", "replicas"), [({}, 4, 3), ({"rows": 7}, 7, 3), ({"parts": 2}, 2, 6)])
 def test_a_planned_program_has_the_rows_and_parts_that_the_command_says(what_if, rows, replicas, monkeypatch) -> None:
     monkeypatch.setattr(topologies, "runs_nothing", lambda device: True)
+    monkeypatch.setattr(cross_replica, "_compile", cross_replica._compile.__wrapped__)  # nothing is kept of these devices
     monkeypatch.setattr(_process, "what_if", _process.WhatIf(**what_if, shard_state="parts" not in what_if))
     strategy = mr.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
     with strategy.scope():

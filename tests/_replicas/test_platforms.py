@@ -27,7 +27,7 @@ def packs(request, monkeypatch):
 
 @pytest.mark.parametrize("platform", ["tpu", "gpu", "neuron"])
 def test_only_cpus_pack_are_paced_and_share_memory(platform):
-    assert PLATFORMS["cpu"] == (True, True, 0, False, False, True)
+    assert PLATFORMS["cpu"] == (True, True, 0, True, True, True)
     mesh = SimpleNamespace(
         devices=np.array([SimpleNamespace(platform=platform, client=SimpleNamespace(runtime_type="stream_executor"))] * 2)
     )

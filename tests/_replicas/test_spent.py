@@ -10,7 +10,7 @@ import pytest
 
 import mirrored as mr
 from mirrored import _process
-from mirrored._program import steps
+from mirrored._program import dispatch
 from mirrored._replicas import in_flight
 from mirrored._replicas.spent import Spent, waited
 from mirrored.data import _iterator
@@ -35,7 +35,7 @@ def double(x):
 
 def test_the_parts_of_a_loop_add_up_and_a_step_that_is_compiled_begins_it_anew(strategy2, monkeypatch):
     monkeypatch.setattr(_process, "in_flight", collections.deque())  # nothing of other tests is waited for
-    clock, x, spent = Clock(monkeypatch, steps), np.ones(3, np.float32), strategy2._steps.spent
+    clock, x, spent = Clock(monkeypatch, dispatch), np.ones(3, np.float32), strategy2._steps.spent
     strategy2.run(double, args=(x,))
     assert (len(spent.steps), spent.last, spent.num_compiled) == (0, None, 1)
     for _ in range(3):
@@ -78,7 +78,7 @@ def test_a_step_that_was_slow_once_is_no_steady_step_and_the_last_steps_count():
 
 
 def test_waiting_for_programs_in_flight_is_no_python(strategy2, monkeypatch):
-    clock, x, spent = Clock(monkeypatch, steps, in_flight), np.ones(3, np.float32), strategy2._steps.spent
+    clock, x, spent = Clock(monkeypatch, dispatch, in_flight), np.ones(3, np.float32), strategy2._steps.spent
     step = lambda x: mr.get_replica_context().all_reduce("sum", x)  # noqa: E731
     for _ in range(2 * in_flight.MAX_IN_FLIGHT):
         strategy2.run(step, args=(x,))

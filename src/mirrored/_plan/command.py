@@ -85,7 +85,7 @@ def _trial_of(plans: Sequence[Plan]) -> Trial:
     plan, largest = min(each, key=lambda pair: (pair[0].fits(pair[1]), -pair[1].memory.peak))
     rows = _process.what_if.rows or _process.what_if.given_rows
     arguments = [list(program.arguments) for _, program in each]
-    return Trial(plan.fits(largest), plan.needs(largest), rows, plan.replicas, arguments, "\n".join(map(str, plans)))
+    return Trial(plan.fits(largest), plan._needs(largest), rows, plan.replicas, arguments, "\n".join(map(str, plans)))
 
 
 def _find_batch(command: Command) -> int:

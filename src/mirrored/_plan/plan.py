@@ -95,7 +95,7 @@ class Plan:
         """Tell whether a program fits into a device's memory; if that is unknown, whether it compiles."""
         return not program.failure and (self.chip is None or program.memory.peak <= self.chip.usable)
 
-    def needs(self, program: ProgramPlan) -> str:
+    def _needs(self, program: ProgramPlan) -> str:
         """Say how much memory a program needs, and how much a device has for it."""
         if found := _NEEDED.search(program.failure):  # then XLA has made no program to measure
             return f"{found[1]} of {found[2]}"
@@ -235,7 +235,7 @@ def _seconds_of(sent: Sent, num_devices: int, chip: Chip) -> float:
 def _describe(plan: Plan, program: ProgramPlan) -> str:
     named = f"{program.name} of {', '.join(program.arguments[:4])}" if program.arguments else program.name
     title = f"\n{named} (compiled in {program.compile_seconds:.1f} s)"
-    memory = f"{plan.needs(program)}: {program.memory.in_words()}"
+    memory = f"{plan._needs(program)}: {program.memory.in_words()}"
     if not plan.fits(program):
         return title + list_lines([f"does not fit into the memory of a device: it needs {memory}"])
     lines = [
