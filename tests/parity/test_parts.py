@@ -288,3 +288,55 @@ def test_copies_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "division_of", with_copies)
     for name in ("scan, checkpoint", "reduced"):
         check(MADE[name], 4, 8)
+
+
+SHAPE = (WIDTH + 1, WIDTH - 1)  # two and three devices pad the first axis
+
+
+def numbers(dtype: Any) -> np.ndarray:
+    return (np.arange(SHAPE[0] * SHAPE[1]).reshape(SHAPE) % 13 - 6).astype(dtype)
+
+
+def summed(w: Any, x: Any, one: Callable[..., Any], dtype: Any, after: Callable[..., Any] = lambda sum_: sum_) -> Any:
+    """Sum what each of the rows gives in a loop whose rounds have backward passes, then over the replicas."""
+
+    def round_(sum_: Any, row: Any) -> Any:
+        gradient = jax.grad(lambda p: jnp.sum(jnp.sin(p.astype(jnp.float32) * row[0])))(w)
+        return one(sum_, gradient), None
+
+    sum_, _ = jax.lax.scan(round_, jnp.zeros(SHAPE, dtype), x)
+    return total(after(sum_))
+
+
+#: What a step computes of a variable and a replica's rows, and the variable's type.
+DELICATE: dict[str, tuple[Any, Callable[[Any, Any], Any]]] = {
+    "a row is added to a sum": (np.float32, lambda w, x: summed(w, x, lambda s, g: s + g.mean(0, keepdims=True), w.dtype)),
+    "a number is added to a sum": (np.float32, lambda w, x: summed(w, x, lambda s, g: s + jnp.mean(g), w.dtype)),
+    "integers divided": (
+        np.float32,
+        lambda w, x: summed(w, x, lambda s, g: s + (g * 9).astype(jnp.int32), jnp.int32, lambda s: jax.lax.div(s, jnp.int32(7))),
+    ),
+    "float16 divided": (
+        np.float16,
+        lambda w, x: summed(w, x, lambda s, g: s + (g + jnp.float16(20000)), w.dtype, lambda s: s / jnp.float16(8)),
+    ),
+    "and": (np.int32, lambda w, x: jnp.bitwise_and.reduce(w | 7, axis=0)),
+    "and of bytes": (np.uint8, lambda w, x: jnp.bitwise_and.reduce(w | 7, axis=0)),
+    "8 bits without infinity": (jnp.float8_e4m3fn, lambda w, x: (w.max(0), w.min(0), w.max())),
+    "8 bits with infinity": (jnp.float8_e5m2, lambda w, x: (w.max(0), w.min(0))),
+}
+
+
+@pytest.mark.parametrize("num_devices", [2, 3])
+@pytest.mark.parametrize("name", DELICATE)
+def test_what_padding_or_an_earlier_sum_would_change(name: str, num_devices: int) -> None:
+    dtype, compute = DELICATE[name]
+    results = []
+    for storage in ("whole", "parts"):
+        strategy = mr.MirroredStrategy(DEVICES[:num_devices], storage=storage)
+        with strategy.scope():
+            w = mr.Variable(numbers(dtype), name="w")
+        [x] = strategy.distribute_dataset([np.arange(num_devices * 2, dtype=np.float32)[:, None]])
+        results.append(jax.tree.map(lambda a: np.asarray(a, np.float64), strategy.run(lambda x: compute(w.value, x), args=(x,))))  # noqa: B023
+    assert all(np.isfinite(a).all() for a in jax.tree.leaves(results))
+    jax.tree.map(np.testing.assert_array_equal, *results)

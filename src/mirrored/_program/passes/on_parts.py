@@ -178,13 +178,16 @@ def _reduce(gathers: Gathers, equation: Equation, part: DevicePart, rest: Sequen
 
 def _neutral(name: str, dtype: np.dtype) -> Any:
     """Return the number of a type that changes no result of a reduction."""
-    number = along_axes.NEUTRAL[name]
-    if not math.isinf(number) or jnp.issubdtype(dtype, jnp.floating):
-        return number
-    low, high = (False, True) if dtype == jnp.bool_ else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
-    if number < 0:
-        return low
-    return high
+    number = np.asarray(along_axes.NEUTRAL[name])
+    if not np.isinf(number):
+        return number.astype(dtype)
+    is_float = jnp.issubdtype(dtype, jnp.floating)
+    if is_float and np.isinf(infinite := number.astype(dtype)):  # some types of 8 bits have no infinity
+        return infinite
+    if dtype == jnp.bool_:
+        return number > 0
+    limits = jnp.finfo(dtype) if is_float else jnp.iinfo(dtype)
+    return limits.max if number > 0 else limits.min
 
 
 _RULES: dict[str, Callable[[Gathers, Equation, DevicePart, Sequence[Value]], Results]] = {

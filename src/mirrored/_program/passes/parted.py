@@ -116,7 +116,13 @@ class Parted(Interpreter[Value]):
         self.terms = terms_of(self.sums, equations, set(used) - self.varying)
 
     def _scaled(self, equation: Equation) -> Var | None:
-        """Return the operand of which an operation makes a multiple, the same on every replica; else None."""
+        """Return the operand of which an operation makes a multiple, the same on every replica; else None.
+
+        Integers are divided without a rest, and a sum of float16 may be infinite before it is scaled.
+        """
+        dtype: Any = getattr(equation.outvars[0].aval, "dtype", np.dtype(bool))
+        if not jnp.issubdtype(dtype, jnp.inexact) or dtype == jnp.float16:
+            return None
         own = [atom for atom in equation.invars if isinstance(atom, Var) and atom in self.varying]
         is_linear = equation.primitive.name in _MULTIPLIES and own == [equation.invars[0]]
         is_product = equation.primitive.name in primitives.BILINEAR & primitives.ELEMENTWISE and len(own) == 1
@@ -336,6 +342,8 @@ def _is_added_to(jaxpr: Jaxpr, argument: int, result: int) -> bool:
     if len(users) != 1 or users[0].primitive.name not in _ADDS:
         return False
     [added] = users[0].outvars
+    if any(shape_of(atom) != shape_of(added) for atom in users[0].invars):  # a row or a number is added to all rows
+        return False
     return results[result] is added and atoms.count(added) == 1 == atoms.count(jaxpr.invars[argument])
 
 
