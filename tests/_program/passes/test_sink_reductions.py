@@ -271,7 +271,7 @@ RECURRENT = {
 @pytest.fixture
 def benchmarks(monkeypatch):
     """The modules of the benchmarks."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
     gpu, contenders, workloads = map(__import__, ("gpu", "_jax_contenders", "_workloads"))
 
     def model_of(name):
