@@ -313,6 +313,7 @@ def test_the_command_says_what_does_not_fit_and_what_would(tmp_path) -> None:
     remedies = done.stdout.partition("trying what fits:\n")[2].splitlines()
     assert [line.split()[1] + line.rpartition(":")[2] for line in remedies] == [
         "mr.Optimizer(..., does not fit",
+        'mr.MirroredStrategy(storage="parts") does not fit',
         "mr.MirroredStrategy(num_replicas=64, does not fit",
         "32768 fits",
     ]

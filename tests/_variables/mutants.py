@@ -12,5 +12,5 @@ MUTANTS = [
     ("_variables/variable.py", "        self._slot.note_held()  # a user", "        # a user",
      "tests/_variables/test_variable.py::test_two_variables_never_share_what_a_step_overwrites"),
     ("_variables/storage.py", "                first.block_until_ready()", "                pass",
-     "tests/_variables/test_storage.py::test_after_out_of_memory_everything_lost_is_named_once_and_training_goes_on[2]"),
+     "tests/_variables/test_storage.py::test_after_out_of_memory_everything_lost_is_named_once_and_training_goes_on[3]"),
 ]  # fmt: skip
