@@ -66,10 +66,10 @@ def test_models_of_nnx_and_keras(strategy2):
     assert out["model"]["['kernel']"] is model.kernel.get_value()
     keras = pytest.importorskip("keras")
     with strategy2.scope():
-        layer = keras.layers.Dense(2)
+        layer = keras.layers.Dense(2, name="exported")  # a name of its own: else it counts all layers of the process
         layer.build((None, 3))
     arrays = {path: array + 1 for path, array in mr.export(layer).items()}
     layer.set_weights([arrays[weight.path] for weight in layer.weights])
-    assert arrays["dense/kernel"].shape == (3, 2) and np.array_equal(layer.kernel, arrays["dense/kernel"])
+    assert arrays["exported/kernel"].shape == (3, 2) and np.array_equal(layer.kernel, arrays["exported/kernel"])
     del layer
     gc.collect()
