@@ -501,18 +501,18 @@ def test_sizes() -> None:
 #: was not there. The ground is together, and so are small wings that stand for one thing. `python tests/test_house.py` prints
 #: today's.
 BUDGETS = {
-    "_program": 6332,  # 4,000
+    "_program": 6323,  # 4,000
     "_jax": 1795,  # 1,300
-    "_replicas": 3402,  # 2,100
-    "_variables": 2245,  # 1,700
+    "_replicas": 3411,  # 2,100
+    "_variables": 2244,  # 1,700
     "_models": 1531,  # 1,050
     "_updates": 262,  # 250
     "_strategy": 1210,  # 1,100
     "_transforms": 601,  # 600
-    "data": 4015,  # 3,200
+    "data": 4014,  # 3,200
     "_workers": 2515,  # 1,700
     "_cluster": 1560,  # 1,080
-    "_checkpoint": 2367,  # 1,800
+    "_checkpoint": 2370,  # 1,800
     "_report": 986,  # 800
     "_plan": 844,  # a feature of its own
     "_testing": 773,  # 750

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flips import flip
+from raised import error_of
 
 import mirrored as mr
 from mirrored._checkpoint import files, sole_writer
@@ -23,14 +24,6 @@ from mirrored._checkpoint.preemption import PreemptionHandler
 strategy = mr.MultiWorkerMirroredStrategy()
 worker = strategy.cluster.worker_index if strategy.cluster is not None else 0
 found: dict[str, Any] = {}
-
-
-def error_of(call: Any) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 class Model:

@@ -9,19 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from raised import error_of
 
 import mirrored as mr
 
 mode, storage, directory = sys.argv[1:]
 found: dict[str, Any] = {}
-
-
-def error_of(call: Any) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def norms(tree: Any) -> list[float]:

@@ -113,9 +113,8 @@ class InFiles:
         found, start = [], 0
         for zipped, key, about in self.parts:
             end = start + about["shape"][self.axis]
-            if (
-                max(start, first) < min(end, last) or end == self.shape[self.axis] == last
-            ):  # of an empty slice, nothing of the last
+            is_last = end == self.shape[self.axis] == last  # of an empty slice, nothing of it
+            if is_last or max(start, first) < min(end, last):
                 wanted = slice(max(start, first) - start, min(end, last) - start)
                 found.append(self._read(zipped, key, about)[rest][(*[slice(None)] * self.axis, wanted)])
             start = end

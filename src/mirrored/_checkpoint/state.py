@@ -16,7 +16,7 @@ import numpy as np
 from .._models import objects
 from .._options import VariableAggregation, VariableSynchronization
 from .._replicas import cross_replica
-from .._replicas.division import division_in
+from .._replicas.division import Division, division_in
 from .._replicas.parts import join_parts
 from .._typing import PyTree
 from .._variables.access import lent, store, store_in_parts
@@ -127,12 +127,16 @@ def take_snapshot(
     return snapshot
 
 
+def _division_of(leaf: Variable | jax.Array) -> Division | None:
+    return spec_of(leaf).division if isinstance(leaf, Variable) else division_in(leaf)
+
+
 def _give_pieces(pieces: Pieces, divided: Mapping[str, Variable | jax.Array], held: Mapping[Variable, jax.Array]) -> None:
     """Copy this worker's parts to the host, one after the other as they are written; of copies, each worker writes some."""
     try:
         for key, leaf in divided.items():
             stored = held[leaf] if isinstance(leaf, Variable) else leaf
-            division = spec_of(leaf).division if isinstance(leaf, Variable) else division_in(leaf)
+            division = _division_of(leaf)
             assert division is not None and isinstance(stored.sharding, jax.sharding.NamedSharding)
             devices = list(stored.sharding.mesh.devices.flat)
             for shard in stored.addressable_shards:
@@ -155,8 +159,8 @@ def _array_entry(leaf: Variable | jax.Array, held: Mapping[Variable, jax.Array],
         arrays[key] = jax.random.key_data(array) if is_key(array) else array
         return key
 
-    kind, division = ("mirrored", spec_of(leaf).division) if isinstance(leaf, Variable) else ("array", division_in(leaf))
-    if division is not None:
+    if (division := _division_of(leaf)) is not None:
+        kind = "mirrored" if isinstance(leaf, Variable) else "array"
         parts = {"axis": division.axis, "count": division.num_parts, "shape": list(leaf.shape)}
         return {"kind": kind, "value": "", "parts": parts}
     if not isinstance(leaf, Variable):

@@ -97,11 +97,18 @@ class Division:
         start, end = self.range_of(device)
         return part[(*[slice(None)] * self.axis, slice(end - start))]
 
+    def with_padding(self, part: np.ndarray) -> np.ndarray:
+        """Return a device's part with its padding."""
+        return self._up_to(self.part_length, part)
+
     def _padded(self, whole: jax.Array | np.ndarray) -> Any:
-        if not self.is_padded:
-            return whole
-        rows = [(0, self.num_parts * self.part_length - self.length if k == self.axis else 0) for k in range(whole.ndim)]
-        return (np if isinstance(whole, np.ndarray) else jnp).pad(whole, rows)
+        return self._up_to(self.num_parts * self.part_length, whole)
+
+    def _up_to(self, length: int, array: jax.Array | np.ndarray) -> Any:
+        if array.shape[self.axis] == length:
+            return array
+        rows = [(0, length - array.shape[self.axis] if k == self.axis else 0) for k in range(array.ndim)]
+        return (np if isinstance(array, np.ndarray) else jnp).pad(array, rows)
 
     @property
     def _groups(self) -> list[list[int]] | None:
@@ -116,10 +123,13 @@ class Division:
         groups = self._groups
         return self.whole(jax.lax.all_gather(part, name, axis=self.axis, tiled=True, axis_index_groups=groups))
 
+    def begin(self, name: str = REPLICA_AXIS) -> jax.Array:
+        """Return where this device's part begins along the axis of the whole array."""
+        return jax.lax.axis_index(name) % self.num_parts * self.part_length
+
     def own_part(self, whole: jax.Array, name: str = REPLICA_AXIS) -> jax.Array:
         """Return this device's part of a whole array."""
-        start = jax.lax.axis_index(name) % self.num_parts * self.part_length
-        return jax.lax.dynamic_slice_in_dim(self._padded(whole), start, self.part_length, self.axis)
+        return jax.lax.dynamic_slice_in_dim(self._padded(whole), self.begin(name), self.part_length, self.axis)
 
     def scattered_sum(self, whole: jax.Array, name: str = REPLICA_AXIS) -> jax.Array:
         """Return this device's part of the sum of all devices' arrays."""

@@ -92,8 +92,7 @@ def divide_slices(mesh: ReplicaMesh, division: Division, host: Sliced) -> jax.Ar
         start = index[division.axis].start or 0
         first, last = division.range_of(start // division.part_length)
         own = np.asarray(host[(*index[: division.axis], slice(first, last), *index[division.axis + 1 :])])
-        rows = [(0, division.part_length - (last - first) if k == division.axis else 0) for k in range(len(shape))]
-        return np.pad(own, rows) if division.is_padded else own
+        return division.with_padding(own)
 
     return jax.make_array_from_callback(division.stored_shape(shape), placement_of(mesh, division), part)
 

@@ -54,13 +54,13 @@ def called(
     """Return what a function makes as the first value of a variable, in parts where the variable may be."""
     how = mesh.storage if storage is None else Storage.parse(storage, "storage")
     may_divide = how is not Storage.WHOLE and len(mesh.devices) > 1 and not is_on_read
-    return make(function, mesh, storage, dtype) if may_divide else function()
+    return make(function, mesh, how, dtype) if may_divide else function()
 
 
 def make(
     function: Callable[..., PyTree],
     mesh: ReplicaMesh,
-    storage: Storage | StorageName | None = None,
+    storage: Storage | None = None,
     dtype: DTypeLike | None = None,
     given: Sequence[tuple[VariableSpec, jax.Array]] = (),
 ) -> PyTree:
@@ -70,7 +70,6 @@ def make(
         function: takes the whole values of what is `given`. It is traced once.
         given: variables, and what is stored of them.
     """
-    how = None if storage is None else Storage.parse(storage, "storage")
     result: dict[str, Any] = {}
 
     def traced(*values: jax.Array) -> list[jax.Array]:
@@ -85,7 +84,7 @@ def make(
         error.add_note(_TRACED)
         raise
     avals: list[Any] = [atom.aval for atom in closed.jaxpr.outvars]
-    kinds = [(aval, division_of(mesh, aval.shape, aval.dtype, how)) for aval in avals]
+    kinds = [(aval, division_of(mesh, aval.shape, aval.dtype, storage)) for aval in avals]
     placements = [placement_of(mesh, division) for _, division in kinds]
 
     def compute(arrays: list[jax.Array]) -> list[jax.Array]:

@@ -12,6 +12,7 @@ from ..._jax.interpreter import Flattening
 from ..._jax.jaxprs import Atom, ClosedJaxpr, Equation, Jaxpr, Literal, Var
 from ..._jax.marks import mark_p
 from ..._jax.primitives import INLINE_CALLS
+from ..proof import SAME, prove, varying
 
 
 def flattened(jaxpr: Jaxpr) -> tuple[list[Equation], list[Atom]]:
@@ -19,6 +20,12 @@ def flattened(jaxpr: Jaxpr) -> tuple[list[Equation], list[Atom]]:
     flat = _Flat()
     outputs = flat.run(jaxpr, jaxpr.constvars, jaxpr.invars)
     return flat.equations, outputs
+
+
+def varying_in(jaxpr: Jaxpr, equations: Sequence[Equation], outputs: Sequence[Atom], own: set[Var]) -> set[Var]:
+    """Return the variables of a flattened program that may differ by replica, as its `own` inputs do: it is proven again."""
+    states = [varying("its own") if var in own else SAME for var in jaxpr.invars]
+    return own | prove(jaxpr.replace(eqns=list(equations), outvars=list(outputs)), states).varying
 
 
 class _Flat(Flattening[Atom]):

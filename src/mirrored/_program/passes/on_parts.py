@@ -76,8 +76,7 @@ class Gathers(NamedTuple):
         """Return a part, with another number in place of its padding."""
         if not division.is_padded:
             return array
-        first = jax.lax.axis_index(self.name) % division.num_parts * division.part_length
-        position = first + jax.lax.broadcasted_iota(jnp.int32, array.shape, division.axis)
+        position = division.begin(self.name) + jax.lax.broadcasted_iota(jnp.int32, array.shape, division.axis)
         return jnp.where(position < division.length, array, jnp.asarray(other, array.dtype))
 
 

@@ -19,9 +19,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..._jax import jaxprs, primitives, tracing
-from ..._jax.jaxprs import Atom, ClosedJaxpr, Equation, Literal, Var
+from ..._jax.jaxprs import Atom, ClosedJaxpr, Equation, Var
 from ..._replicas.platforms import platform_of
-from .flat import flattened
+from .flat import flattened, varying_in
 from .proven import LARGE_BYTES, Proven
 
 #: How many places later the backward pass waits for a sum: with 1, half as many products run beside each sum.
@@ -39,37 +39,24 @@ def order_sums(step: Proven) -> Proven:
     """Start the sums of large gradients early, and let the backward pass wait for them."""
     jaxpr, its = step.closed.jaxpr, platform_of(step.mesh.mesh)
     equations, outputs = flattened(jaxpr)
-    same = same_everywhere(step, equations)
     sums: dict[Var, Equation] = {}
     for equation in equations:
         is_scatter = equation.primitive.name in primitives.SCATTERS and jaxprs.is_collective(equation)
         if (its.orders_sums and jaxprs.is_sum(equation)) or (its.orders_scatters and is_scatter):
-            sums |= {atom: equation for atom in large(equation.invars) if atom not in same}
+            sums |= dict.fromkeys(large(equation.invars), equation)
     if not sums:
         return step
-    early = terms_of(sums.keys(), equations, same)
-    order = _Order(same, sums, early)
+    own = {var for var, is_own in zip(jaxpr.invars, step.own_inputs, strict=True) if is_own}
+    differing = varying_in(jaxpr, equations, outputs, own)
+    sums = {atom: equation for atom, equation in sums.items() if atom in differing}
+    if not sums:
+        return step
+    early = terms_of(sums.keys(), equations, differing)
+    order = _Order(differing, sums, early)
     for equation in moved_up(early, equations):
         order.take(equation)
     new = jaxpr.replace(eqns=order.equations, outvars=list(map(order.now, outputs)))
     return dataclasses.replace(step, closed=ClosedJaxpr(new, step.closed.consts))
-
-
-def same_everywhere(step: Proven, equations: Sequence[Equation]) -> set[Var]:
-    """Return the variables of a flat program that are known to be the same on every replica."""
-    own = {var for var, is_own in zip(step.closed.jaxpr.invars, step.own_inputs, strict=True) if is_own}
-    same = {*step.closed.jaxpr.constvars, *step.closed.jaxpr.invars} - own
-    for equation in equations:
-        if equation.primitive.name in primitives.ONE_TO_ONE:
-            same.update(
-                new for old, new in zip(equation.invars, equation.outvars, strict=True) if isinstance(old, Literal) or old in same
-            )
-            continue
-        is_made_same = equation.primitive.name in primitives.MAKE_SAME and not jaxprs.is_over_groups(equation)
-        is_of_same = all(atom in same for atom in equation.invars if isinstance(atom, Var))
-        if is_made_same or (is_of_same and not jaxprs.has_replica_number(equation)):
-            same.update(equation.outvars)
-    return same
 
 
 def large(atoms: Sequence[Atom]) -> list[Var]:
@@ -82,13 +69,13 @@ def large(atoms: Sequence[Atom]) -> list[Var]:
     return found
 
 
-def terms_of(sums: Set[Var], equations: Sequence[Equation], same: Set[Var]) -> set[Var]:
+def terms_of(sums: Set[Var], equations: Sequence[Equation], differing: Set[Var]) -> set[Var]:
     """Return the operands of sums, and the values of which they are made by operations between; no large one that is the same."""
     found = set(sums)
     for equation in reversed(equations):
         if _is_between(equation) and not found.isdisjoint(equation.outvars):
             found.update(var for var in equation.invars if isinstance(var, Var))
-            found.difference_update(var for var in large(equation.invars) if var in same)
+            found.difference_update(var for var in large(equation.invars) if var not in differing)
     return found
 
 
@@ -108,9 +95,9 @@ def moved_up(terms: Set[Var], equations: Sequence[Equation]) -> list[Equation]:
 class _Order:
     """A program in the making, in which the backward pass waits for large gradients and their sums."""
 
-    def __init__(self, same: Set[Var], sums: Mapping[Var, Equation], terms: Set[Var]) -> None:
+    def __init__(self, differing: set[Var], sums: Mapping[Var, Equation], terms: Set[Var]) -> None:
         self.equations: list[Equation] = []
-        self._same, self._sums, self._terms = same, sums, terms
+        self._differing, self._sums, self._terms = differing, sums, terms
         self._totals = {total for equation in sums.values() for total in equation.outvars}
         self._names: dict[Var, Var] = {}  # value -> the same behind a barrier
         self._made: list[Var] = []  # the gradients, and terms of such, for which nothing has waited
@@ -140,10 +127,10 @@ class _Order:
 
     def _waiting(self, equation: Equation) -> list[Var]:
         """Return the values that wait at a place: the other operand of a large weight, or what a barrier holds; else none."""
-        own = [atom for atom in equation.invars if isinstance(atom, Var) and atom not in self._same]
+        own = [atom for atom in equation.invars if isinstance(atom, Var) and atom in self._differing]
         if equation.primitive.name in primitives.ONE_TO_ONE:
             return own
-        has_weight = equation.primitive.name in _PRODUCTS and not self._same.isdisjoint(large(equation.invars))
+        has_weight = equation.primitive.name in _PRODUCTS and not self._differing.issuperset(large(equation.invars))
         if not has_weight:
             return []
         return own

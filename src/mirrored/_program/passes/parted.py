@@ -21,8 +21,7 @@ from ..._jax.interpreter import Interpreter, run_parts
 from ..._jax.jaxprs import Atom, ClosedJaxpr, Equation, Jaxpr, Literal, Var
 from ..._replicas.division import Division
 from ..._typing import ArrayLike, Shape
-from ..proof import SAME, prove, varying
-from .flat import flattened
+from .flat import flattened, varying_in
 from .on_parts import Addend, DevicePart, Gathers, Value, Whole, run_on_parts, shape_of
 from .order_sums import moved_up, terms_of
 from .turns import Turns
@@ -85,8 +84,7 @@ class Parted(Interpreter[Value]):
         """Return the values of a program's results; its calls are opened, and then it is proven again, variable by variable."""
         equations, results = flattened(jaxpr)
         differ = {var for var, value in zip(jaxpr.invars, arguments, strict=True) if not _is_same(value)}
-        states = [varying("its own") if var in differ else SAME for var in jaxpr.invars]
-        self.varying = differ | prove(jaxpr.replace(eqns=equations, outvars=results), states).varying
+        self.varying = varying_in(jaxpr, equations, results, differ)
         self._find_sums(equations, results, {var for var, value in zip(jaxpr.invars, arguments, strict=True) if _is_total(value)})
         values: dict[Var, Value] = dict(zip(jaxpr.invars, arguments, strict=True))
         values.update({v: self.constant(value, v.aval) for v, value in zip(jaxpr.constvars, constants, strict=True)})
@@ -113,7 +111,7 @@ class Parted(Interpreter[Value]):
         for equation in reversed(equations):
             if self.only.issuperset(equation.outvars) and (var := self._scaled(equation)) is not None and used[var] == 1:
                 self.only.add(var)
-        self.terms = terms_of(self.sums, equations, set(used) - self.varying)
+        self.terms = terms_of(self.sums, equations, self.varying)
 
     def _scaled(self, equation: Equation) -> Var | None:
         """Return the operand of which an operation makes a multiple, the same on every replica; else None.

@@ -57,9 +57,8 @@ class SourceKind:
     # How workers divide its files. A reason why so many workers cannot; if it must be certain, unknown steps are one.
     why_not_by_file: Callable[[Any, int, bool], str | None] = lambda dataset, *_: f"{_name(dataset)} is no dataset of files"
     num_files: Callable[[Any], int | None] = nothing  # None: the dataset does not tell
-    only_files: Callable[[Any, slice | list[int]], Any] = (
-        nothing  # the same pipeline over these files; a list if `num_begun` knows
-    )
+    # The same pipeline over these files: a list if `num_begun` knows.
+    only_files: Callable[[Any, slice | list[int]], Any] = nothing
     num_begun: Callable[[Any, Any], int | None] = nothing  # at a state; None: a pass cannot be cut between two files
     # Before it is read: these may be unknown.
     length: Callable[[Any], int] = length_of
