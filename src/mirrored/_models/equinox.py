@@ -15,7 +15,7 @@ from .library import Library
 
 @functools.lru_cache(maxsize=256)
 def _places_in(structure: Any) -> frozenset[int]:
-    """Return which leaves of a tree, by number, are inside an Equinox module."""
+    """Return the positions of a tree's leaves that are inside an Equinox module."""
     return frozenset(place for place, is_inside in enumerate(_are_inside(structure, False)) if is_inside)
 
 
@@ -24,7 +24,7 @@ def _are_inside(structure: Any, is_inside: bool) -> list[bool]:
     if node is None:
         return [is_inside] * structure.num_leaves
     is_inside = is_inside or issubclass(node[0], sys.modules["equinox"].Module)
-    return [each for child in structure.children() for each in _are_inside(child, is_inside)]
+    return [is_leaf_inside for child in structure.children() for is_leaf_inside in _are_inside(child, is_inside)]
 
 
 def _replaced() -> Iterator[tuple[type, str, Callable[..., Any]]]:

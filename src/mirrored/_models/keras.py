@@ -104,10 +104,7 @@ def _trace_once(keras: ModuleType, trace: Callable[[], Any], mesh: ReplicaMesh |
 
 
 def _build_by(call: Callable[[], Any]) -> None:
-    """Call a function that has no variables yet; if it makes some, like a model's first call, start the whole trace again.
-
-    Outside a trace that can be repeated, the function is not called.
-    """
+    """In a trace that can be repeated, call a function without variables; if it makes some, start the whole trace again."""
     keras = keras_parts.imported_keras()
     scope = None if keras is None else keras_parts.innermost_scope(keras)
     if isinstance(scope, VariableScope):
@@ -122,8 +119,8 @@ def _build_by(call: Callable[[], Any]) -> None:
 class VariableScope:
     """The scope in which a function that uses Keras is traced: Keras asks it for the values of variables.
 
-    It reads and writes variables of ours as always, and notes all others, even those made in the scope, which Keras
-    initializes at its end.
+    It reads and writes our variables as usual, and records all others, also those made in the scope, which Keras initializes
+    when the scope ends.
     """
 
     def __init__(self) -> None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 def describe(mesh: ReplicaMesh) -> list[str]:
     """Name the models for which Keras has run `fit`, `evaluate` or `predict` on these devices."""
-    models = [model for model, own in list(library_models.items()) if own == mesh]
+    models = [model for model, devices in list(library_models.items()) if devices == mesh]
     names = [m.name for m in models if _OnAll in map(type, (m.train_function, m.test_function, m.predict_function))]
     how = "share each batch out over all replicas, or give it whole to each when they do not divide it"
     return [f"Keras model {name!r}: fit, evaluate and predict {how}" for name in names]
@@ -55,8 +55,10 @@ def _mesh_of(model: keras.Model) -> ReplicaMesh | None:
 
 
 def _variables_of(model: keras.Model) -> list[Any]:
-    optimizer = getattr(model, "optimizer", None)
-    return [*model.variables, *model.metrics_variables, *(() if optimizer is None else optimizer.variables)]
+    variables = [*model.variables, *model.metrics_variables]
+    if (optimizer := getattr(model, "optimizer", None)) is not None:
+        variables += optimizer.variables
+    return variables
 
 
 # -- the models of a strategy
@@ -71,10 +73,10 @@ def init_model(old: Callable[..., None], model: keras.Model, *args: object, **kw
 
 
 def _know(model: keras.Model) -> None:
-    """Give one model methods that put the table in place while they run, so that it trains outside the scope too."""
+    """Wrap a model's methods, so that our methods replace Keras' while they run: the model trains outside the scope too."""
     for name in METHODS:
-        own = functools.partial(_call_in_place, model, name)
-        model.__dict__.setdefault(name, functools.update_wrapper(own, getattr(model, name)))
+        method = functools.partial(_call_in_place, model, name)
+        model.__dict__.setdefault(name, functools.update_wrapper(method, getattr(model, name)))
 
 
 def _call_in_place(model: keras.Model, name: str, *args: object, **kwargs: object) -> Any:
@@ -110,7 +112,7 @@ def _make_function(old: Callable[..., Any], model: keras.Model, force: bool = Fa
 
 @dataclasses.dataclass(eq=False)
 class _OnAll:
-    """A compiled function of Keras, called with the state and an iterator of batches, which it first places on all devices."""
+    """A function that Keras has compiled, of the state and an iterator of batches; it places the batches on all devices."""
 
     mesh: ReplicaMesh
     _function: Callable[..., Any]
@@ -127,8 +129,10 @@ class _OnAll:
             witness = next((leaf for leaf in jax.tree.leaves(results) if isinstance(leaf, jax.Array)), None)
             if witness is None:
                 jax.block_until_ready(state)
+            elif self.mesh.is_alone:
+                in_flight.started(witness)
             else:
-                (in_flight.started if self.mesh.is_alone else in_flight.joined)(witness)
+                in_flight.joined(witness)
         return results, state
 
     def _placed(self, batch: PyTree) -> PyTree:
@@ -142,9 +146,8 @@ class _OnAll:
                     f"are right, and it is no faster than one device. Use a multiple of {count} as the batch size."
                 )
         self._is_new = False
-        own = [] if self.mesh.is_alone else list(filter(_is_own, arrays))
-        if own:  # every worker gives the same global batch, and uses its own rows
-            sums = np.array([placement.checksum(np.asarray(array)) for array in own], np.uint32)
+        if not self.mesh.is_alone and (whole := list(filter(_is_own, arrays))):  # each worker passes the same global batch
+            sums = np.array([placement.checksum(np.asarray(array)) for array in whole], np.uint32)
             placement.mirror(self.mesh, [sums], _refuse_batch, is_checked_late=True)
         return treedef.unflatten(_place(self.mesh, arrays))
 
@@ -160,7 +163,7 @@ def _distribution(mesh: ReplicaMesh) -> Any:
 
 
 def _place(mesh: ReplicaMesh, arrays: list[jax.Array | np.ndarray]) -> Sequence[jax.Array | np.ndarray]:
-    """Divide the rows of a batch among the devices; if they do not divide evenly, give every device all rows, also exact."""
+    """Divide a batch's rows among the devices; if that is not even, give each device all rows (the numbers stay exact)."""
     if mesh.mirrored.num_devices == 1 and {np.ndarray}.issuperset(map(type, arrays)):
         return arrays  # for one device, the program itself places them faster
     is_divided = [array.ndim and array.shape[0] and array.shape[0] % mesh.num_replicas == 0 for array in arrays]
@@ -226,9 +229,9 @@ def _is_unset(value: object) -> bool:
 
 def _adapted(dataset: DistributedDataset, mesh: ReplicaMesh | None, model: keras.Model, verb: str) -> Any:
     if mesh != mesh_of(dataset):
+        home = "belongs to no strategy. Make it in `with strategy.scope():`." if mesh is None else f"lives on {mesh}."
         raise StrategyMismatchError(
-            f"the dataset was distributed over {mesh_of(dataset)}, but the Keras model {model.name!r} "
-            + ("belongs to no strategy. Make it in `with strategy.scope():`." if mesh is None else f"lives on {mesh}.")
+            f"the dataset was distributed over {mesh_of(dataset)}, but the Keras model {model.name!r} {home}"
         )
     return keras_parts.subclass_of(keras_parts.adapter_base(), BatchAdapter)(dataset, verb)
 

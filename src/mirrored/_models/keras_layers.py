@@ -35,9 +35,11 @@ def moments(old: Callable[..., Any], layer: keras.Layer, inputs: jax.Array, mask
     if replica is None:
         return old(layer, inputs, mask)
     axis, axes = axis_of(replica), tuple(keras_parts.reduction_axes_of(layer))
-    is_real = None if mask is None else jnp.broadcast_to(jnp.asarray(mask, bool)[..., None], inputs.shape)
     num_elements = math.prod(inputs.shape[a] for a in axes)
-    count = num_elements if is_real is None else jnp.sum(is_real, axes, dtype=inputs.dtype)
+    is_real, count = None, num_elements
+    if mask is not None:
+        is_real = jnp.broadcast_to(jnp.asarray(mask, bool)[..., None], inputs.shape)
+        count = jnp.sum(is_real, axes, dtype=inputs.dtype)
     mean = jnp.sum(inputs, axes, where=is_real) / jnp.maximum(count, 1)
     squares = jnp.sum((inputs - jnp.expand_dims(mean, axes)) ** 2, axes, where=is_real)
     if is_real is None:
@@ -52,7 +54,7 @@ def moments(old: Callable[..., Any], layer: keras.Layer, inputs: jax.Array, mask
 
 
 def next_seed(old: Callable[..., Any], generator: keras.random.SeedGenerator, *args: object, **kwargs: object) -> Any:
-    """Return a seed by rows, so that layers draw what they draw on one device. The generator's state is the same on all."""
+    """Return a seed by rows, so that layers draw as on one device; the generator's state stays the same on all replicas."""
     seed, replica = old(generator, *args, **kwargs), current_replica()
     if replica is None:
         return seed

@@ -70,8 +70,9 @@ class View:
         if ours is None:
             vars(self)[_OURS] = _made(self, value)
         elif _process.is_library_update.get():
-            is_mirrored = not spec_of(ours).is_on_read
-            store(ours, mark(value, Mark(Purpose.ASSIGN, ours.name, user_code.user_line())) if is_mirrored else value)
+            if not spec_of(ours).is_on_read:
+                value = mark(value, Mark(Purpose.ASSIGN, ours.name, user_code.user_line()))
+            store(ours, value)
         else:
             ours.assign(_noted(Purpose.ADDED, ours, value))
 
@@ -88,7 +89,7 @@ class View:
 
 
 def _noted(purpose: Purpose, variable: Variable, value: jax.Array) -> jax.Array:
-    """Mark what a step reads or writes of a metric's state: replicas add theirs up, so the state must be a sum."""
+    """Mark reads and writes of a metric's variable, so that the proof can check that it is only ever added to."""
     frame, spec = frames.current(), spec_of(variable)
     if frame is None or frame.replica is None or not (spec.is_on_read and spec.aggregation is VariableAggregation.SUM):
         return value
@@ -97,21 +98,21 @@ def _noted(purpose: Purpose, variable: Variable, value: jax.Array) -> jax.Array:
 
 @functools.cache
 def _view_class(kind: type) -> type:
-    """Return a subclass of `kind` that looks like it; Python lets an object change its class to no other kind."""
+    """Return a subclass of `kind` with the methods of View: Python lets an object change its class only to such a class."""
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    own = {name: vars(View)[name] for name in (keras_parts.VALUE, "_initialize_layout", "_direct_assign", "__reduce_ex__")}
-    return type(kind.__name__, (kind,), own | names)
+    methods = {name: vars(View)[name] for name in (keras_parts.VALUE, "_initialize_layout", "_direct_assign", "__reduce_ex__")}
+    return type(kind.__name__, (kind,), methods | names)
 
 
 def _made(view: Any, value: jax.Array) -> Variable:
     """Make the variable behind a view from its first value."""
-    mesh, is_on_read = vars(view)[_MESH], view.synchronization == "on_read"
-    kind = {"name": view.path, "trainable": view.trainable, "aggregation": view.aggregation}
-    with frames.entered(frames.Frame(None, mesh)):
-        if not is_on_read or view.aggregation == "none":
-            return Variable(value, synchronization="on_read" if is_on_read else "auto", **kind)
+    how = "on_read" if view.synchronization == "on_read" else "auto"
+    kind: Any = {"name": view.path, "trainable": view.trainable, "aggregation": view.aggregation, "synchronization": how}
+    with frames.entered(frames.Frame(None, vars(view)[_MESH])):
+        if how == "auto" or view.aggregation == "none":
+            return Variable(value, **kind)
         # What a metric has counted so far is the sum over the replicas.
-        return Variable(jnp.zeros_like(value), synchronization="on_read", **kind).assign(value)
+        return Variable(jnp.zeros_like(value), **kind).assign(value)
 
 
 def is_keras_variable(value: object) -> bool:
@@ -190,7 +191,7 @@ def is_stranger(value: object) -> bool:
 
 
 def explain(error: Exception, arguments: Iterable[tuple[str, Any]], where: str) -> TypeError | None:
-    """Name the variables of Keras among the arguments, which fewer functions of JAX take than take a mr.Variable."""
+    """Name the Keras variables among the arguments: fewer functions of JAX take one than take a mr.Variable."""
     if complaints.complaint_of(error)[0] != "variable is not converted":
         return None
     found = [(name, value.path) for name, value in arguments if is_keras_variable(value)]

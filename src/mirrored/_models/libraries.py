@@ -1,4 +1,4 @@
-"""The model libraries, in one list, and what the rest of the house asks all of them."""
+"""The list of model libraries, and the questions that other wings ask all of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TORCH = Library(
     before="variables = {name: mr.Variable(p.detach().numpy()) for name, p in model.named_parameters()}",
     inside="the model written in JAX",
 )
-#: Of two packages of which one is in the other, the inner one is first.
+#: An inner package, such as flax.nnx, stands before the package around it.
 LIBRARIES: list[Library] = [nnx.NNX, linen.LINEN, equinox.EQUINOX, keras.KERAS, _TORCH]
 _process.libraries = LIBRARIES  # for messages of the floors below
 
@@ -36,7 +36,7 @@ def imported() -> list[Library]:
 
 @contextlib.contextmanager
 def in_scope() -> Iterator[None]:
-    """Let the libraries make variables and models that belong to a strategy inside this block, its scope."""
+    """Enter a strategy's scope in all libraries: models and variables made inside this block belong to the strategy."""
     with contextlib.ExitStack() as stack:
         for library in LIBRARIES:
             stack.enter_context(library.scope())
@@ -45,7 +45,7 @@ def in_scope() -> Iterator[None]:
 
 
 def traced(trace: Callable[[], Any], mesh: ReplicaMesh | None, may_repeat: bool = True) -> Any:
-    """Call a function that traces user code, or runs it eagerly, in what the libraries need around it."""
+    """Trace user code, or run it eagerly, by calling `trace` inside every imported library's `traced`."""
     for library in imported():
         trace = functools.partial(library.traced, trace, mesh, may_repeat)
     with in_place():
@@ -60,7 +60,7 @@ def own_variable(value: object) -> Any:
 
 
 def has_strangers(tree: PyTree) -> bool:
-    """Tell whether a tree has variables of a library behind which there is no variable of ours yet."""
+    """Tell whether a tree has variables of a library without a `mr.Variable` behind them."""
     leaves = jax.tree.leaves(tree, is_leaf=is_variable)
     return any(library.is_stranger(leaf) for library in imported() for leaf in leaves)
 
@@ -73,7 +73,7 @@ def tree_of(value: object) -> Any:
 
 
 def static_leaves(structure: Any) -> frozenset[int]:
-    """Return which leaves of a tree, by number, are compiled in if they are numbers."""
+    """Return the positions of a tree's leaves that are constants of the program if they are Python numbers."""
     found: frozenset[int] = frozenset()
     for library in LIBRARIES:
         if library.static_leaves is not None and library.package in sys.modules:

@@ -29,43 +29,43 @@ class Objects:
     """The objects of a library that hold arrays: a step takes the arrays, and the objects get their new values when it ends."""
 
     is_one: Callable[[object], bool]
-    is_whole: Callable[[object], bool]  # whether a value is an object, or a tree of arrays that must not be looked into for them
+    is_whole: Callable[[object], bool]  # whether a value is an object, or a tree of arrays that the step gets unchanged
     take_apart: Callable[[list[Any]], Apart]
     put_together: Callable[[Any, list[Any]], list[Any]]  # makes new objects, in a step's trace
-    changed: str  # what is raised when the step at {where} has changed the structure of an object
-    remedy: str = ""  # what to write, beside other lines, when the value of an array would differ by replica
-    #: Around a step's function: random streams become a replica's own, metrics are combined at the end.
+    changed: str  # the error when the step at {where} has changed an object's structure
+    remedy: str = ""  # one more remedy in the error when an array's new value differs by replica
+    #: A block around a step's function: random streams differ by replica in it, metrics are combined at its end.
     on_replica: Callable[[list[Any], ReplicaContext], AbstractContextManager[None]] = lambda *_: contextlib.nullcontext()
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Library:
-    """A model library. It is asked only after the program has imported its `package`; what it leaves out needs nothing."""
+    """A model library. Its functions are called only after the program has imported `package`; the defaults do nothing."""
 
-    package: str  # with which the module names of its classes begin
+    package: str  # the module names of its classes begin with it
     name: str
-    before: str  # for messages: the lines before a step,
-    inside: str  # and in it
-    unbuilt: str = ""  # why a model may have no variables yet
+    before: str  # for messages: what to write before a step
+    inside: str  # for messages: what to write in a step
+    unbuilt: str = ""  # for messages: why a model may have no variables yet
 
-    #: Around a strategy's scope, also if the library has not been imported yet.
+    #: A block around a strategy's scope, also before the library is imported.
     scope: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-    #: In scopes and traces: a class, a method's name, and our method, which gets the old one as its first argument.
+    #: Yields what to replace in scopes and traces: a class, a method's name, and our method, which gets the old one first.
     replaced: Callable[[], Iterable[tuple[type, str, Callable[..., Any]]]] = tuple
-    #: Calls a function that traces user code, or runs it eagerly, for variables on a mesh; whether it may do so again.
+    #: Calls `trace`, which traces user code or runs it eagerly; puts new variables on a mesh; may call `trace` again or not.
     traced: Callable[[Callable[[], Any], ReplicaMesh | None, bool], Any] = lambda trace, mesh, may_repeat: trace()
-    #: Calls a function that may make variables, for which there are none yet.
+    #: Calls a function that may make the first variables.
     build: Callable[[Callable[[], Any]], None] = lambda call: None
-    #: Whether a value is a variable of the library that has no `mr.Variable` behind it yet.
+    #: Tells whether a value is a variable of the library without a `mr.Variable` behind it.
     is_stranger: Callable[[object], bool] = lambda value: False
     #: Returns the `mr.Variable` behind a variable, and any other value unchanged.
     own_variable: Callable[[object], Any] = lambda value: value
     #: Returns the `mr.Variable`s of a model or optimizer by name, and any other value unchanged.
     tree_of: Callable[[object], Any] = lambda value: value
-    #: Which leaves of a tree, by number, are compiled in if they are numbers.
+    #: Returns the positions of a tree's leaves that are constants of the program if they are Python numbers.
     static_leaves: Callable[[Any], frozenset[int]] | None = None
     objects: Objects | None = None
-    #: What it has compiled itself for a mesh, for `strategy.explain()`.
+    #: Returns lines for `strategy.explain()` about programs that the library itself has compiled for a mesh.
     describe: Callable[[ReplicaMesh], list[str]] = lambda mesh: []
     #: Returns a better error for one raised in a trace, given the arguments by name, and the user's line.
     explain: Callable[[Exception, Iterable[tuple[str, PyTree]], str], Exception | None] = lambda error, arguments, where: None

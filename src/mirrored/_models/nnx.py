@@ -52,8 +52,7 @@ def _arrays_of(leaves: Mapping[Path, Any]) -> dict[Path, Any]:
 
 
 def _is_variable(leaf: object) -> bool:
-    """Ask Flax, whose `isinstance` is slow, only about what is no array."""
-    return not isinstance(leaf, _ARRAYS) and isinstance(leaf, _nnx().Variable)
+    return not isinstance(leaf, _ARRAYS) and isinstance(leaf, _nnx().Variable)  # in this order: Flax's `isinstance` is slow
 
 
 def _give_back(objects: list[Any], leaves: Mapping[Path, Any], new: Mapping[Path, Any]) -> None:
@@ -74,7 +73,7 @@ def _give_back(objects: list[Any], leaves: Mapping[Path, Any], new: Mapping[Path
 
 @contextlib.contextmanager
 def _on_replica(objects: list[Any], replica: ReplicaContext) -> Iterator[None]:
-    """In this block give a replica its own random streams, and BatchNorm the rows of all replicas; then combine metrics.
+    """Inside this block, random streams differ by replica and BatchNorm sees all replicas' rows; at its end, combine metrics.
 
     Metrics begin at zero on all replicas but the first.
     """
@@ -84,8 +83,8 @@ def _on_replica(objects: list[Any], replica: ReplicaContext) -> Iterator[None]:
         for node, key in keys:
             node.set_value(replica.rng(key))
         for state in states:
-            own = jnp.where(replica.replica_id_in_sync_group == 0, state.get_value(), jnp.zeros_like(state.get_value()))
-            state.set_value(own)
+            start = jnp.where(replica.replica_id_in_sync_group == 0, state.get_value(), jnp.zeros_like(state.get_value()))
+            state.set_value(start)
     began = [state.get_value() for state in states]  # held, so that no other array gets their ids
     norms = [norm for norm in _nodes(objects, _nnx().BatchNorm) if norm.axis_name is None]
     for norm in norms:

@@ -1,4 +1,4 @@
-"""Objects that hold arrays, among a step's arguments and in checkpoints: steps take the arrays, and objects get new ones."""
+"""Model objects that hold arrays: a step gets their arrays and returns new ones for them; checkpoints name the arrays."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .library import Objects, Path
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class _StandIn:
-    """The stand-in for an object in the arguments of a step; the first one of a library has the arrays of all its objects."""
+    """The stand-in for an object among a step's arguments; the first stand-in has the arrays of all objects."""
 
     kind: Objects
     number: int  # which of the step's distinct objects it stands for
@@ -51,8 +51,8 @@ def _is_stand_in(leaf: object, kind: Objects) -> bool:
 
 
 def held_in(arguments: PyTree) -> Objects | None:
-    """Return the kind of the first objects that arguments hold, of an imported library; None if there are none."""
-    for library in LIBRARIES:  # not by `_kinds`: a warm step asks
+    """Return the kind of the objects among the arguments, of the first imported library that has some; None without any."""
+    for library in LIBRARIES:  # in place, without calls of ours: a warm step asks
         kind = library.objects
         if kind is not None and library.package in sys.modules:
             is_leaf = lambda value, kind=kind: type(value) is _StandIn or kind.is_whole(value)  # noqa: E731
@@ -82,12 +82,9 @@ def set_arrays(value: object, arrays: Mapping[str, Any]) -> None:
     parts.give_back({path: arrays[_name(path)] for path in parts.arrays if _name(path) in arrays})
 
 
-def _kinds() -> list[Objects]:
-    return [library.objects for library in LIBRARIES if library.objects is not None and library.package in sys.modules]
-
-
 def _apart(value: object) -> Any:
-    return next(kind for kind in _kinds() if kind.is_one(value)).take_apart([value])
+    kinds = [library.objects for library in LIBRARIES if library.objects is not None and library.package in sys.modules]
+    return next(kind for kind in kinds if kind.is_one(value)).take_apart([value])
 
 
 def _name(path: Path) -> str:
@@ -111,10 +108,10 @@ def run_with(
     objects = list({id(leaf): leaf for leaf in leaves if kind.is_one(leaf)}.values())
     structure, given, give_back = kind.take_apart(objects)
     placed = _placed(mesh, given)
-    numbers = {id(each): number for number, each in enumerate(objects)}
-    first = iter([_StandIn(kind, 0, structure, tuple(placed), tuple(placed.values()))])
-    stand_ins = [next(first, _StandIn(kind, numbers[id(leaf)])) if kind.is_one(leaf) else leaf for leaf in leaves]
-    new_args, new_kwargs = jax.tree.unflatten(treedef, stand_ins)
+    stand_ins = {id(value): _StandIn(kind, number) for number, value in enumerate(objects)}
+    with_arrays = iter([_StandIn(kind, 0, structure, tuple(placed), tuple(placed.values()))])  # only once, also if passed twice
+    new_leaves = [next(with_arrays, stand_ins[id(leaf)]) if kind.is_one(leaf) else leaf for leaf in leaves]
+    new_args, new_kwargs = jax.tree.unflatten(treedef, new_leaves)
     result, changed = run(_on_arrays(kind, function), new_args, new_kwargs)
     moved = {path: array for path, array in placed.items() if array is not given[path]}
     give_back(moved | changed)
@@ -139,15 +136,16 @@ def _on_arrays(kind: Objects, function: Callable[..., Any]) -> Callable[..., Any
         objects, replica = kind.put_together(whole.structure, list(whole.arrays)), current_replica()
         with kind.on_replica(objects, replica) if replica else contextlib.nullcontext():
             began = kind.take_apart(objects).arrays  # held, so that no other array gets their ids
-            own = [objects[leaf.number] if _is_stand_in(leaf, kind) else leaf for leaf in leaves]
-            own_args, own_kwargs = jax.tree.unflatten(treedef, own)
-            result = function(*own_args, **own_kwargs)
+            leaves = [objects[leaf.number] if _is_stand_in(leaf, kind) else leaf for leaf in leaves]
+            real_args, real_kwargs = jax.tree.unflatten(treedef, leaves)
+            result = function(*real_args, **real_kwargs)
         where = user_code.line_of(function)
         structure, ended, _ = kind.take_apart(objects)
         if structure != whole.structure:
             raise ContextError(kind.changed.format(where=where))
-        was = zip(whole.paths, whole.arrays, strict=True)  # a random stream has its key of then, a metric its start of `began`
-        unchanged = {(path, id(array)) for path, array in [*was, *began.items()]}
+        given = zip(whole.paths, whole.arrays, strict=True)
+        # An unchanged random stream has its given key again; an unchanged metric has the zero with which a replica began.
+        unchanged = {(path, id(array)) for path, array in [*given, *began.items()]}
         new = {path: array for path, array in ended.items() if (path, id(array)) not in unchanged}
         return result, {path: _marked(kind, objects, path, array, where) for path, array in new.items()}
 

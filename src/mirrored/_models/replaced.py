@@ -1,4 +1,4 @@
-"""The table of what is replaced in model libraries, inside scopes and traces only."""
+"""Replaces methods of model libraries, inside scopes and traces only."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .. import _process
 
 
 def table() -> Iterator[tuple[type, str, Callable[..., Any]]]:
-    """Yield a class of an imported library, a method's name, and our method, which gets the old one as first argument.
+    """Yield a class of an imported library, a method's name, and our method, whose first argument is the old method.
 
-    For models and variables without a strategy ours does what the old one does; outside steps too, except the methods of `fit`.
+    Ours calls the old one for models and variables without a strategy, and outside of steps, except in the methods of `fit`.
     """
     for library in _process.libraries:
         if library.package in sys.modules:
@@ -39,24 +39,24 @@ def in_place() -> Iterator[None]:
 
 
 def _replace(owner: type, name: str, method: Callable[..., Any]) -> tuple[Callable[..., Any], Any]:
-    """Replace a method; return the new one, and the class's own old one, or None if the class inherits it."""
+    """Replace a method; return the new one, and the old one, or None if the class inherits that."""
     old = getattr(owner, name)
 
     @functools.wraps(old)
     def new(self: object, *args: object, **kwargs: object) -> Any:
         return method(old, self, *args, **kwargs)
 
-    own = vars(owner).get(name)
+    defined = vars(owner).get(name)
     setattr(owner, name, new)
-    return new, own
+    return new, defined
 
 
 def _undo() -> None:
-    for (owner, name), (new, own) in list(_process.replaced.items()):
+    for (owner, name), (new, defined) in list(_process.replaced.items()):
         if vars(owner).get(name) is not new:
             continue  # somebody has replaced ours and calls it: in place again, it would do its work twice
-        if own is None:
+        if defined is None:
             delattr(owner, name)
         else:
-            setattr(owner, name, own)
+            setattr(owner, name, defined)
         del _process.replaced[owner, name]
