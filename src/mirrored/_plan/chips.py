@@ -61,4 +61,6 @@ NEAR_LATENCY, FAR_LATENCY = 3e-6, 10e-6
 def chip_of(kind: str) -> Chip | None:
     """Return the published rates of a `device_kind`, and the part of its memory that JAX takes; None if it is unknown."""
     chip = CHIPS.get(kind)
-    return chip if chip is None or chip.share == 1.0 else dataclasses.replace(chip, share=_env.share_of_gpu_memory())
+    if chip is None or chip.share == 1.0:
+        return chip
+    return dataclasses.replace(chip, share=_env.share_of_gpu_memory())

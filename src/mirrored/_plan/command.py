@@ -22,8 +22,6 @@ from .trials import Command, Trial, most_rows, plan_with, remedies
 _NOTHING = "mirrored plan: the program has compiled nothing for these devices. "
 _NO_STRATEGY = "A strategy that names its devices gets those: write mr.MirroredStrategy() or mr.MultiWorkerMirroredStrategy()."
 _NO_STEP = "It ended before strategy.run, or a function of mr.function, was called."
-
-
 _NO_ROWS = (
     "the rows of its batches cannot be changed: none comes from strategy.distribute_dataset. Change them in the script, and plan "
     "it again."
@@ -67,7 +65,8 @@ def main(argv: Sequence[str]) -> int:
     code = _run(options.script, options.args)
     plans = [plan for plan in map(plan_of, _process.planned_meshes) if plan.programs]
     if not plans:
-        sys.stderr.write(f"{_NOTHING}{_NO_STEP if _process.planned_meshes else _NO_STRATEGY}\n")
+        why = _NO_STEP if _process.planned_meshes else _NO_STRATEGY
+        sys.stderr.write(f"{_NOTHING}{why}\n")
         return code or 1
     trial = _trial_of(plans)
     if options.trial and not code:
@@ -81,10 +80,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _trial_of(plans: Sequence[Plan]) -> Trial:
-    each = [(plan, program) for plan in plans for program in plan.programs]
-    plan, largest = min(each, key=lambda pair: (pair[0].fits(pair[1]), -pair[1].memory.peak))
+    pairs = [(plan, program) for plan in plans for program in plan.programs]
+    plan, largest = min(pairs, key=lambda pair: (pair[0].fits(pair[1]), -pair[1].memory.peak))
     rows = _process.what_if.rows or _process.what_if.given_rows
-    arguments = [list(program.arguments) for _, program in each]
+    arguments = [list(program.arguments) for _, program in pairs]
     return Trial(plan.fits(largest), plan._needs(largest), rows, plan.replicas, arguments, "\n".join(map(str, plans)))
 
 
@@ -135,7 +134,8 @@ def _run(script: str, args: Sequence[str]) -> int:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     except PlanError as error:
         path = Path(script).resolve()
-        lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if Path(each.filename).resolve() == path]
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path]
         where = f"{script}:{lines[-1]}: " if lines else ""
         sys.stderr.write(f"mirrored plan: {where}{str(error).partition('. ')[0].rstrip('.')}.\n")
         return 0

@@ -32,10 +32,10 @@ class ProgramPlan:
 
     Attributes:
         arguments: the kinds of its array arguments, with the rows of all replicas, such as `float32[2048,784]`.
-        failure: why it does not compile, such as too little memory, and then the figures are zero; "" if it compiles.
-        flops: all operations; `convolution_flops`: those of convolutions; `bytes_moved`: the bytes that they read and write.
+        failure: why it does not compile, such as too little memory (all figures are zero then); "" if it compiles.
+        flops: all operations; `convolution_flops`: those of convolutions; `bytes_moved`: bytes that operations read and write.
         collectives: its collectives, in the order of its schedule.
-        compile_seconds: how long XLA took here.
+        compile_seconds: the seconds that XLA took here.
     """
 
     name: str
@@ -67,8 +67,7 @@ class Estimate:
     @property
     def limit(self) -> str:
         """The name of the part that takes longest."""
-        times = {"compute": self.compute, "memory": self.memory, "links": self.links}
-        return max(times, key=lambda name: times[name])
+        return max(("compute", "memory", "links"), key=lambda name: getattr(self, name))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,8 +100,10 @@ class Plan:
             return f"{found[1]} of {found[2]}"
         if self.chip is None:
             return bytes_in_words(program.memory.peak)
-        of_all = f" (JAX takes {self.chip.share:.0%} of {bytes_in_words(self.chip.memory)})" if self.chip.share < 1 else ""
-        return f"{bytes_in_words(program.memory.peak)} of {bytes_in_words(self.chip.usable)}{of_all}"
+        needs = f"{bytes_in_words(program.memory.peak)} of {bytes_in_words(self.chip.usable)}"
+        if self.chip.share < 1:
+            needs += f" (JAX takes {self.chip.share:.0%} of {bytes_in_words(self.chip.memory)})"
+        return needs
 
     def estimate(self, program: ProgramPlan, num_devices: int | None = None) -> Estimate:
         """Estimate a program's seconds on `num_devices`, by default all planned ones, with the same rows on each.
@@ -131,18 +132,18 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as dicts, lists, numbers and strings, ready for JSON."""
         made = dataclasses.asdict(self)
-        for program, its in zip(self.programs, made["programs"], strict=True):
-            its["memory"]["peak"] = program.memory.peak
-            its["fits"] = self.fits(program)
+        for program, entry in zip(self.programs, made["programs"], strict=True):
+            entry["memory"]["peak"] = program.memory.peak
+            entry["fits"] = self.fits(program)
             if self.chip is not None and not program.failure:
-                its["estimate"] = dataclasses.asdict(self.estimate(program)) | {"seconds": self.estimate(program).seconds}
-                its["efficiency"] = {str(count): self.efficiency(program, count) for count in EFFICIENCY_AT}
+                entry["estimate"] = dataclasses.asdict(self.estimate(program)) | {"seconds": self.estimate(program).seconds}
+                entry["efficiency"] = {str(count): self.efficiency(program, count) for count in EFFICIENCY_AT}
         return made
 
     def __str__(self) -> str:
-        too_large = [program.name for program in self.programs if not self.fits(program)]
-        fits = "fits" if self.chip is not None else "compiles (this kind of device has no known memory)"
-        verdict = f"does not fit: {', '.join(dict.fromkeys(too_large))}" if too_large else fits
+        verdict = "fits" if self.chip is not None else "compiles (this kind of device has no known memory)"
+        if too_large := [program.name for program in self.programs if not self.fits(program)]:
+            verdict = f"does not fit: {', '.join(dict.fromkeys(too_large))}"
         first = f"{verdict}; plan for {self.title}"
         return "\n".join([first, *(_describe(self, program) for program in self.programs)])
 
@@ -182,15 +183,13 @@ def plan(strategy: Strategy) -> Plan:
 
 def plan_of(mesh: PlannedMesh) -> Plan:
     """Make the plan of the programs that were compiled for a mesh of planned devices."""
-    device, num_hosts = mesh.devices[0], len({each.process_index for each in mesh.devices})
-    num_copies = 1
-    if mesh.storage is Storage.PARTS_OF_WORKER:
-        num_copies = num_hosts
+    num_hosts = len({device.process_index for device in mesh.devices})
+    num_copies = num_hosts if mesh.storage is Storage.PARTS_OF_WORKER else 1
     return Plan(
         title=str(mesh),
         devices=len(mesh.devices),
         num_hosts=num_hosts,
-        chip=chips.chip_of(device.device_kind),
+        chip=chips.chip_of(mesh.devices[0].device_kind),
         programs=tuple(_plan_of(program, num_copies) for program in mesh.programs if program.arguments),
         replicas=mesh.num_replicas,
     )
@@ -254,16 +253,17 @@ def _describe(plan: Plan, program: ProgramPlan) -> str:
 
 
 def _describe_sent(collectives: Sequence[Sent]) -> list[str]:
-    """Say for each kind of collective how many there are, with how many bytes in all, and what the device does meanwhile."""
+    """Describe each kind of collective: their number, their bytes together, and what the device does meanwhile."""
     kinds: dict[tuple[str, bool], list[Sent]] = {}
     for sent in collectives:
         kinds.setdefault((sent.kind, sent.is_overlapped), []).append(sent)
     described = []
-    for (kind, is_overlapped), each in kinds.items():
-        number, size = sum(sent.times for sent in each), sum(sent.times * sent.num_bytes for sent in each)
-        rest = f"; it still has {counted(each[0].later, 'matrix product')} to compute" if each[0].later else ""
-        how = "while the device computes" if is_overlapped else f"while the device waits{rest}"
-        described.append(f"{bytes_in_words(size)} in {counted(number, kind)}, {how}")
+    for (kind, is_overlapped), alike in kinds.items():
+        number, size = sum(sent.times for sent in alike), sum(sent.times * sent.num_bytes for sent in alike)
+        how = "computes" if is_overlapped else "waits"
+        if not is_overlapped and alike[0].later:
+            how += f"; it still has {counted(alike[0].later, 'matrix product')} to compute"
+        described.append(f"{bytes_in_words(size)} in {counted(number, kind)}, while the device {how}")
     return described or ["nothing"]
 
 

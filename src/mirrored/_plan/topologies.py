@@ -50,7 +50,7 @@ def topology(name: str) -> list[jax.Device]:
     if not isinstance(name, str):
         raise TypeError(f"mr.topology got {shown(name)}; expected a name such as mr.topology('v5e:16x16').")
     if match := _H100.fullmatch(name):
-        return _h100(*match.groups())
+        return _h100(name, *match.groups())
     if not _TPU.fullmatch(name):
         near = difflib.get_close_matches(name, NAMES, cutoff=0.3)
         known = f"such as {', '.join(map(repr, near))}" if near else f"one of {', '.join(map(repr, NAMES))}"
@@ -63,8 +63,7 @@ def topology(name: str) -> list[jax.Device]:
         return _devices(name, "tpu", name)
 
 
-def _h100(hosts: str, gpus: str) -> list[jax.Device]:
-    name = f"h100:{hosts}x{gpus}"
+def _h100(name: str, hosts: str, gpus: str) -> list[jax.Device]:
     _require(
         "jax_cuda13_plugin",
         f"to compile for {name!r} needs JAX's compiler for CUDA; it needs no GPU. Write: pip install "

@@ -13,22 +13,22 @@ from typing import NamedTuple
 
 from .._text import counted
 
-#: What the command changes in a program so that a device stores less: its flag, and what a user writes for it.
+#: The changes by which a device stores less: the command's flag, and the line that a user writes.
 STORED_LESS = (
     ("--shard-state", "mr.Optimizer(..., shard_state=True)"),
     ("--storage=parts", 'mr.MirroredStrategy(storage="parts")'),
 )
-#: In how many parts a device may take its rows; and more rows than any device needs.
+#: The numbers of parts to try for a device's rows; and a number of rows that no device needs, at which a search ends.
 _PARTS, _TOO_MANY_ROWS = (2, 4, 8), 2**20
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """What the plan of a script has said.
+    """The result of planning a script.
 
     Attributes:
         needs: the memory that its largest program needs, in words.
-        rows: how many each replica has in a batch of a distributed dataset; 0 if there is none.
+        rows: the rows of each replica in a batch of a distributed dataset; 0 without such a dataset.
         arguments: the kinds of arguments of its programs.
         text: the whole plan.
     """
@@ -42,7 +42,8 @@ class Trial:
 
     @property
     def verdict(self) -> str:
-        return f"it needs {self.needs}: {'fits' if self.fits else 'does not fit'}"
+        result = "fits" if self.fits else "does not fit"
+        return f"it needs {self.needs}: {result}"
 
 
 class Command(NamedTuple):
@@ -66,7 +67,7 @@ def plan_with(command: Command, *flags: object) -> Trial | None:
 
 
 def remedies(command: Command, first: Trial) -> Iterator[str]:
-    """Try what makes a script fit; yield a line for each change: what a user writes, and what the program needs then."""
+    """Try changes that make a script fit; yield a line for each: what a user writes, and what the program needs then."""
     for flag, line in STORED_LESS:
         if trial := plan_with(command, flag):
             yield f"with {line} {trial.verdict}"
@@ -80,10 +81,7 @@ def remedies(command: Command, first: Trial) -> Iterator[str]:
             yield f"with {line} and {counted(rows, 'row')} on each, the same batch in {parts} parts, {trial.verdict}"
             break
     rows = first.rows // 2
-    while rows:
-        trial = plan_with(command, "--rows", rows)
-        if trial is None:
-            break
+    while rows and (trial := plan_with(command, "--rows", rows)):
         if trial.fits or rows == 1:
             yield f"with {counted(rows, 'row')} on each replica, in place of {first.rows}, {trial.verdict}"
             break
@@ -91,9 +89,9 @@ def remedies(command: Command, first: Trial) -> Iterator[str]:
 
 
 def most_rows(fits_with: Callable[[int], bool], rows: int) -> tuple[int, int]:
-    """Return the most rows that fit, and the fewest that do not, to an eighth; 0 for the first if not even one row fits.
+    """Return the most rows that fit, or 0, and the fewest that do not fit, at most an eighth more.
 
-    Double or halve from `rows` on, then go on in the middle, in multiples of a power of two.
+    Double or halve from `rows` on, then bisect, in multiples of a power of two.
     """
     most, too_many = 0, 0
     while True:
@@ -101,8 +99,9 @@ def most_rows(fits_with: Callable[[int], bool], rows: int) -> tuple[int, int]:
             most = rows
         else:
             too_many = rows
-        step = max(1, 2 ** (most.bit_length() - 1) // 8) if most else 1
-        if too_many == 1 or most >= _TOO_MANY_ROWS or (most and too_many and too_many - most <= step):
+        step = max(1, 2 ** most.bit_length() // 16)  # an eighth of the largest power of two in `most`
+        is_close = most and too_many and too_many - most <= step
+        if is_close or too_many == 1 or most >= _TOO_MANY_ROWS:
             return most, too_many
         if not most:
             rows //= 2
