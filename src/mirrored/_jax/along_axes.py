@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from math import inf
 
-#: Reductions along axes, and the number that changes no result of theirs; -1 has all bits.
+#: Reductions along axes, and their neutral elements; -1 has all bits set.
 NEUTRAL = {"reduce_and": -1, "reduce_max": -inf, "reduce_min": inf, "reduce_or": 0, "reduce_prod": 1, "reduce_sum": 0}
-#: Parts of their first operand, which begin at the other operands or at known places.
+#: Primitives that take a part of their first operand; the other operands or the parameters say where.
 SLICES = frozenset({"dynamic_slice", "slice"})
 CONCATENATIONS = frozenset({"concatenate"})

@@ -8,6 +8,6 @@ import jax
 
 
 def forget_failed() -> None:
-    """Let JAX forget an error, which would else reach the next program with an ordered callback, anybody's."""
+    """Let JAX forget a callback's error, which it would raise again in the next program with an ordered callback."""
     with contextlib.suppress(jax.errors.JaxRuntimeError, ExceptionGroup):
         jax.effects_barrier()

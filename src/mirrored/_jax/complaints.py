@@ -14,7 +14,6 @@ NEEDS_A_VALUE = (
     jax.errors.TracerArrayConversionError,
     jax.errors.NonConcreteBooleanIndexError,
 )
-
 _ARGUMENTS = re.compile(r"\barguments\[(\d+)\]")
 _SLICE_NEEDS_A_VALUE = re.compile(r"Slice entries must be static|must have static start/stop/step")
 _TRACER_NEEDED = re.compile(r"(unhashable type:|single integer, got) '\w*Tracer")

@@ -45,7 +45,8 @@ def work_in(jaxpr: Jaxpr) -> Work:
         name = equation.primitive.name
         parts = [work_in(closed.jaxpr) for closed in inner_jaxprs(equation)] or [_work_of(equation)]
         if name == "cond":
-            parts = [Work(*max((each[:2] for each in parts), key=sum), *max(each[2:] for each in parts))]
+            flops, elements = max((part[:2] for part in parts), key=sum), max(part[2:] for part in parts)
+            parts = [Work(*flops, *elements)]
         times = equation.params["length"] if name == "scan" else 1
         repeated = (times, times, times, 1)
         counts = [n + k * sum(column) for n, k, column in zip(counts, repeated, zip(*parts, strict=True), strict=True)]

@@ -29,13 +29,13 @@ def all_of(equation: Equation) -> Smaller:
 
 
 def is_undivided(equation: Equation) -> bool:
-    """Tell whether JAX knows no smaller one of an equation, or of one inside."""
-    each = (equation, *jaxprs.inside(equation))
-    return any(jaxprs.inner_jaxprs(one) and computing(one, range(len(one.outvars))) is None for one in each)
+    """Tell whether an equation, or one inside it, has jaxprs that JAX cannot cut."""
+    found = (equation, *jaxprs.inside(equation))
+    return any(jaxprs.inner_jaxprs(inner) and computing(inner, range(len(inner.outvars))) is None for inner in found)
 
 
 def computing(equation: Equation, results: Collection[int]) -> Smaller | None:
-    """Return the smallest equation that computes these results of another; None if JAX does not know one."""
+    """Cut an equation down to what these results need; return None if JAX cannot."""
     inner = jaxprs.inner_jaxprs(equation)
     if not inner or equation.primitive not in partial_eval.dce_rules:
         return None

@@ -34,7 +34,7 @@ def place() -> tuple[int, int]:
 
 
 def before_shutdown(do: Callable[[], object]) -> None:
-    """Let something be done first by JAX's shutdown, which comes at the end of the program, or where the program calls it."""
+    """Let JAX's shutdown, which the program or its end calls, first call `do`."""
     state, shutdown = _distributed.global_state, _distributed.global_state.shutdown
 
     def end() -> None:
@@ -93,7 +93,7 @@ class LateDevices(NamedTuple):
 
 
 def late_devices(error: BaseException) -> LateDevices | None:
-    """Parse JAX's timeout: which worker's devices are missing, or None."""
+    """Return which worker's devices are missing, from JAX's timeout; None for any other error."""
     found = _LATE_DEVICES.search(str(error))
     return None if found is None else LateDevices(found[1], found[2])
 

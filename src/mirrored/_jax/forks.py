@@ -24,5 +24,5 @@ def leave_to_parent() -> None:
     atexit.unregister(_api.clean_up)
     atexit.unregister(_dispatch.wait_for_tokens)
     backends = vars(_xla_bridge)["_backends"].values()  # JAX's function for them takes a lock that may be held for ever
-    for one in (state.client, state.service, state.preemption_sync_manager, _mlir.global_thread_pool, *backends):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))  # so that it is never destroyed
+    for held in (state.client, state.service, state.preemption_sync_manager, _mlir.global_thread_pool, *backends):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))  # so that it is never destroyed

@@ -19,15 +19,15 @@ from typing import Any
 
 def send_ignored_again() -> None:
     """From now on, send a Ctrl-C again that Python ignored in the main thread; pass all else to the former hook."""
-    is_there = getattr(sys.unraisablehook, "func", None) is _hook
-    if not is_there and hasattr(signal, "pthread_kill"):  # Windows has no signals for threads
+    is_installed = getattr(sys.unraisablehook, "func", None) is _hook
+    if not is_installed and hasattr(signal, "pthread_kill"):  # Windows has no signals for threads
         sys.unraisablehook = functools.partial(_hook, sys.unraisablehook)
 
 
-def _hook(other: Callable[[sys.UnraisableHookArgs], Any], unraisable: sys.UnraisableHookArgs) -> None:
+def _hook(former: Callable[[sys.UnraisableHookArgs], Any], unraisable: sys.UnraisableHookArgs) -> None:
     is_interrupt = isinstance(unraisable.exc_value, KeyboardInterrupt)
     if not is_interrupt or threading.current_thread() is not threading.main_thread() or sys.is_finalizing():
-        other(unraisable)
+        former(unraisable)
         return
     callback = _callback_of(unraisable.exc_traceback)
     if callback is not None:
@@ -51,7 +51,7 @@ def _send(callback: Callable[..., Any] | None) -> None:
     if callable(signal.getsignal(signal.SIGINT)):  # else the signal would end the process, or is ignored
         signal.pthread_kill(main, signal.SIGINT)
     if callback is not None:
-        time.sleep(0.01)
+        time.sleep(0.01)  # until the main thread has got the signal
         gc.callbacks.append(callback)
 
 

@@ -33,7 +33,8 @@ def inner_jaxprs(equation: Equation) -> list[ClosedJaxpr]:
     """Return the jaxprs among an equation's parameters."""
     found: list[ClosedJaxpr] = []
     for value in equation.params.values():
-        for inner in value if isinstance(value, tuple | list) else (value,):
+        values = value if isinstance(value, tuple | list) else (value,)
+        for inner in values:
             if isinstance(inner, ClosedJaxpr):
                 found.append(inner)
             elif isinstance(inner, Jaxpr):
@@ -46,8 +47,9 @@ def all_equations(jaxpr: Jaxpr) -> list[Equation]:
     found: list[Equation] = []
     for equation in jaxpr.eqns:
         found.append(equation)
-        for inner in () if equation.primitive.name in SIMPLE else inner_jaxprs(equation):
-            found += all_equations(inner.jaxpr)
+        if equation.primitive.name not in SIMPLE:
+            for inner in inner_jaxprs(equation):
+                found += all_equations(inner.jaxpr)
     return found
 
 
@@ -58,8 +60,7 @@ def inside(equation: Equation) -> list[Equation]:
 
 def callee(equation: Equation) -> ClosedJaxpr | None:
     """Return the jaxpr that an equation calls with its operands, or None if the equation is no call."""
-    inner = inner_jaxprs(equation) if equation.primitive.name in CALLS else []
-    if len(inner) != 1:
+    if equation.primitive.name not in CALLS or len(inner := inner_jaxprs(equation)) != 1:
         return None
     [closed] = inner
     fits = len(closed.jaxpr.invars) == len(equation.invars) and len(closed.jaxpr.outvars) == len(equation.outvars)
@@ -67,7 +68,7 @@ def callee(equation: Equation) -> ClosedJaxpr | None:
 
 
 def held_operands(equation: Equation) -> list[int] | None:
-    """Return the positions of the operands behind which XLA may not look, of a call that computes something again; else None."""
+    """Return the positions of a `jax.checkpoint`'s operands that need a barrier, so that XLA recomputes; None for other calls."""
     if equation.primitive.name not in AGAIN:
         return None
     held = equation.params["prevent_cse"]
@@ -78,9 +79,9 @@ def held_operands(equation: Equation) -> list[int] | None:
 
 
 def linear_operands(equation: Equation) -> list[int] | None:
-    """Return the positions of the operands that are floating point or complex numbers, and no index, condition or key.
+    """Return the positions of the floating point and complex operands of an equation that JAX knows to be linear; else None.
 
-    None unless JAX takes the equation for linear in them, together or in each; a quotient in the first.
+    It is linear in all of them together, in each of them (a product), or in the first (a quotient).
     """
     primitive = equation.primitive
     is_first_power = primitive.name in POWERS and equation.params["y"] == 1  # as optax writes the first moment of Adam
@@ -103,8 +104,8 @@ def inside_of(outer: Equation | None, equation: Equation) -> Equation:
     """Return an equation with the names and transformations of the call around it, too."""
     if outer is None:
         return equation
-    own = equation.source_info
-    return equation.replace(source_info=own.replace(name_stack=outer.source_info.name_stack + own.name_stack))
+    source = equation.source_info
+    return equation.replace(source_info=source.replace(name_stack=outer.source_info.name_stack + source.name_stack))
 
 
 def is_backward(equation: Equation, around: tuple[str, ...]) -> bool:

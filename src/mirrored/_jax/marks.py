@@ -23,17 +23,17 @@ class Purpose(enum.Enum):
 
     ASSIGN = "assigned to a mirrored variable"
     SUM = "added up over the replicas by the code of a step"
-    SUM_OF_ALL = "the values of all replicas, which merged code adds up"
+    SUM_OF_ALL = "summed in merge_call, where every replica has the values of all"
     MEAN = "averaged over the replicas"
     TOTAL = "the sum or mean over the replicas of the value with the same number"
-    KEPT_MEAN = "kept by a replica of an uneven step, and averaged with one weight for all when it is read"
-    OLD = "the value of a state that is summed over the replicas when it is read"
-    ADDED = "the new value of such a state"
+    KEPT_MEAN = "assigned to a sync-on-read MEAN variable in an uneven step: all replicas weigh the same"
+    OLD = "read from a variable that is summed over the replicas when it is read"
+    ADDED = "assigned to a variable that is summed over the replicas when it is read"
     REGULARIZATION = "divided by the number of replicas, as it is the same on each"
     BY_ROWS = "averaged with the weight of each replica's rows"
-    NO_ROWS = "of no rows, so that its gradient is none"
-    OPERAND = "given to a collective by the code of a step, and not by JAX for a gradient"
-    STATE = "kept in a model's object, which is one for all replicas"
+    NO_ROWS = "computed from no rows: its gradient is zero"
+    OPERAND = "given to a collective by the step's own code, not by JAX for a gradient"
+    STATE = "assigned to a model object, of which there is one for all replicas"
     GRADIENT = "given to an optimizer that combines it as the loss says"
     SUMMED_GRADIENT = "given to an optimizer that is told to sum over the replicas"
     MEAN_GRADIENT = "given to an optimizer that is told to average over the replicas"
@@ -43,7 +43,7 @@ class Purpose(enum.Enum):
     COTANGENT = "the derivative of a loss by its share"
     OWN_GRADIENT = "the gradient of this replica's loss by a variable"
     ROWS = "depends on how many rows a replica has"
-    NO_DERIVATIVE = "computed by a call with a derivative of its own, without that derivative"
+    NO_DERIVATIVE = "computed by a call with a custom derivative, but without that derivative"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Mark:
     name: str
     where: str
     number: int = 0  # which optimizer, for a gradient; which array, in a sum; which variable, for a state
-    message: str = ""  # what a model library says if it is refused
+    message: str = ""  # a model library's remedy, for the error if the proof refuses the value
 
     def __str__(self) -> str:
         """Show the mark without its line, whose path may differ between workers that run the same program."""

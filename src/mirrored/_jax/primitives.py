@@ -41,7 +41,7 @@ INLINE_CALLS = frozenset({"closed_call", "eval_jaxpr", "jit"})
 AGAIN = frozenset({"remat2"})
 #: Calls whose parameters, except the jaxpr, matter only to derivatives.
 CUSTOM_DERIVATIVE = frozenset({"custom_jvp_call", "custom_vjp_call"})
-#: Parameters that say what the primitive has as a jaxpr, or what the shapes of a loop say, and more that means nothing.
+#: Redundant parameters: the jaxpr, or the shapes of the loop, say the same; what else is in them has no meaning.
 SAID_TWICE = frozenset({("reduce", "computation"), ("scan", "ft_in"), ("scan", "ft_out")})
 #: Primitives that run jaxprs in other ways, which `jaxprs` knows.
 CONTROL_FLOW = frozenset({"cond", "custom_linear_solve", "scan", "while"})
@@ -92,7 +92,7 @@ KEEP_AXES = ELEMENTWISE | {
 }  # fmt: skip
 TRANSPOSES = frozenset({"transpose"})
 RESHAPES = frozenset({"reshape", "squeeze"})
-#: Functions that are linear in all their operands, and as exact as these.
+#: Linear functions that do not round: they move, repeat or negate the operands' numbers.
 MOVES = frozenset({
     "broadcast_in_dim", "concatenate", "copy", "mirrored_mark", "neg", "reshape", "rev", "slice", "split", "squeeze", "stack",
     "transpose", "unstack",

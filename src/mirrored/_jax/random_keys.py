@@ -1,7 +1,7 @@
 """Random keys by rows: a replica draws for its rows what one device draws for them in the whole batch.
 
-Threefry numbers the elements of a draw, and makes each of the key and its number alone. So some rows of a draw cost what these
-rows cost, wherever they begin. This is JAX's way since `jax_threefry_partitionable`, which is its default.
+Threefry computes each element of a draw from the key and the element's number alone. So drawing some rows costs only these
+rows, wherever they begin. JAX does so under `jax_threefry_partitionable`, its default.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TYPES = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32, 64: jnp.uint64}
 
 
 def are_counted(keys: jax.Array) -> bool:
-    """Tell whether the elements of a draw with these keys are numbered."""
+    """Tell whether these keys draw each element from its number."""
     is_new = jnp.issubdtype(keys.dtype, jax.dtypes.prng_key)
     return is_new and jax.config.jax_threefry_partitionable and jax.random.key_impl(keys) in (THREEFRY, _BY_ROWS)
 
@@ -38,25 +38,25 @@ def draws_by_rows(equation: jax.extend.core.JaxprEqn) -> bool:
 
 
 def by_rows(keys: jax.Array, before: Count, rows: Count, replica: Count, is_for_all: Count) -> jax.Array:
-    """Make keys of a replica that has `rows` rows, behind `before` others; with 0 rows its draws are its own.
+    """Make the keys of a replica that has `rows` rows, after `before` rows of other replicas.
 
-    A draw along whose first axis each row has equally many elements gets those of these rows. With `is_for_all`, one whose first
-    two axes of several have length 1 is the same for all replicas.
+    A draw whose first axis has a multiple of `rows` elements gets what these rows get in the whole batch. Other draws, and all
+    draws with 0 rows, differ by replica. With `is_for_all`, draws of a shape `[1, 1, n, ...]` are the same on all replicas.
     """
     block = jnp.where(replica == 0, 0, jnp.uint32(1 << 31) | jnp.asarray(replica, jnp.uint32))
-    own = jnp.stack([jnp.asarray(word, jnp.uint32) for word in (before, rows, block, is_for_all)])
-    return jax.random.wrap_key_data(_joined(jax.random.key_data(keys)[..., :2], own), impl=_BY_ROWS)
+    place = jnp.stack([jnp.asarray(word, jnp.uint32) for word in (before, rows, block, is_for_all)])
+    return jax.random.wrap_key_data(_joined(jax.random.key_data(keys)[..., :2], place), impl=_BY_ROWS)
 
 
 def of_rows(keys: jax.Array, num_rows: int, before: Count) -> jax.Array:
-    """Return the keys that `jax.random.split` of a key gives to `num_rows` rows, behind `before` others."""
+    """Return the keys that `jax.random.split` gives to `num_rows` rows, after `before` other rows."""
     data, low = jax.random.key_data(keys), jax.lax.iota(jnp.uint32, num_rows) + jnp.asarray(before, jnp.uint32)
     none = low - low  # replicas of one device are a mapped axis, and threefry needs it in all or none of its arrays
     return jax.random.wrap_key_data(jnp.stack(_threefry(data[:, None] + none, none, low), -1), impl=THREEFRY)
 
 
 def folded(keys: jax.Array, replica: Count) -> jax.Array:
-    """Make keys of any kind different on each replica, but for the first."""
+    """Make keys of any kind differ by replica; the first replica keeps them as they are."""
 
     def fold(key: jax.Array) -> jax.Array:
         return jnp.where(replica == 0, key, jax.random.fold_in(jax.random.fold_in(key, _TAG), replica))
@@ -76,8 +76,8 @@ def _plain(data: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(data[..., :2], impl=THREEFRY)
 
 
-def _joined(new: jax.Array, own: jax.Array) -> jax.Array:
-    return jnp.concatenate([new, jnp.broadcast_to(own, (*new.shape[:-1], own.shape[-1]))], -1)
+def _joined(new: jax.Array, place: jax.Array) -> jax.Array:
+    return jnp.concatenate([new, jnp.broadcast_to(place, (*new.shape[:-1], place.shape[-1]))], -1)
 
 
 def _threefry(data: jax.Array, high: jax.Array, low: jax.Array) -> Sequence[jax.Array]:
@@ -85,10 +85,11 @@ def _threefry(data: jax.Array, high: jax.Array, low: jax.Array) -> Sequence[jax.
 
 
 def _bits(data: jax.Array, bit_width: int, shape: Sequence[int]) -> jax.Array:
-    """Draw bits: those of the replica's rows where they can be, else others on each replica."""
+    """Draw the bits of the replica's rows; in a shape that is not by rows, draw bits that differ by replica."""
     before, rows, block, is_for_all = data[2:]
-    size, length = math.prod(shape), shape[0] if shape else 0
-    if size >> 32:
+    size = math.prod(shape)
+    length = shape[0] if shape else 0
+    if size >> 32:  # more elements than numbers of 32 bits
         return jax.random.bits(folded(_plain(data), block), tuple(shape), _TYPES[bit_width])
     divisor = jnp.maximum(rows, 1)
     is_by_rows = (rows > 0) & (length % divisor == 0) & bool(shape)
@@ -110,13 +111,13 @@ def _bits(data: jax.Array, bit_width: int, shape: Sequence[int]) -> jax.Array:
 def _product(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Multiply numbers of 32 bits; return the high and the low half of the 64 bits."""
     (a_high, a_low), (b_high, b_low) = ((x >> 16, x & 0xFFFF) for x in (a, b))
-    middle = a_high * b_low + (a_low * b_low >> 16)
-    other = a_low * b_high + (middle & 0xFFFF)
-    return a_high * b_high + (middle >> 16) + (other >> 16), a * b
+    first = a_high * b_low + (a_low * b_low >> 16)
+    second = a_low * b_high + (first & 0xFFFF)
+    return a_high * b_high + (first >> 16) + (second >> 16), a * b
 
 
-#: The kind of a key by rows: threefry's two numbers, the rows before, the own rows, the first number's high half of elements that
-#: are not by rows, and whether first axes of length 1 are for all. JAX knows threefry's numbers by "fry", and so do we.
+#: A key by rows has six numbers: threefry's two, and `before`, `rows`, `block` and `is_for_all` of `by_rows`. The block is the
+#: high half of the numbers of elements that are not by rows. The tag begins with JAX's tag of threefry, "fry".
 _BY_ROWS: Any = jax.extend.random.define_prng_impl(
     key_shape=(6,),
     seed=lambda seed: _joined(jax.random.key_data(jax.random.key(seed, impl=THREEFRY)), jnp.zeros(4, jnp.uint32)),

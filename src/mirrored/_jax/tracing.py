@@ -37,7 +37,6 @@ current_trace = functools.partial(getattr, core.trace_ctx, "trace")
 NO_TRACE = core.eval_trace
 #: Make a block in which operations are executed, even inside a trace.
 untraced = core.eval_context
-
 #: Tell whether numbers have 64 bits; by default they have 32.
 is_wide = functools.partial(getattr, config.enable_x64, "value")
 #: Return what `jax.jit` puts into its keys beside functions and arguments: JAX's settings and contexts. Warm steps call it.
@@ -162,8 +161,9 @@ def _room_for(avals: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
 def bind(equation: Equation, operands: Sequence[Any]) -> list[Any]:
     """Apply one equation of a jaxpr to values, in the current trace; values replace literals too."""
     variables: list[Any] = [Var(atom.aval) for atom in equation.invars]
-    alone = equation.replace(invars=variables)
-    equation = alone if equation.ctx.cur_abstract_mesh.empty else _for_meshes_of(operands, alone)
+    equation = equation.replace(invars=variables)
+    if not equation.ctx.cur_abstract_mesh.empty:
+        equation = _for_meshes_of(operands, equation)
     info = jex_core.DebugInfo("mirrored", "one equation", ("",) * len(variables), ("",) * len(equation.outvars))
     jaxpr = Jaxpr((), variables, equation.outvars, [equation], equation.effects, info)
     results = jax.core.eval_jaxpr(jaxpr, (), *operands)
@@ -176,19 +176,19 @@ def have_mesh(equations: Iterable[Equation]) -> bool:
 
 
 def own_axes_first(equation: Equation) -> tuple[ClosedJaxpr, Equation]:
-    """Cut a `psum` over the replicas and axes of its operands: return a function for those axes, and an equation for the rest."""
+    """Split a `psum` over replicas and array axes: return a function that sums along the axes, and an equation for the rest."""
     axes = equation.params["axes"]
-    own = tuple(int(axis) for axis in axes if not isinstance(axis, str))
+    numbers = tuple(int(axis) for axis in axes if not isinstance(axis, str))
     operands: list[Any] = [atom.aval for atom in equation.invars]
     stand_ins = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in operands]
-    closed = jax.make_jaxpr(lambda *arrays: [jnp.sum(x, axis=own, dtype=x.dtype) for x in arrays])(*stand_ins)
+    closed = jax.make_jaxpr(lambda *arrays: [jnp.sum(x, axis=numbers, dtype=x.dtype) for x in arrays])(*stand_ins)
     params = {**equation.params, "axes": tuple(axis for axis in axes if isinstance(axis, str))}
     variables: list[Any] = [Var(aval) for aval in closed.out_avals]
     return closed, equation.replace(params=params, invars=variables)
 
 
 def barrier(avals: Sequence[Any]) -> Equation:
-    """Return an equation that returns its operands, behind which XLA does not look."""
+    """Return an equation that returns its operands unchanged, and through which XLA moves no operations."""
     stand_ins = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     [equation] = jax.make_jaxpr(jax.lax.optimization_barrier)(stand_ins).eqns
     return equation

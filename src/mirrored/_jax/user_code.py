@@ -26,8 +26,6 @@ _JAX_FOLDER = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 _OPTAX_FOLDER = os.path.dirname(os.path.abspath(optax.__file__)) + os.sep
 _CONTEXTLIB = os.path.dirname(contextlib.__file__) + os.sep + "contextlib"
 _process.library_folders = (_PACKAGE_FOLDER, _JAX_FOLDER, _OPTAX_FOLDER, _CONTEXTLIB, "<frozen")
-
-
 #: Begins a `jax.named_scope` of our code that has no line of the user's around it: messages name the scope.
 OURS = "mirrored: "
 
@@ -147,10 +145,10 @@ def _is_bug(error: BaseException, innermost: types.TracebackType) -> bool:
 
 
 def equation_line(*equations: Equation) -> str:
-    """Return the user's `file:line` for the first of some equations for which JAX still knows it, or the name of our code."""
+    """Return the user's `file:line` of the first equation that still has one, else the name of our code around them."""
     for traceback in filter(None, (equation.source_info.traceback for equation in equations)):
         for frame in traceback.frames:
             if not frame.file_name.startswith(_process.library_folders):
                 return f"{frame.file_name}:{frame.line_num}"
-    own = [str(equation.source_info.name_stack).partition(OURS)[2] for equation in equations]
-    return next(filter(None, own), "<unknown>")
+    scopes = [str(equation.source_info.name_stack).partition(OURS)[2] for equation in equations]
+    return next(filter(None, scopes), "<unknown>")
