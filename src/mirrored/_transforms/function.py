@@ -97,7 +97,7 @@ class FunctionProgram(Program):
     """The program of a cross-replica function."""
 
     def rebuild(self, results: list[Any]) -> PyTree:
-        """Do so for a function: it says itself which results are a PerReplica."""
+        """Rebuild a function's result: the function itself says which of its results are a PerReplica."""
         plan = self.lifted.plan
         kinds = zip(results, plan.shapes, plan.stacked, strict=True)
         return plan.rebuild([PerReplica(array, shapes) if is_stacked else array for array, shapes, is_stacked in kinds])
@@ -109,28 +109,25 @@ class _Functions(Dispatcher[FunctionProgram]):
     runs_steps = True
 
     def make(self, strategy: object, call: Call) -> FunctionProgram:
-        """Make the program of a function that is called so."""
-        return _make(frames.current() or Frame(None, None), call)
+        """Make the program of a function for a call."""
+        frame, leaves = frames.current() or Frame(None, None), call.array_leaves()
+        shapes = [array.shape if leaf.is_per_replica else leaf.shape for leaf, array in zip(leaves, call.arrays, strict=True)]
+        lifted = lift.trace(call, shapes, frame).lifted()
+        mesh = _mesh_of(frame, lifted, call)
+        check_replicas(call.arrays, leaves, lambda: argument_names(call), mesh.num_replicas)
+        kinds: list[Any] = [atom.aval for atom in lifted.closed.jaxpr.outvars]
+        results = zip(lifted.plan.stacked, kinds, strict=False)
+        kept = [mesh.stacked if is_stacked else placement_of_array(mesh, kind) for is_stacked, kind in results]
+        specs = list(map(spec_of, lifted.variables))
+        placements = (kept, [spec.placement for spec in specs[: len(lifted.written)]], mesh.mirrored)
+        is_split = [leaf.is_per_replica for leaf in leaves]
+        describe = lambda: f"arguments by replica: {is_split}\n{lifted.describe()}"  # noqa: E731
+        pure = functools.partial(_pure, lifted.bare(), mesh, specs)
+        return FunctionProgram.compile(mesh, lifted, call.name, pure, describe, placements)
 
 
 _outside = _Functions()
 _in_scope: weakref.WeakKeyDictionary[Any, _Functions] = weakref.WeakKeyDictionary()
-
-
-def _make(frame: Frame, call: Call) -> FunctionProgram:
-    leaves = call.array_leaves()
-    shapes = [array.shape if leaf.is_per_replica else leaf.shape for leaf, array in zip(leaves, call.arrays, strict=True)]
-    lifted = lift.trace(call, shapes, frame).lifted()
-    mesh, name = _mesh_of(frame, lifted, call), call.name
-    check_replicas(call.arrays, leaves, lambda: argument_names(call), mesh.num_replicas)
-    kinds: list[Any] = [atom.aval for atom in lifted.closed.jaxpr.outvars]
-    results = zip(lifted.plan.stacked, kinds, strict=False)
-    kept = [mesh.stacked if is_stacked else placement_of_array(mesh, kind) for is_stacked, kind in results]
-    specs = list(map(spec_of, lifted.variables))
-    placements = (kept, [spec.placement for spec in specs[: len(lifted.written)]], mesh.mirrored)
-    is_split = [leaf.is_per_replica for leaf in leaves]
-    describe = lambda: f"arguments by replica: {is_split}\n{lifted.describe()}"  # noqa: E731
-    return FunctionProgram.compile(mesh, lifted, name, functools.partial(_pure, lifted.bare(), mesh, specs), describe, placements)
 
 
 def _pure(lifted: Lifted, mesh: ReplicaMesh, specs: list[VariableSpec], *inputs: Any) -> Any:

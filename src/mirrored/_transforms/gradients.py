@@ -94,7 +94,9 @@ def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -
     """
     if not callable(fn):
         raise TypeError(f"mr.value_and_grad got {shown(fn)}; expected a function that returns a loss.")
-    is_later = libraries.has_strangers(variables) or (not jax.tree.leaves(variables, is_leaf=is_variable) and frames.is_traced())
+    # A Keras model in a trace may get its variables only when `fn` runs.
+    is_empty = not jax.tree.leaves(variables, is_leaf=is_variable)
+    is_later = libraries.has_strangers(variables) or (is_empty and frames.is_traced())
     check = functools.partial(check_variables, variables, "mr.value_and_grad", "mr.value_and_grad(loss_fn, [w, b])", _FOR_ARRAYS)
     known = None if is_later else check()
 
@@ -153,7 +155,7 @@ def check_variables(variables: PyTree, verb: str, example: str, hint: str = "") 
                 f"variables {leaves[0].name!r} and {leaf.name!r} belong to different strategies; {verb} takes variables of one. "
                 "Create them in the same `with strategy.scope():`, or take those of each strategy alone."
             )
-        if any(leaf is other for other in leaves[:position]):
+        if any(leaf is earlier for earlier in leaves[:position]):
             raise ValueError(f"variable {leaf.name!r} is listed twice in {verb}; only one could get its gradient.")
     return leaves, treedef
 
@@ -184,7 +186,7 @@ def _split(result: object, has_aux: bool) -> tuple[Any, Any]:
 
 
 def _one_number(loss: object) -> jax.Array:
-    """Return the scalar to differentiate: for a vector, its mean over the global batch, or this replica's share of that."""
+    """Return the scalar to differentiate; for a vector its mean, in a step this replica's share of the global batch's mean."""
     if isinstance(loss, tuple):
         raise TypeError("the function returned a tuple; pass has_aux=True when it returns (loss, aux).")
     if loss is None or not (hasattr(loss, "dtype") or isinstance(loss, int | float)):

@@ -123,6 +123,7 @@ def _cond(true_fn: UserFunction, false_fn: UserFunction, pred: ArrayLike, *opera
     operands = _as_arrays(operands, "the operands of mr.cond")
 
     def branch(fn: UserFunction, *operands: PyTree) -> PyTree:
+        # A branch such as `lambda: w.assign(0.0)` returns the variable, which is no result.
         result = _map_whole(lambda leaf: None if isinstance(leaf, Variable) else leaf, fn(*operands))
         return _as_arrays(result, "the result of mr.cond")
 
