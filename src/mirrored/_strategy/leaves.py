@@ -48,13 +48,13 @@ class Leaves:
 
     def reduce(self, op: ReduceOp, tree: PyTree, axis: collectives.AxesLike) -> PyTree:
         values = (tree,) if type(tree) is PerReplica else jax.tree.leaves(tree, is_leaf=arrays.is_wrapped)
-        is_mean, is_plain, marks = op is ReduceOp.MEAN, axis is None, REDUCTIONS[op].marks
+        is_mean, marks = op is ReduceOp.MEAN, REDUCTIONS[op].marks
         for state in filter(None, map(proven_of, values)):
             if marks is None:
                 break
-            is_judged = bool(state.advice.gradient)
-            if is_mean:
-                is_judged = state.advice.said is Said.SHARE or (is_plain and state.of_uneven)
+            is_judged = bool(state.advice.gradient)  # a sum of gradients
+            if is_mean:  # of shares, or of values that replicas made of different numbers of rows
+                is_judged = state.advice.said is Said.SHARE or (axis is None and state.of_uneven)
             if is_judged:
                 note = Mark(marks[0], "strategy.reduce", user_code.user_line())
                 check_outside([(note, proven_of(value)) for value in values], self.mesh.num_replicas)
@@ -178,7 +178,7 @@ class Leaves:
 
 
 def _carried_sum(op: ReduceOp, value: PerReplica, mesh: ReplicaMesh) -> jax.Array | None:
-    """Return the SUM or MEAN of a value if the step that made it computed one on this mesh, and nobody has deleted it."""
+    """Return a value's SUM or MEAN if its step has computed it on this mesh, and nobody has deleted it."""
     known = carried_sums(value)
     if known is None or known[2] is not mesh:
         return None

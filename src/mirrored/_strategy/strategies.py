@@ -47,8 +47,8 @@ class MirroredStrategy(Strategy):
             `["cpu:0", ..., "cpu:7"]` makes eight virtual CPU devices.
         cross_device_ops: TensorFlow's `mr.NcclAllReduce`, `mr.HierarchicalCopyAllReduce` or `mr.ReductionToOneDevice`. With
             or without them XLA chooses the collective, NCCL's between GPUs; only an `accumulation_fn` replaces it.
-        num_replicas: the number of replicas, a multiple of the number of devices; each device runs equally many. They
-            compute what as many devices would. None: one replica on each device.
+        num_replicas: the number of replicas, a multiple of the number of devices; each device runs the same number. The
+            results are those of as many devices. None: one replica on each device.
         schedule: how a device runs several replicas: `"together"`, which is fast, or `"one_by_one"`, which needs the memory
             of one replica.
         storage: `"parts"` for models larger than a device: each device stores a part of every large variable, and of every large
@@ -153,8 +153,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             self._coordination = joined.coordination
             # The first collective on a set of devices waits only 30 s for all workers: so all run one now, together.
             with progress.phase("the barrier after the exchange of devices", waits=True):
-                own = machine.words(device.device_kind for device in mesh.local_devices)
-                told = self._coordination.barrier("MultiWorkerMirroredStrategy", [own, stored.name])
+                hardware = machine.words(device.device_kind for device in mesh.local_devices)
+                told = self._coordination.barrier("MultiWorkerMirroredStrategy", [hardware, stored.name])
             machines, storages = zip(*told, strict=True)
             if len(set(storages)) > 1:
                 listed = ", ".join(f"worker {worker} {name}" for worker, name in enumerate(storages))

@@ -279,10 +279,10 @@ class Strategy:
         With `axis=None` it combines element by element over the replicas. With an axis (usually 0, the batch), it
         combines along that axis in each replica, then over the replicas; MEAN divides by the true number of rows, even
         if the replicas have different numbers. A mirrored value, a number or a host array counts as the same value on
-        each replica: its SUM is R times the value, any other is the value. A MEAN of integers is floating point. A SUM
-        has the dtype of `jnp.sum`; one of 32-bit integers waits for them, and is refused where it would wrap around.
+        each replica: its SUM is R times the value, any other result the value. A MEAN of integers is floating point. A SUM
+        has the dtype of `jnp.sum`; a SUM of 32-bit integers is awaited, and raises where it would wrap around.
 
-        Inside a step it is `all_reduce`, and no SUM is refused.
+        Inside a step it is `all_reduce`, which does not raise for such a SUM.
 
         Args:
             reduce_op: `"sum"`, `"mean"`, `"max"` or `"min"`, in any case, or `mr.ReduceOp`.
@@ -293,7 +293,7 @@ class Strategy:
             Mirrored arrays, in the structure of `value`.
 
         Raises:
-            ValueError: for another operation, an axis that a leaf has not, a SUM that integers do not hold, a MAX of no rows.
+            ValueError: for another operation, a missing axis, a SUM too large for its integers, and a MAX of no rows.
             UnevenReplicasError: (a ValueError) when shapes differ along an axis that is not reduced.
             TypeError: for a leaf that holds no numbers.
 
@@ -445,8 +445,8 @@ class Strategy:
             raise TypeError(f"options is {shown(options)}; expected mr.InputOptions(...).")
         frames.require_cross_replica(verb, "Distribute the dataset before the step and pass its batches to it.")
         self._check_current(verb)
-        own = self._coordination
-        return options or InputOptions(), InputWorker(own.worker, own.num_workers, coordination=own)
+        workers = self._coordination
+        return options or InputOptions(), InputWorker(workers.worker, workers.num_workers, coordination=workers)
 
     def _register(self, dataset: DistributedDataset) -> DistributedDataset:
         self._datasets.add(dataset)
@@ -516,7 +516,7 @@ def joint_strategy() -> Strategy | None:
 
 
 class Parts(NamedTuple):
-    """What a strategy is made of, for reports: `datasets` still exist; `ops` is the user's function in the place of sums."""
+    """The parts of a strategy, for reports: `datasets` that still exist, and `ops`, the user's function in place of sums."""
 
     mesh: ReplicaMesh
     steps: Steps
@@ -525,7 +525,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(strategy: Strategy) -> Parts:
-    """Return what a strategy is made of."""
+    """Return the parts of a strategy."""
     return Parts(strategy._mesh, strategy._steps, strategy._datasets, strategy._ops)
 
 

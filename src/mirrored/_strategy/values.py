@@ -45,14 +45,14 @@ class ValueContext:
 def distribute(mesh: ReplicaMesh, coordination: Coordination, trees: Iterable[PyTree]) -> PyTree:
     """Make a tree of PerReplica values from the trees of this worker's replicas, in order; the workers exchange their shapes."""
     arrays: list[list[Any]] = []
-    own: list[dict[str, Any]] = []
+    told: list[dict[str, Any]] = []
     for tree in trees:
         leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda leaf: hasattr(leaf, "__jax_array__"))
         arrays.append(list(map(_array, leaves)))
         kinds = [[list(a.shape), str(a.dtype)] for a in arrays[-1]]
-        own.append({"structure": str(treedef), "leaves": kinds})
+        told.append({"structure": str(treedef), "leaves": kinds})
     with progress.phase(_VERB, waits=True):
-        every = [replica for worker in coordination.exchange(_VERB, own) for replica in worker]
+        every = [replica for worker in coordination.exchange(_VERB, told) for replica in worker]
     for replica, described in enumerate(every):
         if described["structure"] != every[0]["structure"]:
             raise ValueError(
