@@ -16,12 +16,13 @@ MAX_HELD_BYTES = 2**31
 
 
 def write(file: IO[bytes], arrays: Iterable[tuple[str, np.ndarray]]) -> dict[str, dict[str, Any]]:
-    """Write arrays, and return what a record says of each."""
+    """Write arrays, and return a record's entry of each: its dtype, shape and CRC-32."""
     written: dict[str, dict[str, Any]] = {}
     with zipfile.ZipFile(file, "w") as zipped:
         for key, array in arrays:
-            # `np.lib.format` writes the bits of bfloat16 and others that NumPy does not know.
-            stored = array if array.dtype.isbuiltin == 1 else array.view(f"u{array.dtype.itemsize}")
+            stored = array
+            if array.dtype.isbuiltin != 1:  # NumPy's format does not know bfloat16 and others: write their bits
+                stored = array.view(f"u{array.dtype.itemsize}")
             with zipped.open(f"{key}.npy", "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, stored, allow_pickle=False)
             crc32 = zipped.getinfo(f"{key}.npy").CRC
@@ -30,12 +31,15 @@ def write(file: IO[bytes], arrays: Iterable[tuple[str, np.ndarray]]) -> dict[str
 
 
 def find_damaged(zipped: zipfile.ZipFile, described: Mapping[str, Any]) -> list[str]:
-    """Return the keys of arrays whose bytes are not those that the record describes."""
+    """Return the keys of arrays whose bytes do not have the record's checksums."""
     if any(info.compress_type != zipfile.ZIP_STORED for info in zipped.infolist()):  # may be larger than any disk
         raise zipfile.BadZipFile("it is compressed, which no save does")
-    sums, bad = {info.filename.removesuffix(".npy"): info.CRC for info in zipped.infolist()}, zipped.testzip()
+    bad = zipped.testzip()  # the first file whose bytes do not have the checksum beside them
+    sums = {info.filename.removesuffix(".npy"): info.CRC for info in zipped.infolist()}
     wrong = {key for key, about in described.items() if sums.get(key) != about.get("crc32")}
-    return sorted(wrong | ({bad.removesuffix(".npy")} if bad else set()))
+    if bad is not None:
+        wrong.add(bad.removesuffix(".npy"))
+    return sorted(wrong)
 
 
 def check_header(zipped: zipfile.ZipFile, key: str, about: Mapping[str, Any]) -> np.dtype[Any]:
@@ -58,10 +62,7 @@ def read(zipped: zipfile.ZipFile, key: str, about: Mapping[str, Any]) -> np.ndar
 
 
 class Pieces:
-    """Parts of arrays on their way from the devices to a file, of which the host holds few at a time.
-
-    One thread puts them in, another one writes them. Queues wait in C, where a Ctrl-C does no harm.
-    """
+    """A bounded queue of array parts, from the thread that reads devices to the thread that writes; its waits survive Ctrl-C."""
 
     def __init__(self) -> None:
         self._coming: queue.SimpleQueue[tuple[str, np.ndarray] | BaseException | None] = queue.SimpleQueue()
@@ -69,18 +70,18 @@ class Pieces:
         self._held = 0.0
 
     def put(self, key: str, array: np.ndarray) -> None:
-        """Give a piece to the writer, after waiting until it has written enough of those before."""
+        """Queue a piece; first wait until the queued pieces that are not yet written leave room for it."""
         while self._held > 0 and self._held + array.nbytes > MAX_HELD_BYTES:
             self._held -= self._gone.get()
         self._held += array.nbytes
         self._coming.put((key, array))
 
     def end(self, error: BaseException | None = None) -> None:
-        """Tell the writer that there are no more pieces, or why it gets no more."""
+        """End the iteration over the pieces, or raise `error` in it."""
         self._coming.put(error)
 
     def abandon(self) -> None:
-        """Let nobody wait any longer for pieces to be written."""
+        """Unblock `put` for good, because nobody writes the pieces any more."""
         self._gone.put(math.inf)
 
     def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
@@ -93,11 +94,11 @@ class Pieces:
 
 @dataclasses.dataclass(frozen=True)
 class InFiles:
-    """An array that a step holds in parts along an axis: it is read part by part, as a slice asks for them.
+    """An array on disk in parts along an axis; a slice reads only the parts that it overlaps.
 
     Attributes:
-        parts: for each part, its file, its key there, and what the record says of it.
-        held: the parts that were read last, by their keys, all of one array; a step's arrays share it.
+        parts: for each part, its file, its key there, and its entry in the record.
+        held: key -> part, a cache of one array's parts; all arrays of a step share it.
     """
 
     shape: tuple[int, ...]

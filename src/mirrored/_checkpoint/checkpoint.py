@@ -32,7 +32,7 @@ from .writer import Writer
 
 _logger = logging.getLogger("mirrored")
 
-#: Names for `of_chief`. Between two calls with one name the workers must exchange, so the mark and the rest have two names.
+#: Names for `of_chief`. The workers must exchange between two calls with one name, so calls without an exchange differ in name.
 _CHANNEL, _MARK, _POSITIONS, _FOLDER = "checkpoint", "checkpoint/mark", "checkpoint/positions", "checkpoint/folder"
 
 
@@ -41,7 +41,7 @@ class Checkpoint:
 
     A save copies the state to the host and returns; a thread writes the files while training goes on. A step on disk is
     complete or absent, whenever the process is killed. Checksums verify all that is read; a damaged step is reported, and the
-    step before it is used. All workers call the same methods, and share the directory: worker 0 writes all but others' parts.
+    step before it is used. All workers call the same methods and share the directory; worker 0 writes all but others' parts.
 
     Args:
         directory: a directory for this object alone; made when it is missing.
@@ -86,7 +86,8 @@ class Checkpoint:
         self, directory: str | PathLike[str] = "", /, *, max_to_keep: int | None = 3, max_failed_saves: int = 3, **named: PyTree
     ) -> None:
         self._named = named
-        check_int("mr.Checkpoint: max_to_keep", 1 if max_to_keep is None else max_to_keep, 1, "steps")
+        if max_to_keep is not None:
+            check_int("mr.Checkpoint: max_to_keep", max_to_keep, 1, "steps")
         check_int("mr.Checkpoint: max_failed_saves", max_failed_saves, 1, "failed saves in a row")
         self._files = StepFiles(files.checked_directory(directory))
         self._strategy = get_strategy()
@@ -109,8 +110,7 @@ class Checkpoint:
         is logged as an error, and training goes on.
 
         Args:
-            step: the number of the step, larger than all on disk. For the step that this program saved or restored last,
-                the call does nothing.
+            step: the number of the step, larger than all on disk; the call does nothing for the step saved or restored last.
 
         Raises:
             CheckpointError: (a RuntimeError) after `max_failed_saves` failed saves in a row, when workers save different
@@ -141,14 +141,13 @@ class Checkpoint:
             self._require_mirrored(leaves)
             self._last = self._known = step
             about = {"num_replicas": self._strategy.num_replicas_in_sync, "num_workers": self._strategy.num_workers}
-            start = functools.partial(
-                self._writer.start, step, self._of_chief(self._files.new_folder(step), call, _FOLDER), about
-            )
+            folder = self._of_chief(self._files.new_folder(step), call, _FOLDER)
+            start = functools.partial(self._writer.start, step, folder, about)
             state.take_snapshot(leaves, every_position, self._strategy.is_chief, start)
             self._writer.settle()
 
     def _prepare_save(self, step: int) -> tuple[Leaves, dict[str, Any], dict[str, Any], Exception | None]:
-        """Tell the chief this worker's positions; return its leaves, positions, report to all workers, and own error."""
+        """Tell the chief this worker's positions; return the leaves, the positions, a report to all workers, and the error."""
         leaves: Leaves = {}
         positions, report, error = dict[str, Any](), dict[str, Any](), None
         try:
@@ -266,9 +265,8 @@ class Checkpoint:
         with progress.phase("restoring the checkpoint", is_patient=True):
             self._writer.finish()
             self._require_shared("restore_latest()")
-            steps = [] if self._is_planned else self._agreed_steps()
             damaged: dict[int, str] = {}
-            for step in reversed(steps):
+            for step in reversed(self._agreed_steps()):
                 with contextlib.ExitStack() as opened:
                     saved, problem = self._read(step, opened)
                     if saved is not None:
@@ -285,7 +283,9 @@ class Checkpoint:
         return None
 
     def _agreed_steps(self) -> list[int]:
-        """Return the steps, or raise CheckpointError when the workers do not see the same ones."""
+        """Return the steps; raise CheckpointError when the workers see different ones."""
+        if self._is_planned:
+            return []
         report: dict[str, Any] = {"steps": [], "error": None}
         try:
             self._leaves()
@@ -300,7 +300,7 @@ class Checkpoint:
         return report["steps"]
 
     def _require_same(self, reports: same_on_workers.Reports, field: str, describe: Callable[[Any], str]) -> None:
-        """Raise CheckpointError when a field differs between workers; only to report that do they exchange their directories."""
+        """Raise CheckpointError when a field differs between workers; the message has their directories."""
         if any(report[field] != reports[0][field] for report in reports):
             same_on_workers.require_shared(self._with_places(reports, "restore_latest()"), field, describe)
 
@@ -327,14 +327,14 @@ class Checkpoint:
     def _restore(self, step: int, saved: Snapshot, is_partial: bool) -> None:
         leaves = self._leaves()
         named = Snapshot({path: entry for path, entry in saved.leaves.items() if path in leaves}, saved.arrays)
-        names, saved = saved.leaves, named if is_partial else saved
-        problems = state.find_differences(leaves, saved, names)
-        partial_fits = not (problems and state.find_differences(leaves, named, names))
+        wanted = named if is_partial else saved
+        problems = state.find_differences(leaves, wanted, saved.leaves)
+        partial_fits = not (problems and state.find_differences(leaves, named, saved.leaves))
         moved: list[tuple[Any, Any]] = []
         if not problems:
             try:
                 worker, num_workers = coordination_of(self._strategy).worker, self._strategy.num_workers
-                moved = state.restore_positions(leaves, saved, worker, num_workers)
+                moved = state.restore_positions(leaves, wanted, worker, num_workers)
             except Exception as error:
                 problems = [f"an iterator does not take its position: {type(error).__name__}: {error}"]
         reports = self._exchange({"problems": problems, "partial_fits": partial_fits}, f"restore_latest(), step {step}")
@@ -343,14 +343,14 @@ class Checkpoint:
         except CheckpointError:
             state.undo_positions(moved)
             raise
-        state.restore_values(self._named, leaves, saved)
+        state.restore_values(self._named, leaves, wanted)
 
     # -- with the other workers
 
     def _leaves(self) -> Leaves:
         leaves = values.leaves_of(self._named)
-        joint = None if self._strategy.num_workers > 1 else values.joint_among(leaves)
-        if joint or (runtime.current() is not None and isinstance(self._strategy, DefaultStrategy)):
+        joint, is_default = values.joint_among(leaves), isinstance(self._strategy, DefaultStrategy)
+        if (joint and self._strategy.num_workers == 1) or (is_default and runtime.current() is not None):
             what = repr(joint) if joint else "this worker"
             raise StrategyMismatchError(
                 f"mr.Checkpoint was made outside the scope of the strategy to which {what} belongs, so each worker would write "
@@ -382,13 +382,13 @@ class Checkpoint:
             return coordination_of(self._strategy).of_chief(name, value)
 
     def _exchange(self, value: dict[str, Any], where: str) -> Sequence[dict[str, Any]]:
-        """Return each worker's value, which should be equal; raise when the workers' calls or histories differ."""
+        """Return the workers' values, in worker order; raise when their calls or histories differ."""
         with progress.phase(f"checkpoint.{where}", waits=True):
             exchange = functools.partial(coordination_of(self._strategy).exchange, _CHANNEL)
             seen = exchange([where, value, progress.history()])
             same_on_workers.require_same_call([call for call, _, _ in seen])
             require_same_history([history for _, _, history in seen], lambda: exchange(progress.tell()))
-        return [other for _, other, _ in seen]
+        return [reported for _, reported, _ in seen]
 
     def _require_usable(self, verb: str) -> None:
         if frames.is_traced():

@@ -22,9 +22,9 @@ def export(tree: PyTree) -> PyTree:
     not change it. `variable.assign(array)` takes an array back, also for a tree that `mr.Variable(tree)` has made.
 
     Args:
-        tree: any nest of variables; of results of `mr.Variable(tree)`; of `mr.Optimizer`, which become their states; of models,
-            optimizers and metrics of Keras and Flax NNX, which become their arrays by name. A PerReplica becomes its array
-            `[R, ...]`, with one row for each replica. Other values are returned unchanged.
+        tree: any nest of variables, of results of `mr.Variable(tree)`, and of `mr.Optimizer` objects (exported as their
+            states). Models, optimizers and metrics of Keras and Flax NNX become arrays by name. A PerReplica becomes its
+            array `[R, ...]`, with one row for each replica. Other values are returned unchanged.
 
     Returns:
         The same nest, with arrays. A sync-on-read variable gives its aggregated value, as when it is read.

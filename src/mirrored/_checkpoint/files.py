@@ -30,7 +30,7 @@ from .verify import ARRAYS, PARTS, RECORD, DamagedStep, find_damage, load_whole,
 
 _logger = logging.getLogger("mirrored")
 
-#: The format that is written and read, and that of a step with arrays in parts: versions that do not know these refuse it.
+#: The formats of a step without and with arrays in parts: versions that do not know a format refuse it.
 FORMAT, FORMAT_IN_PARTS = 3, 4
 #: A larger record counts as damage: this library writes none.
 MAX_RECORD_BYTES = 256 * 1024 * 1024
@@ -40,7 +40,7 @@ _MAX_STEP = 10**18 - 1
 _SAVING, _REMOVED, _MARK = ".saving-", ".removed-", ".shared-"
 #: Seconds until another host's new file must be visible, and the age at which a temporary file counts as left behind.
 _SEEN_SECONDS, _STALE_SECONDS = 5.0, 3600.0
-#: With the process's number, the mark of its unfinished steps: its checkpoints do not remove each other's as leftovers.
+#: With the process id, the mark of this process's unfinished steps, which its other checkpoints do not remove as leftovers.
 _TOKEN = secrets.token_hex(4)
 
 
@@ -56,7 +56,7 @@ def checked_step(step: Any, verb: str) -> int:
 
 
 def checked_directory(directory: object) -> Path:
-    """Return the resolved path of a directory for steps, or raise the reason why it cannot hold any."""
+    """Return the resolved path of a directory for steps; raise TypeError or ValueError when it cannot hold any."""
     if not isinstance(directory, str | os.PathLike) or not str(directory):
         expected = "a path as the first argument, without a name: mr.Checkpoint('checkpoints', w=w)"
         raise TypeError(f"mr.Checkpoint: directory is {directory!r}; expected {expected}.")
@@ -66,9 +66,9 @@ def checked_directory(directory: object) -> Path:
             "once. Mount the bucket, or save to a shared disk."
         )
     path = Path(os.path.realpath(directory))
-    there = next(each for each in (path, *path.parents) if each.exists())
-    if not there.is_dir():
-        raise ValueError(f"mr.Checkpoint: {there} is not a directory.")
+    nearest = next(folder for folder in (path, *path.parents) if folder.exists())
+    if not nearest.is_dir():
+        raise ValueError(f"mr.Checkpoint: {nearest} is not a directory.")
     return path
 
 
@@ -91,7 +91,7 @@ class StepFiles:
         self._right = None
 
     def scan(self) -> tuple[list[int], list[str]]:
-        """Return the steps in order, and every other folder with the reason why it is no step; other files are ignored."""
+        """Return the steps in order, and every other folder, each with the reason why it is no step."""
         steps, strays = [], []
         try:
             entries = sorted(os.scandir(self.root), key=lambda entry: entry.name)
@@ -108,7 +108,8 @@ class StepFiles:
                 else:
                     strays.append(f"{entry.name} {reason}")
             elif not entry.name.startswith(_REMOVED) and entry.is_dir(follow_symlinks=False):
-                strays.append(f"{entry.name} {'is a save that was cut short' if _is_leftover(entry) else 'is not a step'}")
+                what = "a save that was cut short" if _is_leftover(entry) else "not a step"
+                strays.append(f"{entry.name} is {what}")
         return sorted(steps), strays
 
     @contextlib.contextmanager
@@ -168,8 +169,8 @@ class StepFiles:
         A damaged step of that number is replaced. Checksums, the time and the versions are added to the record, which is JSON.
 
         Args:
-            write_parts: writes the arrays in parts, given the folder, and returns what the record says of them.
-            folder: the name of the folder, as of `new_folder`; other workers may write there too.
+            write_parts: writes the arrays in parts into a folder, and returns their entries for the record.
+            folder: the name of the folder, from `new_folder`; other workers may write there too.
         """
         self.root.mkdir(parents=True, exist_ok=True)
         self._sweep()
@@ -213,12 +214,12 @@ class StepFiles:
     def read(
         self, step: int, opened: contextlib.ExitStack | None = None, worker: int = 0, num_workers: int = 1
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return a step's record and arrays, verified, or raise DamagedStep when anything differs from what was written.
+        """Return a step's verified record and arrays; raise DamagedStep when anything differs from the written bytes.
 
-        Arrays in parts are read later, as `InFiles`, while their files are open: until `opened` closes. Of these files, each of
-        `num_workers` verifies its own share.
+        Arrays in parts are `InFiles`: they are read later, until `opened` closes their files. Each of the `num_workers` verifies
+        some of these files.
 
-        Raise CheckpointError for a step in another format, and for one that cannot be read although no damage is found.
+        Raise CheckpointError for a step in another format, and for a step that cannot be read although no damage is found.
         """
         directory = self.root / str(step)
         try:
@@ -262,7 +263,7 @@ def _why_no_step(entry: os.DirEntry[str]) -> str | None:
         return "is not a directory"
     if not (names := os.listdir(entry.path)):
         return "is an empty directory"
-    return None if {RECORD, ARRAYS} & set(names) else "was not written by mr.Checkpoint"
+    return "was not written by mr.Checkpoint" if {RECORD, ARRAYS}.isdisjoint(names) else None
 
 
 def _is_leftover(entry: os.DirEntry[str]) -> bool:
@@ -320,7 +321,7 @@ def digest(record: object) -> str:
 
 
 def write_parts(folder: Path, worker: int, pieces: Iterable[tuple[str, np.ndarray]]) -> dict[str, Any]:
-    """Write the parts that a worker's devices hold, and return what the record says of them."""
+    """Write the parts on a worker's devices, and return their entries for the record."""
     name = PARTS.format(worker)
     with _synced(folder / name) as file:
         described = array_files.write(file, pieces)

@@ -27,7 +27,6 @@ from ..optimizer import Optimizer
 
 #: Path, such as `model['layers'][0]` -> variable, array, number, or iterator with a position.
 Leaves: TypeAlias = dict[str, Any]
-
 #: Leaves with a dtype and a shape.
 ArrayLeaf: TypeAlias = Variable | jax.Array | np.ndarray
 
@@ -82,8 +81,9 @@ def children_of(tree: PyTree) -> tuple[list[tuple[Any, Any]], Any] | None:
     if isinstance(tree, Variable | PerReplica | Optimizer) or has_position(tree) or objects.is_object(tree):
         return None
     children, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
-    is_leaf = len(children) == 1 and not children[0][0]  # its path to itself is empty
-    return None if is_leaf else (children, treedef)
+    if len(children) == 1 and not children[0][0]:  # a leaf's path to itself is empty
+        return None
+    return children, treedef
 
 
 def has_position(value: object) -> bool:

@@ -82,10 +82,10 @@ class PreemptionHandler:
         self._lock = threading.Lock()
         self._last_step: int | None = None
         self._is_signalled = False  # SIGTERM has come to this process
-        self._is_noticed = False  # the next `after_step` acts; in a job set a little after the signal, which any worker may get
+        self._is_noticed = False  # the next `after_step` acts; in a job, set when this worker hears of any worker's signal
         self._quiet_until = 0.0  # until then SIGTERM belongs to the same notice
         self._pid = os.getpid()
-        self._watch = None if self._coordination.num_workers == 1 else _SignalWatch(self, self._coordination)
+        self._watch = _SignalWatch(self, self._coordination) if self._coordination.num_workers > 1 else None
         # The handlers to restore; empty when this one has ended.
         self._previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         signal.signal(signal.SIGTERM, self._on_signal)
@@ -141,7 +141,7 @@ class PreemptionHandler:
             self._end()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Set flags only: this runs between any two instructions of the main thread, whatever locks that holds."""
+        """Set flags only: this runs between two instructions of the main thread, which may hold any lock."""
         if os.getpid() != self._pid:  # a forked child, such as a loader's worker
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -203,10 +203,7 @@ class PreemptionHandler:
         sys.exit(PREEMPTED)
 
     def _end(self) -> None:
-        """Restore the former handlers, but not before the notice is over: with them, a late signal would kill the program.
-
-        By then a thread has also logged the signal.
-        """
+        """Restore the former handlers after the notice is over: before, a late signal would kill the program."""
         if self._watch is not None:
             self._watch.stop()
         if self._previous and os.getpid() == self._pid:
@@ -219,7 +216,7 @@ class PreemptionHandler:
                         for handler in later:  # made later and still in use: it restores the former one in turn
                             handler._previous[number] = former
                         if not later:
-                            signal.signal(number, signal.SIG_DFL if former is None else former)
+                            signal.signal(number, former or signal.SIG_DFL)  # None: a handler that was not set from Python
         self._previous = {}
 
 
@@ -259,8 +256,7 @@ class _SignalWatch:
             self._await_signal()
             # A worker that ends before it hears of a signal also tells its last step, so that the others do not wait for it.
             last = self._handler._last_step if self._stopped.is_set() else self._handler._notice()
-            text = json.dumps(None if last is None else int(last))
-            self._coordination.put(f"{self._prefix}/last/{self._coordination.worker}", text)
+            self._coordination.put(f"{self._prefix}/last/{self._coordination.worker}", json.dumps(last))
             self._all_told.exchange(None)
             texts = self._coordination.by_worker(f"{self._prefix}/last")
             steps = [decoded(text, worker, _CHANNEL) for worker, text in texts.items()]
@@ -281,10 +277,7 @@ class _SignalWatch:
 
 
 def _forget() -> None:
-    """Restore SIGTERM's default action in forked children, such as a loader's workers, so that it ends them.
-
-    Our handler, in Python, might never run: the signal may come just before the child begins to wait in C.
-    """
+    """Restore SIGTERM's default action in forked children: our handler would not run while a child waits in C."""
     for handler in _handlers:
         if handler._previous and handler._pid == os.getppid():  # else this is a child's child, and the child has decided for it
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -34,7 +34,7 @@ def require_same_kinds(every: Sequence[Mapping[str, str]]) -> None:
 
 
 def require_shared(reports: Reports, field: str, describe: Callable[[Any], str]) -> None:
-    """Require that a field is equal on all workers; else raise, with the directories (`where`) of two that differ."""
+    """Require that a field is equal on all workers; the error names the directories (`where`) of two that differ."""
     first = reports[0]
     for worker, report in enumerate(reports):
         if report[field] != first[field]:
@@ -46,7 +46,7 @@ def require_shared(reports: Reports, field: str, describe: Callable[[Any], str])
 
 
 def refuse_unseen_mark(reports: Reports) -> NoReturn:
-    """Raise an error that names the workers whose directory (`where`) does not show worker 0's mark (`sees` is False)."""
+    """Raise an error that names the workers, with their directories (`where`), that do not see worker 0's mark."""
     blind = [f"worker {worker} ({_shown(report['where'])})" for worker, report in enumerate(reports) if not report["sees"]]
     raise CheckpointError(
         f"the workers do not share the directory of the checkpoint: what worker 0 writes to {_shown(reports[0]['where'])} is not "
@@ -56,7 +56,7 @@ def refuse_unseen_mark(reports: Reports) -> NoReturn:
 
 
 def require_fit(reports: Reports, step: str) -> None:
-    """Raise an error that lists the workers' `problems` with a step; where `partial_fits`, it suggests a partial restore."""
+    """Raise an error that lists the workers' `problems` with a step, and suggests a partial restore if one fits."""
     problems = by_first_worker([report["problems"] for report in reports])
     if not problems:
         return
@@ -71,9 +71,11 @@ def require_fit(reports: Reports, step: str) -> None:
 
 
 def by_first_worker(texts: Sequence[Sequence[str]]) -> list[str]:
-    """Return the workers' problems, each text once; with several workers, name the first that found it."""
-    first = {text: worker for worker, own in reversed(list(enumerate(texts))) for text in own}
-    return [f"{_shown(text)} (worker {worker})" if len(texts) > 1 else text for text, worker in sorted(first.items())]
+    """Return the workers' problems, each text once; with several workers, name the first worker that found it."""
+    first = {text: worker for worker, found in reversed(list(enumerate(texts))) for text in found}
+    if len(texts) == 1:
+        return sorted(first)
+    return [f"{_shown(text)} (worker {worker})" for text, worker in sorted(first.items())]
 
 
 def require_same_call(calls: Sequence[str]) -> None:

@@ -96,7 +96,8 @@ def _lock(path: Path) -> int:
                 if error.errno != errno.ESTALE:  # NFS: the file was removed
                     raise
         is_here = other.get("host", socket.gethostname()) == socket.gethostname()
-        if time.monotonic() - began >= (_HERE_SECONDS if is_here else _ELSEWHERE_SECONDS):
+        patience, pause = (_HERE_SECONDS, 0.05) if is_here else (_ELSEWHERE_SECONDS, 1.0)
+        if time.monotonic() - began >= patience:
             raise CheckpointError(
                 f"another program writes checkpoints to {path.parent}: {_show(other)} has the lock on {path.name}. Nothing was "
                 f"saved or changed. Give each program a directory of its own: mr.Checkpoint({str(path.parent) + '-2'!r}, ...), "
@@ -105,7 +106,7 @@ def _lock(path: Path) -> int:
         if not (is_here or is_said):
             is_said = True
             _logger.warning("%s: waiting up to %.0f s until %s has ended", path.parent, _ELSEWHERE_SECONDS, _show(other))
-        time.sleep(0.05 if is_here else 1.0)
+        time.sleep(pause)
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
@@ -116,11 +117,10 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def _read_note(descriptor: int) -> dict[str, Any]:
-    try:
-        other = json.loads(os.pread(descriptor, _MAX_BYTES, 0))
-    except (OSError, ValueError, RecursionError):
-        other = None
-    return other if isinstance(other, dict) else {}
+    with contextlib.suppress(OSError, ValueError, RecursionError):  # anybody may have written into the file
+        if isinstance(other := json.loads(os.pread(descriptor, _MAX_BYTES, 0)), dict):
+            return other
+    return {}
 
 
 def _show(other: dict[str, Any]) -> str:

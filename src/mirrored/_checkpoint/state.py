@@ -44,8 +44,8 @@ class Snapshot:
 
     Attributes:
         leaves: path -> description of the leaf, with the keys of its arrays, as JSON.
-        arrays: key -> array, which nobody else holds or changes; a restored one may be `InFiles`.
-        pieces: of the arrays in parts, what this worker writes; None without any.
+        arrays: key -> array that nothing else refers to; a restored one may be `InFiles`.
+        pieces: this worker's parts of divided arrays; None without divided arrays.
     """
 
     leaves: dict[str, dict[str, Any]]
@@ -81,12 +81,12 @@ def require_positions(leaves: Leaves) -> None:
 def take_snapshot(
     leaves: Leaves, positions: Sequence[Mapping[str, Any]], is_kept: bool, start: Callable[[Snapshot], None] = lambda _: None
 ) -> Snapshot | None:
-    """Copy the state to this host, with every worker's positions; return None unless it `is_kept`, or has arrays in parts.
+    """Copy the state to this host, with every worker's positions; return None on a worker that writes nothing.
 
     All workers call this, because reading sync-on-read variables is a collective operation.
 
     Args:
-        start: starts a thread that writes the snapshot: its pieces come while they are written.
+        start: starts the thread that writes the snapshot; the pieces are queued afterwards.
     """
     on_devices: dict[str, jax.Array] = {}
     entries: dict[str, dict[str, Any]] = {}
@@ -110,10 +110,11 @@ def take_snapshot(
         if not is_kept and not divided:
             return None
         pieces = Pieces() if divided else None
-        own = {key: array.addressable_data(0) if array.is_fully_replicated else array for key, array in on_devices.items()}
-        for array in own.values():
-            array.copy_to_host_async()
-        host |= {key: np.array(array) for key, array in own.items()}
+        for key, array in on_devices.items():
+            if array.is_fully_replicated:
+                on_devices[key] = array.addressable_data(0)
+            on_devices[key].copy_to_host_async()
+        host |= {key: np.array(array) for key, array in on_devices.items()}
         for path, leaf in leaves.items():
             if isinstance(leaf, ShardedVariable):
                 host[entries[path]["value"]] = join_parts(host[entries[path]["value"]], leaf.shape)
@@ -132,7 +133,7 @@ def _division_of(leaf: Variable | jax.Array) -> Division | None:
 
 
 def _give_pieces(pieces: Pieces, divided: Mapping[str, Variable | jax.Array], held: Mapping[Variable, jax.Array]) -> None:
-    """Copy this worker's parts to the host, one after the other as they are written; of copies, each worker writes some."""
+    """Queue this worker's parts, one after the other as they are written; workers with copies of the parts share the writing."""
     try:
         for key, leaf in divided.items():
             stored = held[leaf] if isinstance(leaf, Variable) else leaf
@@ -141,9 +142,8 @@ def _give_pieces(pieces: Pieces, divided: Mapping[str, Variable | jax.Array], he
             devices = list(stored.sharding.mesh.devices.flat)
             for shard in stored.addressable_shards:
                 copy, number = divmod(devices.index(shard.device), division.num_parts)
-                part = shard.data
                 if copy == number % division.num_copies:
-                    pieces.put(f"{key}.{number}", division.without_padding(np.array(part), number))
+                    pieces.put(f"{key}.{number}", division.without_padding(np.array(shard.data), number))
         pieces.end()
     except BaseException as error:
         pieces.end(error)
@@ -151,7 +151,7 @@ def _give_pieces(pieces: Pieces, divided: Mapping[str, Variable | jax.Array], he
 
 
 def _array_entry(leaf: Variable | jax.Array, held: Mapping[Variable, jax.Array], arrays: dict[str, jax.Array]) -> dict[str, Any]:
-    """Describe a leaf that is on devices, and put into `arrays` what this process can read of it."""
+    """Return the entry of a leaf on devices, and add the arrays of it that this process can read to `arrays`."""
     entry: dict[str, Any] = {"key": key_impl(leaf)} if is_key(leaf) else {}
 
     def add(array: jax.Array) -> str:
@@ -167,8 +167,9 @@ def _array_entry(leaf: Variable | jax.Array, held: Mapping[Variable, jax.Array],
         return entry | {"kind": "array", "value": add(leaf)}
     stored, mesh = held[leaf], spec_of(leaf).mesh
     is_mirrored = leaf.synchronization is VariableSynchronization.ON_WRITE
-    has_whole_copies = mesh.is_alone or (is_mirrored and not isinstance(leaf, ShardedVariable))
-    copies = stored if has_whole_copies else cross_replica.compiled(jnp.asarray, mesh.mirrored)(stored)
+    copies = stored
+    if not (mesh.is_alone or (is_mirrored and not isinstance(leaf, ShardedVariable))):  # this worker holds some rows only
+        copies = cross_replica.compiled(jnp.asarray, mesh.mirrored)(stored)
     if is_mirrored:  # the host joins the parts of a sharded variable
         return entry | {"kind": "mirrored", "value": add(copies)}
     entry |= {"kind": "on_read", "aggregation": leaf.aggregation.name, "copies": add(copies)}
@@ -179,14 +180,14 @@ def _array_entry(leaf: Variable | jax.Array, held: Mapping[Variable, jax.Array],
 
 # -- restoring
 
-#: While there are fewer problems, similar names are looked for: that takes up to a second for each name.
+#: Similar names are suggested for so many problems only, because finding one takes up to a second.
 _MOST_LIKENED = 5
-#: What a save writes of each leaf, by its kind.
+#: A field that every entry of a kind has.
 _WRITTEN = {"position": "by_worker", "number": "type", "array": "value", "mirrored": "value", "on_read": "copies"}
 
 
 def require_readable(saved: Snapshot) -> None:
-    """Raise DamagedStep for a leaf that no save writes so: nothing is assigned before all can be read."""
+    """Raise DamagedStep for an entry that no save writes, before anything is assigned."""
     for path, entry in saved.leaves.items():
         try:
             written = entry[_WRITTEN[entry["kind"]]]
@@ -195,23 +196,25 @@ def require_readable(saved: Snapshot) -> None:
             elif entry["kind"] == "number":
                 NUMBERS[written](entry["value"].strip())
             else:
-                value, copies = (saved.arrays[entry[name]] if name in entry else None for name in ("value", "copies"))
-                first = None if copies is None else copies[0]
-                if first is not None and value is not None and (value.shape, value.dtype.kind) != (first.shape, first.dtype.kind):
+                alike = [saved.arrays[entry["value"]]] if "value" in entry else []
+                if "copies" in entry:
+                    alike.append(saved.arrays[entry["copies"]][0])
+                if len({(array.shape, array.dtype.kind) for array in alike}) > 1:
                     raise ValueError("its copies are not like its value")
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise DamagedStep(f"{RECORD} says of {path} what no save writes: {type(error).__name__}: {error}") from error
 
 
 def find_differences(leaves: Leaves, saved: Snapshot, names: Iterable[str]) -> list[str]:
-    """Return, for each leaf that does not fit its saved counterpart, the reason; `names` are all names in the checkpoint."""
+    """Return why leaves do not fit their saved values; `names` are all paths in the checkpoint."""
     problems = []
     for path in sorted({*leaves, *saved.leaves}):
         if path not in saved.leaves:
-            others = [name for name in names if name not in leaves] if len(problems) < _MOST_LIKENED else []
-            alike = difflib.get_close_matches(path, others, 1, 0.4)
-            hint = f", which has {alike[0]}" if alike else ""
-            problems.append(f"{path} ({kind_of(leaves[path])}) is not in the checkpoint{hint}")
+            problem = f"{path} ({kind_of(leaves[path])}) is not in the checkpoint"
+            if len(problems) < _MOST_LIKENED:
+                alike = difflib.get_close_matches(path, [name for name in names if name not in leaves], 1, 0.4)
+                problem += "".join(f", which has {name}" for name in alike)
+            problems.append(problem)
         elif path not in leaves:
             problems.append(f"{path} ({_saved_kind(saved, path)}) is in the checkpoint, and not among what is to be restored")
         else:
@@ -251,7 +254,7 @@ def _find_difference(leaf: Any, saved: Snapshot, path: str) -> Iterator[str]:
 
 
 def _saved_contents(saved: Snapshot, entry: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
-    array = saved.arrays[entry["copies"] if "copies" in entry else entry["value"]]
+    array = saved.arrays[entry.get("copies", entry.get("value"))]
     shape = array.shape[1:] if "copies" in entry else array.shape
     if "key" not in entry:
         return array.dtype.name, shape
@@ -261,15 +264,15 @@ def _saved_contents(saved: Snapshot, entry: Mapping[str, Any]) -> tuple[str, tup
 
 def _saved_kind(saved: Snapshot, path: str) -> str:
     entry = saved.leaves[path]
-    if entry["kind"] in ("position", "number"):
-        return "iterator" if entry["kind"] == "position" else "number"
+    if name := {"position": "iterator", "number": "number"}.get(entry["kind"]):
+        return name
     dtype, shape = _saved_contents(saved, entry)
     kind = {"mirrored": "mirrored ", "on_read": "sync-on-read "}.get(entry["kind"], "")
     return f"{kind}{dtype}{list(shape)}"
 
 
 def _takes_copies(leaf: Any, saved: Snapshot, entry: Mapping[str, Any]) -> bool:
-    """Tell whether each replica can get back exactly the copy that it had."""
+    """Tell whether each replica can get back its own copy."""
     return (
         isinstance(leaf, Variable)
         and leaf.synchronization is VariableSynchronization.ON_READ
@@ -281,8 +284,8 @@ def _takes_copies(leaf: Any, saved: Snapshot, entry: Mapping[str, Any]) -> bool:
 def restore_positions(leaves: Leaves, saved: Snapshot, worker: int, num_workers: int) -> list[tuple[Any, Any]]:
     """Restore the positions of this worker's iterators; return each with its former position, to undo it.
 
-    When the number of workers has changed, a position by file is divided anew, and all others are the first worker's; an iterator
-    refuses it where each worker reads its own batches. When one iterator refuses, the others get back their former positions.
+    On another number of workers, positions by file are divided anew, and other iterators get worker 0's position; they raise
+    if each worker reads its own batches. When an iterator raises, the others get back their former positions.
     """
     moved: list[tuple[Any, Any]] = []
     for path, entry in saved.leaves.items():
@@ -343,22 +346,25 @@ def _on_devices(host: np.ndarray, placement: jax.sharding.Sharding, impl: str | 
 def _plain_value(leaf: object, host: np.ndarray, entry: Mapping[str, Any]) -> Any:
     if not hasattr(leaf, "dtype"):
         return host.item()  # exact, and of the type that was saved
+    if isinstance(leaf, np.generic):
+        return host[()]
     if not isinstance(leaf, jax.Array):
-        return host[()] if isinstance(leaf, np.generic) else host
+        return host
     if leaf.committed or not leaf.is_fully_addressable:
         return _on_devices(host, leaf.sharding, entry.get("key"))
     if "key" in entry:
         return jax.random.wrap_key_data(jnp.asarray(host), impl=entry["key"])
     host = np.asarray(host)
-    return jnp.asarray(host.item() if leaf.weak_type and not host.shape else host)  # a weak type stays weak
+    if leaf.weak_type and not host.shape:
+        return jnp.asarray(host.item())  # from a Python number, so that the type stays weak
+    return jnp.asarray(host)
 
 
 def _replace_leaves(path: str, tree: PyTree, new: Mapping[str, Any]) -> PyTree:
     """Return a tree with new leaves: dicts and lists are changed in place, other nodes are made anew."""
     if objects.is_object(tree):
         objects.set_arrays(tree, {name.removeprefix(path): value for name, value in new.items() if name.startswith(path)})
-    children = None if path in new else children_of(tree)
-    if children is None:
+    if path in new or (children := children_of(tree)) is None:
         return new.get(path, tree)
     pairs, treedef = children
     values = [_replace_leaves(path + jax.tree_util.keystr(key), child, new) for key, child in pairs]

@@ -1,4 +1,4 @@
-"""Opens and verifies the files of a step: what differs from what was written is damage."""
+"""Opens and verifies the files of a step: any difference from the written bytes is damage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from . import array_files
 from .array_files import InFiles
 
 RECORD = "record.json"
-#: The file of the arrays that are not in parts, and that of the parts that one worker's devices hold.
+#: The file of whole arrays, and the file of one worker's parts of divided arrays.
 ARRAYS, PARTS = "arrays.npz", "parts-{}.npz"
 #: Errors when there is no plain file: the name is absent, a link, or of another kind. Other errors, such as a disk that does
 #: not answer or too many open files, do not prove damage.
@@ -45,7 +45,7 @@ def plain_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def find_damage(file: IO[bytes], record: Mapping[str, Any], name: str) -> list[str]:
-    """Compare the bytes of all arrays in a file with the checksums there, and these with the record's."""
+    """Return the damage in a file: arrays whose bytes differ from the file's checksums, or these from the record's."""
     names = {str(key): path for path, leaf in record["leaves"].items() for key in (leaf.get("value"), leaf.get("copies"))}
     try:
         with zipfile.ZipFile(file) as zipped:
@@ -56,12 +56,12 @@ def find_damage(file: IO[bytes], record: Mapping[str, Any], name: str) -> list[s
         return [f"file {name} is damaged: {one_line(error)}"]
     except Exception as error:  # `zipfile` raises many types, each for bytes that no writer writes
         return [f"file {name} is damaged: {type(error).__name__}: {one_line(error)}"]
-    of = [names.get(key) or names.get(key.partition(".")[0], key) for key in wrong]
-    return [f"array {path} is damaged: its CRC-32 is not the one that was written" for path in of]
+    paths = [names.get(key) or names.get(key.partition(".")[0], key) for key in wrong]
+    return [f"array {path} is damaged: its CRC-32 is not the one that was written" for path in paths]
 
 
 def _described(record: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return what a record says of the arrays in one file."""
+    """Return a record's entries of the arrays in one file."""
     return {key: about for key, about in record["arrays"].items() if about.get("file", ARRAYS) == name}
 
 
@@ -77,7 +77,7 @@ def load_whole(file: IO[bytes], record: Mapping[str, Any]) -> dict[str, np.ndarr
 def open_parts(
     directory: Path, record: Mapping[str, Any], opened: contextlib.ExitStack, verified: Container[int]
 ) -> tuple[list[str], dict[str, InFiles]]:
-    """Open the files of arrays in parts, and verify some of them; return the damage, and the arrays, which are not read yet."""
+    """Open the files of arrays in parts, and verify those numbered in `verified`; return the damage, and the unread arrays."""
     problems: list[str] = []
     files: dict[str, zipfile.ZipFile] = {}
     for number, name in enumerate(sorted({about["file"] for about in record["arrays"].values() if "file" in about})):
@@ -100,7 +100,7 @@ def open_parts(
 
 
 def _in_files(record: Mapping[str, Any], files: Mapping[str, zipfile.ZipFile]) -> dict[str, InFiles]:
-    """Return the arrays in parts, after the parts' sizes and headers have been compared with the record."""
+    """Return the arrays in parts, after comparing each part's size and header with the record."""
     arrays, held = dict[str, InFiles](), dict[str, np.ndarray]()
     for leaf in (leaf for leaf in record["leaves"].values() if "parts" in leaf):
         axis, shape = leaf["parts"]["axis"], list(leaf["parts"]["shape"])

@@ -30,7 +30,7 @@ from .state import Snapshot
 
 _logger = logging.getLogger("mirrored")
 
-#: The prefix of what workers tell each other of the parts that they write.
+#: The prefix of the keys by which workers report the parts that they have written.
 _PARTS = "checkpoint/parts"
 
 _writers: weakref.WeakSet[Writer] = weakref.WeakSet()
@@ -54,7 +54,7 @@ class Writer:
         self, files: StepFiles, max_to_keep: int | None, max_failed_saves: int, coordination: Coordination | None = None
     ) -> None:
         self._files = files
-        self._coordination = Coordination() if coordination is None else coordination
+        self._coordination = coordination or Coordination()
         self._max_to_keep = max_to_keep
         self._max_failed_saves = max_failed_saves
         self._thread: threading.Thread | None = None
@@ -66,10 +66,7 @@ class Writer:
         _writers.add(self)
 
     def start(self, step: int, folder: str, about: Mapping[str, Any], snapshot: Snapshot) -> None:
-        """Begin to write a snapshot and its record, to which `about` is added; the previous write must have ended.
-
-        Other workers than the chief write their parts only, into the chief's `folder`.
-        """
+        """Start a thread that writes a snapshot and a record with `about`; workers but the chief write only their parts."""
         assert not self.is_writing()
         # A queue, which waits in C: Ctrl-C in an Event may leave its lock held for ever, and an interrupted `join` makes
         # Python 3.12 believe that the thread has ended.
@@ -102,14 +99,14 @@ class Writer:
         return self._thread is not None and self._end.empty() and self._thread.is_alive()
 
     def finish(self) -> None:
-        """Wait for this process's writers to the directory: the write of another Checkpoint may become the latest step."""
+        """Wait for all writers of this process to this directory: another Checkpoint's step may become the latest."""
         for writer in list(_writers):
             writer.finish_in(self._files.root)
 
     def finish_in(self, root: Path) -> None:
         """Wait for this writer, if it writes to this directory."""
         if self.is_writing() and self._files.root == root:
-            end = self._end
+            end = self._end  # held, because another thread may start the next write
             end.get()
             end.put(None)  # for other waiting threads
 
@@ -181,7 +178,7 @@ class Writer:
         self._remove_old()
 
     def _write_parts_of_all(self, pieces: Pieces, folder: Path) -> dict[str, Any]:
-        """Write the chief's parts, wait until the other workers have written theirs, and return what the record says of all."""
+        """Write the chief's parts, wait until the other workers have written theirs, and return the entries of all parts."""
         this = self._coordination
         this.put(f"{_PARTS}/{folder.name}/begun", "1")
         described: dict[str, Any] = {}
@@ -198,19 +195,18 @@ class Writer:
         return described
 
     def _write_parts_for_chief(self, folder: str, snapshot: Snapshot) -> None:
-        """Write this worker's parts, and tell the chief what its record says of them, or the error."""
-        this, told = self._coordination, dict[str, Any]()
+        """Write this worker's parts, and report their entries, or the error, to the chief."""
+        this = self._coordination
         assert snapshot.pieces is not None
         try:
             while this.get(f"{_PARTS}/{folder}/begun", SLICE_SECONDS) is None:
                 if this.peek(f"{_PARTS}/{folder}/failed"):
                     return
-            told = files.write_parts(self._files.root / folder, this.worker, snapshot.pieces)
-        except Exception as error:
-            _logger.error("the parts of worker %d could not be written: %s: %s", this.worker, type(error).__name__, error)
-            this.say(f"{_PARTS}/{folder}/of", json.dumps(f"{type(error).__name__}: {error}"))
-        else:
-            this.say(f"{_PARTS}/{folder}/of", json.dumps(told))
+            told: object = files.write_parts(self._files.root / folder, this.worker, snapshot.pieces)
+        except Exception as error:  # such as a full disk: the chief raises it
+            told = f"{type(error).__name__}: {error}"
+            _logger.error("the parts of worker %d could not be written: %s", this.worker, told)
+        this.say(f"{_PARTS}/{folder}/of", json.dumps(told))
 
     def _remove_old(self) -> None:
         """Remove old and damaged steps, now that a newer one is complete."""
