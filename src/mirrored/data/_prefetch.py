@@ -14,7 +14,7 @@ import jax
 
 T = TypeVar("T")
 
-#: How long closing waits for a thread inside the user's pipeline; the thread ends when the pipeline returns.
+#: How long `close` waits for a thread inside the user's pipeline; a slower thread ends when the pipeline returns.
 MAX_WAIT_SECONDS = 5.0
 
 

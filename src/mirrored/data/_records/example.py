@@ -16,8 +16,8 @@ from .value_places import ValuePlaces, find_layout
 
 #: For fewer records of one length, finding the places of their values costs more than parsing them.
 MIN_RECORDS = 8
-#: Limits of the kept layouts, 96 MiB together: record lengths; layouts tried for each length (features may change their order,
-#: or records of one length differ in more than their values); bytes of a record.
+#: Limits of the kept layouts, 96 MiB together: record lengths; layouts tried for each length, as features may change their order
+#: and records of one length may differ in more than their values; bytes of a record.
 MAX_LENGTHS, MAX_LAYOUTS, MAX_RECORD_BYTES = 16, 6, 1 << 20
 #: How many protobuf messages are held at a time; each is a copy of its record.
 MESSAGES = 64
@@ -26,8 +26,7 @@ MESSAGES = 64
 def parse_example(records: bytes | Sequence[bytes], spec: Mapping[str, Feature]) -> dict[str, Any]:
     """Parse a serialized `tf.train.Example`, or a whole batch of them, into numpy arrays.
 
-    Whole batches are many times faster than single records: if records of one length differ only in their values, the
-    values of all are cut out at once. The results are the same.
+    A whole batch is parsed many times faster than its records one by one, with the same results.
 
     Args:
         records: one record, or a list of records, as `mr.data.tfrecord_dataset(files).batch(n)` yields.
@@ -131,7 +130,7 @@ class _Batch:
         try:
             return read(self._wanted[name], [features.get(name)])
         except ValueError as problem:
-            present = ", ".join(sorted(other for other in features if features[other].WhichOneof("kind"))) or "none"
+            present = ", ".join(sorted(name for name in features if features[name].WhichOneof("kind"))) or "none"
             raise ValueError(f"{self._title.format(row)}, feature {name!r}: {problem} (Its features: {present}.)") from problem
 
     def _assign(self, name: str, rows: np.ndarray, values: np.ndarray | Sequence[np.ndarray]) -> None:
@@ -146,10 +145,10 @@ class _Batch:
             result[rows] = values
 
     def _parse_alike(self, rows: np.ndarray) -> np.ndarray:
-        """Parse records of one length that differ only in their values; return the rows that are still to be parsed."""
-        length = len(self._records[rows[0]]) if len(rows) >= MIN_RECORDS else 0
-        if not 0 < length <= MAX_RECORD_BYTES:
+        """Parse records of one length that differ only in their values; return the rows of the others."""
+        if len(rows) < MIN_RECORDS or not 0 < len(self._records[rows[0]]) <= MAX_RECORD_BYTES:
             return rows
+        length = len(self._records[rows[0]])
         matrix = np.frombuffer(b"".join(self._records_of(rows)), np.uint8).reshape(len(rows), length)
         bools = {name for name, feature in self._wanted.items() if feature.dtype == bool}
         known, tried = _layouts_of(length), 0
@@ -189,7 +188,7 @@ def _allocate(feature: Feature, num_records: int) -> Any:
 
 @functools.lru_cache(maxsize=MAX_LENGTHS)
 def _layouts_of(length: int) -> list[ValuePlaces | None]:
-    """Return the growing list of layouts tried for records of a length; None stands for one that fitted too few."""
+    """Return the growing list of layouts tried for records of a length, with None for a layout that fitted too few."""
     return []
 
 
@@ -237,7 +236,9 @@ def _elements(name: str, value: Any) -> tuple[str, list[Any]]:
     """Return the kind of list that a value needs, and the elements of the list."""
     refuse_mask(value, lambda: f"feature {name!r} is")
     is_list, holds_objects = isinstance(value, list | tuple), isinstance(value, np.ndarray) and value.dtype == object
-    elements = value.ravel().tolist() if holds_objects else list(value) if is_list else [value]
+    elements = list(value) if is_list else [value]
+    if holds_objects:
+        elements = value.ravel().tolist()
     if (elements or holds_objects) and all(isinstance(element, bytes) for element in elements):
         return "bytes_list", elements
     array = np.asarray(value)

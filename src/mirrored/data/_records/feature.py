@@ -93,10 +93,7 @@ Feature = FixedLenFeature | VarLenFeature
 
 
 def read(feature: Feature, column: Sequence[Any]) -> np.ndarray:
-    """Return a feature of some records, as parsed by protobuf (None if missing), as one array with one axis.
-
-    Reading records together takes half the time. They must be alike: the first one's kind counts for all, and its default.
-    """
+    """Return a feature of records that are alike, each as parsed by protobuf or None if missing, as one flat array."""
     kind = column[0].WhichOneof("kind") if column[0] is not None else None
     if kind is None:
         return _default_of(feature)
@@ -114,8 +111,10 @@ def _convert(elements: Sequence[Any], dtype: Any) -> np.ndarray:
     """Make an array of a list's elements; raise ValueError if an integer dtype cannot hold one of them."""
     if dtype is bytes:
         return _objects(elements)
-    values = np.array(elements, np.int64 if dtype.kind in "biu" else dtype)
-    if dtype.kind in "biu" and dtype != np.int64:
+    if dtype.kind not in "biu":
+        return np.array(elements, dtype)
+    values = np.array(elements, np.int64)
+    if dtype != np.int64:
         low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
         wrong = values[(values < low) | (values > high)]
         if wrong.size:

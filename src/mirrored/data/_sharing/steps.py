@@ -35,14 +35,14 @@ class LocalReplicas:
     worker: InputWorker
     drop_remainder: bool = False  # drop rows rather than give replicas different numbers of them
     on_drop: Callable[[int, int], None] = lambda num_dropped, num_rows: None
-    lookahead: int = 1  # how many steps workers with their own batches tell each other at once, and hold
+    lookahead: int = 1  # of workers with their own batches: how many steps they exchange at once, and hold
 
     @property
     def num_local(self) -> int:
         return self.num_replicas // self.worker.count
 
     def kept(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Return how many of these rows the replicas take: all, or with `drop_remainder` equally many."""
+        """Return how many rows each replica takes of `sizes`: all, or with `drop_remainder` equally many."""
         kept = (min(sizes),) * self.num_replicas if self.drop_remainder else tuple(sizes)
         if sum(kept) < sum(sizes):
             self.on_drop(sum(sizes) - sum(kept), sum(sizes))
@@ -77,7 +77,7 @@ def rows_of_every_batch(source: Source, layout: LocalReplicas) -> Steps:
 
 
 def in_step(own: Iterator[OwnStep], source: Source | OwnFiles, layout: LocalReplicas) -> Steps:
-    """Let all workers take as many steps as the worker with the most rows; at the end, the others' replicas get no rows."""
+    """Give all workers as many steps as the one with the most rows; replicas of workers whose data has ended get no rows."""
     like, last = None, OwnStep([], source.position())
     ahead, count = _ReadAhead(own), 1  # 1, so that the first batch need not wait for others
     while True:
@@ -102,7 +102,9 @@ def in_step(own: Iterator[OwnStep], source: Source | OwnFiles, layout: LocalRepl
 def own_batches(source: Source, layout: LocalReplicas) -> Iterator[OwnStep]:
     """Divide each batch of this worker's own stream among its own replicas."""
     for batch in source:
-        arrays = to_numpy(batch) if source.is_owned or layout.lookahead == 1 else copied(to_numpy(batch))
+        arrays = to_numpy(batch)
+        if layout.lookahead > 1 and not source.is_owned:  # the source may refill its buffer before the step is taken
+            arrays = copied(arrays)
         sizes = split_sizes(count_rows(arrays), layout.num_local)
         if sizes[0]:
             yield OwnStep(split_rows(arrays, sizes), source.position())
@@ -141,7 +143,7 @@ def _regroup(source: OwnFiles, batches: Iterable[tuple[PyTree, int]], share: int
             missing -= stop - start
             start = stop
             if not missing:
-                yield join_rows(parts), source.position(start if start < num_rows else 0)
+                yield join_rows(parts), source.position(start % num_rows)  # 0: after the whole batch
                 parts, missing = [], share
     if parts:
         yield join_rows(parts), source.position()
