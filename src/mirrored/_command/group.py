@@ -129,7 +129,8 @@ class Group:
             deadlines.append(time.monotonic() + 0.02)  # no event says that a group's last process has ended
         streams = [stream for worker in self._workers for stream in worker.streams]
         pipes = [stream.pipe.fileno() for stream in streams if not (stream.pipe.closed or stream.outlet.is_full)]
-        self.signals.wait(self.outlets, pipes, min(deadlines) - time.monotonic() if deadlines else None)
+        seconds = min(deadlines) - time.monotonic() if deadlines else None
+        self.signals.wait(self.outlets, pipes, seconds)
         now = time.monotonic()
         for worker in list(self._workers):
             for stream in worker.streams:
@@ -147,7 +148,8 @@ class Group:
             return
         if data and worker.log and (problem := worker.log.append(data)):
             self.outlets[1].write(f"mirrored launch: {problem}\n".encode())
-        self._pass_on(worker, stream, stream.cutter.feed(data) if data else stream.cutter.finish())
+        lines = stream.cutter.feed(data) if data else stream.cutter.finish()
+        self._pass_on(worker, stream, lines)
         if not data:
             stream.pipe.close()
 
@@ -173,11 +175,11 @@ class Group:
             code = worker.process.returncode
             if code and not self._is_ending:
                 self._is_ending = True
-                others = [other for other in self._workers if other.process.poll() is None]
-                for other in others:
-                    other.was_suspended = os.waitid(os.P_PID, other.process.pid, _IS_STOPPED) is not None
+                others = [running for running in self._workers if running.process.poll() is None]
+                for running in others:
+                    running.was_suspended = os.waitid(os.P_PID, running.process.pid, _IS_STOPPED) is not None
                 farewell = max(FAREWELL_SECONDS, self.grace) if code == PREEMPTED else FAREWELL_SECONDS
-                if all(other.was_suspended for other in others):
+                if all(running.was_suspended for running in others):
                     farewell = 0.0  # none of them can leave by itself
                 self._plan = [(now + farewell, signal.SIGTERM), (now + farewell + self.grace, signal.SIGKILL)]
         if worker.ended:
@@ -190,13 +192,14 @@ class Group:
         while self.signals.of_workers:
             number = self.signals.of_workers.pop(0)
             for worker in self._workers:
-                worker.process.send_signal(number)  # what it means, and whether it ends a worker, the program says
+                worker.process.send_signal(number)  # its meaning is the program's
         for number in self.signals.received[self._num_signals :]:
-            self._is_ending = True
+            self._is_ending, deadline = True, now  # a second signal kills at once
             if not self._num_signals:
+                deadline = now + self.grace
                 # When a terminal hangs up, ask workers to save and leave; SIGHUP itself would kill Python without a message.
                 self._send(signal.SIGTERM if number == signal.SIGHUP else number)
-            self._plan = [(now if self._num_signals else now + self.grace, signal.SIGKILL)]
+            self._plan = [(deadline, signal.SIGKILL)]
             self._num_signals += 1
 
     def _send(self, number: int) -> None:
@@ -238,10 +241,7 @@ class Group:
 
 @contextlib.contextmanager
 def _kept_folder() -> Iterator[tuple[str, int]]:
-    """Yield a folder, and the pipe of the keeper: a process that, if this one is killed, ends the workers and removes the folder.
-
-    At the end, when workers and folder are gone, kill the keeper: it may be suspended, and then would not end by itself.
-    """
+    """Yield a folder, and the pipe of the keeper, which ends the workers and removes the folder if this process is killed."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
     with (
         tempfile.TemporaryDirectory(prefix="mirrored-", ignore_cleanup_errors=True) as folder,
@@ -253,7 +253,7 @@ def _kept_folder() -> Iterator[tuple[str, int]]:
             yield folder, process.stdin.fileno()
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-            process.kill()
+            process.kill()  # a suspended keeper would not end by itself
 
 
 def _is_alive(group: int) -> bool:
@@ -271,7 +271,7 @@ def _isolated(role: str) -> list[str]:
 
 
 def _read_steps(path: Path) -> dict[str, int]:
-    """Read the progress files: name -> step of the last complete checkpoint. Skip files with other contents."""
+    """Return name -> step of the last complete checkpoint, from the progress files; skip files with other contents."""
     steps: dict[str, int] = {}
     for file in (path, *itertools.islice(path.parent.glob(f"{path.name}-????????"), _MAX_WRITERS)):
         try:

@@ -132,8 +132,7 @@ class Coordination:
     def exchange(self, channel: str, value: Any, timeout_seconds: float = math.inf) -> Sequence[Any]:
         """Give a JSON value to all workers, and return all workers' values in order; a channel's n-th exchanges meet.
 
-        Equal values take two messages a worker, for any number of workers: so leave out of a value what differs by worker. If
-        values differ, each worker reads all.
+        Equal values take two messages a worker, so leave out of a value what differs by worker; else each worker reads all.
 
         Raises:
             WorkerLostError: when a worker has not come after `timeout_seconds`.

@@ -167,10 +167,7 @@ def _connect(cluster: Cluster, meeting: Meeting, seconds: float) -> None:
 
 @contextlib.contextmanager
 def starting_devices() -> Iterator[None]:
-    """Enter a phase while JAX starts this worker's devices, and then waits for the other workers'.
-
-    JAX's keys tell the two apart, so that the guard can name the worker whose devices do not start.
-    """
+    """Enter a phase while JAX starts this worker's devices, and then waits for the other workers': its keys tell which."""
 
     def detail() -> str:  # called by the guard, twice a second
         phase.waits, text = _is_waiting_for_devices()

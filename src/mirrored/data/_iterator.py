@@ -317,8 +317,7 @@ def _batches(steps: Steps, mesh: ReplicaMesh, layout: LocalReplicas, elements: E
     try:
         for step in steps:
             elements.note(step.stacked)
-            if is_planned:
-                step = _planned(step)
+            step = _planned(step) if is_planned else step
             # Without a name for the batch: it would hold the batch's memory until the next one is made.
             yield _to_devices(step, mesh, layout, whole.get(sum(step.sizes), origin)), dataclasses.replace(step, stacked=None)
     finally:

@@ -30,8 +30,7 @@ def parse_example(records: bytes | Sequence[bytes], spec: Mapping[str, Feature])
 
     Args:
         records: one record, or a list of records, as `mr.data.tfrecord_dataset(files).batch(n)` yields.
-        spec: the features to read: for each name, an `mr.data.FixedLenFeature` or an `mr.data.VarLenFeature`. Other features
-            are ignored.
+        spec: for the name of each feature to read, an `mr.data.FixedLenFeature` or an `mr.data.VarLenFeature`.
 
     Returns:
         for each name, an array with the feature's shape; for a list of records it has a leading axis. A
@@ -154,7 +153,8 @@ class _Batch:
         known, tried = _layouts_of(length), 0
         while len(rows) >= MIN_RECORDS and tried < MAX_LAYOUTS:
             is_new = tried == len(known)
-            layout = _layout_of(self._records[rows[0]]) if is_new else known[tried]
+            record = self._records[rows[0]]
+            layout = find_layout(record, _features_of(record)) if is_new else known[tried]
             tried += 1
             matching = np.zeros(len(rows), bool) if layout is None else layout.matches(matrix, bools)
             if is_new and matching.sum() < MIN_RECORDS:
@@ -190,11 +190,6 @@ def _allocate(feature: Feature, num_records: int) -> Any:
 def _layouts_of(length: int) -> list[ValuePlaces | None]:
     """Return the growing list of layouts tried for records of a length, with None for a layout that fitted too few."""
     return []
-
-
-def _layout_of(record: bytes) -> ValuePlaces | None:
-    features = _features_of(record)
-    return None if features is None else find_layout(record, features)
 
 
 def _features_of(record: bytes) -> Any:

@@ -1,7 +1,6 @@
 """Reads the TFRecord format: yields records from files in order, each only after its checks.
 
-A frame around each record has its length (8 bytes, little endian), a checksum of the length, and a checksum of its data.
-docs/design/tfrecord.md explains why the reader works on chunks, its checks and its speed.
+docs/design/tfrecord.md explains the format, why the reader works on chunks, its checks and its speed.
 """
 
 from __future__ import annotations

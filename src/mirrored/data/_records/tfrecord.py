@@ -31,8 +31,7 @@ def tfrecord_dataset(
     `.map`, `.filter`, `.seed`, `.mp_prefetch`, and iterators with `get_state()` and `set_state()`.
 
     Args:
-        files: a path; a list of paths; or a pattern such as `"train-*.tfrecord"`, whose files are read in sorted order, with
-            `**` for any folders.
+        files: a path, a list of paths, or a pattern such as `"train-*.tfrecord"` or `"**/*.tfrecord"`, read in sorted order.
         compression: None, "GZIP" or "ZLIB": how each file was written. It is never guessed.
         max_record_bytes: a longer record is an error, raised before memory is allocated: a damaged or hostile file can claim
             any length. Beside the records that it has handed out, the reader needs little more memory than this.

@@ -46,8 +46,10 @@ class _UnusualError(Exception):
     """A record has a form that the format allows but no writer uses: only protobuf can parse it."""
 
 
-def find_layout(record: bytes, features: Mapping[str, Any]) -> ValuePlaces:
+def find_layout(record: bytes, features: Mapping[str, Any] | None) -> ValuePlaces | None:
     """Find the places of values in a record, given its `features` by protobuf; set those ints to zero that have a place."""
+    if features is None:  # no Example
+        return None
     kinds = {name: kind for name, feature in features.items() if (kind := feature.WhichOneof("kind"))}
     try:
         spans = _find_spans(record, kinds)

@@ -110,10 +110,8 @@ def _num_smaller(dataset: grain.MapDataset[PyTree], num_rows: int) -> int | None
         if len(found) < len(parents) or (any(found) and name in _LEAVE_OUT):
             return None
         return sum(found) * count // max(1, sum(map(len, parents)))
-    if not count:
-        return 0
-    if name != "BatchMapDataset":
-        return None
+    if name != "BatchMapDataset" or not count:
+        return None if count else 0
     [size], rest = _batch_sizes(dataset, of_all=False)[:1], 0
     if count < ENDLESS and "drop_remainder=False" in str(dataset):
         rest = len(parents[0]) % size

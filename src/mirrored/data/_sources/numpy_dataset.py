@@ -313,9 +313,7 @@ def _why_empty(dataset: NumpyDataset) -> str:
 def _cut(dataset: NumpyDataset) -> Cut | None:
     """Return how an epoch is cut, unless a function of batches may change their number of rows."""
     count = num_steps(dataset._num_batches_of_epoch(), (("take", dataset.batches_per_pass),))
-    if not all(is_by_row for _, is_by_row in dataset.maps):
-        return None
-    return Cut(dataset.num_rows, dataset._rows_per_batch(), count)
+    return Cut(dataset.num_rows, dataset._rows_per_batch(), count) if all(is_by_row for _, is_by_row in dataset.maps) else None
 
 
 NUMPY = SourceKind(
