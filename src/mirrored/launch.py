@@ -45,7 +45,7 @@ _HELP = """usage: mirrored launch -n N [options] script.py args...   start N wor
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, with an example of a correct command."""
+    """A parser that reports errors in one line, with an example of a correct command."""
 
     right = "mirrored launch -n 2 train.py"
 

@@ -213,7 +213,7 @@ def as_share(value: _PyTree) -> _PyTree:
 
 
 def global_loss(loss: Callable[..., Any]) -> Callable[..., jax.Array]:
-    """Return a function for the loss of the whole batch, whose value and gradients are the same on every replica.
+    """Return a function for the loss of the global batch, with the same value and gradients on every replica.
 
     Use it for transformations that evaluate the loss themselves: `value_fn` of `optax.lbfgs` and line searches, `obj_fn` of
     `optax.contrib.sophia`, `grad_fn` of `optax.contrib.sam`. Each evaluation takes one all-reduce, and each

@@ -255,7 +255,7 @@ def _text(environment: Mapping[str, str], variable: EnvironmentVariable) -> str:
 
 
 def decimal(environment: Mapping[str, str], variable: EnvironmentVariable, below: int) -> int:
-    """Read a number: a count from 1 where `below` is the limit of counts, an index from 0 otherwise."""
+    """Read a whole number below a limit: from 0 on, or from 1 on if the limit is that of numbers of workers."""
     text = _text(environment, variable)
     if not re.fullmatch("[0-9]{1,10}", text) or int(text) >= below:
         refuse(f"{variable.name} is {describe(text)}; expected a whole number below {below}")

@@ -27,7 +27,7 @@ from .gathering import LINGER_SECONDS, PATIENCE_SECONDS, Clock, Gathering, keep_
 from .hello import GO, MAX_LINE, RUNNING, Hello, introduce, may_be_ours, parse_answer
 from .spec import Cluster, is_loopback, join_address, split_address
 
-#: The limit where a host sets none; some programs go through all numbers up to it.
+#: The limit of open files if the host sets none; not more, as some programs loop over all numbers up to it.
 MAX_OPEN_FILES = 1 << 20
 _BY_TORCHRUN = (
     ". When rank 0 is lost, torchrun keeps the old MASTER_PORT: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, on "

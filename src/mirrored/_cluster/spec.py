@@ -73,7 +73,7 @@ class ClusterSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """A cluster as one of its processes sees it.
+    """A cluster, and the task of this process in it.
 
     Args:
         spec: the tasks; empty for one worker that is not part of a cluster.

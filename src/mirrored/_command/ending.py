@@ -60,7 +60,7 @@ class Attempt:
         return 128 + number
 
     def culprit(self) -> Ending:
-        """Return the first worker that failed, apart from those that left because another had failed."""
+        """Return the first worker that failed, except workers that left because another had failed."""
         failed = [ending for ending in self.endings if ending.code]
         causes = [ending for ending in failed if not ending.was_signalled]
         first = (causes or failed)[0]

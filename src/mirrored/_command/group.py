@@ -169,7 +169,7 @@ class Group:
                 stream.outlet.write(stream.prefix + line + b"\n")
 
     def _look_after(self, worker: Worker, now: float) -> None:
-        """Note that a worker ended; if it failed, plan to end the others; kill the rest of its group when that is due."""
+        """Note a worker's end; if it failed, plan the end of the others; kill the rest of its process group when due."""
         if not worker.ended and worker.process.poll() is not None:
             worker.ended = now
             code = worker.process.returncode

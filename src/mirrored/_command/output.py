@@ -52,7 +52,7 @@ class Outlet:
         self.is_terminal = os.isatty(fd)
         self._chunk = 1 << 20 if stat.S_ISREG(os.fstat(fd).st_mode) else select.PIPE_BUF  # a ready pipe takes this many bytes
         if self.is_terminal:
-            self._chunk = 256  # a ready terminal takes at least so many
+            self._chunk = 256  # a ready terminal takes at least this many
         self.has_colour = self.is_terminal and not _env.NO_COLOR.get()
         self._shows_state = self._has_told = False
 

@@ -1,4 +1,4 @@
-"""Compares what a training computes on different numbers of replicas."""
+"""Compares the results of a training on different numbers of replicas."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def assert_same_on_any_replicas(
         ValueError: when there is nothing to compare, and when `train` does not use the strategy that it is given.
         DeviceError: (a ValueError) for too few devices.
         ContextError: (a RuntimeError) in a scope or step.
-        Exception: what `train` raises comes through, with the number of replicas as a note.
+        Exception: any exception of `train`, with the number of replicas as a note.
 
     >>> from mirrored import testing
     >>> def train(strategy, batches):

@@ -229,7 +229,7 @@ class Channel:
         return self._num_passes - 1
 
     def describe(self) -> str:
-        """Say whether another thread is in an exchange; for the guard."""
+        """Say for the guard whether the channel's thread waits in an exchange."""
         return OTHERS_INPUT if self._is_waiting else "its own pipeline works on it"
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ from .verdict import MAX_TEXT, Verdict, exit_code_of, last_error, tells_of_loss,
 
 _logger = logging.getLogger("mirrored")
 
-#: The seconds between two rounds, in which a worker says where it is, and of one call into the service.
+#: The seconds between two rounds, in each of which a worker publishes its position; also of one call into the service.
 ROUND_SECONDS = 0.5
 #: With more workers than this, rounds are rarer, because worker 0 serves all of them in each.
 _MANY_WORKERS, _MAX_ROUND_SECONDS = 128, 4.0
@@ -150,7 +150,7 @@ class Guard:
         self._fail_with(error)
 
     def _fail_with(self, error: BaseException) -> None:
-        """Leave because of an error that ends this worker's program, and tell the others; or find out who is lost."""
+        """Tell the others of an error that ends this worker's program, or find the worker whose loss has caused it; leave."""
         title = title_of(error)
         if tells_of_loss(error):
             verdict = self._shutdown.lost(title)
@@ -240,7 +240,7 @@ class Guard:
         return True
 
     def _find_difference(self, view: JobView) -> Verdict | None:
-        """Return the verdict on workers that have done different things, or whose data is of different lengths."""
+        """Return the verdict on workers with different histories, or with data of different lengths."""
         contradicts = self._progress.trail.contradicts
         parted = [position for position in view.positions.values() if contradicts(position.done, position.trail)]
         if any(phase.text == COMPARISON for phase in self._progress.phases):  # then the program is told, and may catch it

@@ -25,7 +25,7 @@ def agree(name: str, text: str) -> None:
 
 
 def exchange(name: str, value: Any) -> Sequence[Any]:
-    """Give a JSON value to all workers, and return those of all; the guard sees that this worker waits."""
+    """Give a JSON value to all workers, and return all workers' values; the guard sees that this worker waits."""
     with progress.phase(name, waits=True):
         return _required().coordination.exchange(name, value)
 

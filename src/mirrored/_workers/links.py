@@ -120,7 +120,7 @@ class Links:
 def describe_unanswered(told: Mapping[int, Sequence[Connection]], of: int | None = None) -> str:
     """Say which workers get no answer to their first packets, and from which worker; "" if there are none.
 
-    With `of`, only those between this worker and another. A program may connect to strangers too, and only an error names them.
+    With `of`, only links between this worker and another. A program may connect to strangers too, and only an error names them.
     """
     at = {link.local: worker for worker, links in told.items() for link in links if link.state == LISTENING}
     unanswered = [(worker, link) for worker, links in sorted(told.items()) for link in links if link.state == UNANSWERED]

@@ -21,20 +21,20 @@ Detail: TypeAlias = str | Callable[[], str]
 NEXT_BATCH = "the next batch"
 #: The detail of that phase, if the thread waits for the other workers.
 OTHERS_INPUT = "its own is ready; it waits for the other workers' input"
-#: The phase in which a worker compares the program that it is about to start with those of the others.
+#: The phase in which a worker compares its next program with the other workers'.
 COMPARISON = "the comparison of programs"
 #: The name, in a history, of taking a batch.
 BATCH = "a batch"
 #: The number of batches in a history, if another thread than the main one takes the steps.
 UNKNOWN = "unknown"
-#: The length of the history that a worker keeps: longer than what any worker does between two looks at the others.
+#: The length of the history that a worker keeps: more entries than any worker adds between two looks at the others.
 SIZE = 4096
 #: How many entries it tells when they differ, and how much of a name.
 _NUM_TOLD, _MAX_NAME = 500, 200
 
 
 class BatchPlace(NamedTuple):
-    """The place of a batch among those that all workers read."""
+    """The place of a batch that all workers read."""
 
     channel: int  # of the iterator
     of_pass: int  # the number of its pass over the data
@@ -53,7 +53,7 @@ class Entry(NamedTuple):
 
 
 class ProgramTrail:
-    """The history of this worker's programs, batches and variables, of which the last entries are kept.
+    """The last entries of the history of this worker's programs, batches and variables.
 
     All workers must have the same history, but not at one time: a worker may be many programs ahead. So a worker compares its
     checksum with another worker's of the same number. Only one thread adds: two would add in a different order on each worker,
@@ -171,14 +171,14 @@ class Progress:
         # A result of that program that nobody donates (it has `is_deleted` and `is_ready`): by it the guard sees whether this
         # process waits for the program. None until the call that starts the program returns.
         self.witness: Any = None
-        self.phases: tuple[Phase, ...] = ()  # what goes on between programs; the last one is the innermost
+        self.phases: tuple[Phase, ...] = ()  # the last one is the innermost
         self.lock = threading.Lock()  # for changes of `phases`, because input may be read by a thread of the user's
         self.batches = 0  # of distributed datasets, that the main thread has taken
         self.batch: BatchPlace | None = None  # the last of the batches that all workers read
         # Channel -> the last batch of an iterator whose data has ended, while the other workers are asked about theirs.
         self.data_ends: dict[int, BatchPlace] = {}
         self.trail, self.habits = ProgramTrail(), Habits()
-        self.finish: Callable[[], None] = lambda: None  # waits for programs in flight, and raises what they found
+        self.finish: Callable[[], None] = lambda: None  # waits for programs in flight, and raises their errors
 
     @property
     def step(self) -> int:
@@ -205,7 +205,7 @@ class Progress:
         self.trail.add(what, digest, self.started, where)
 
     def phase(self, text: str, detail: Detail = "", *, waits: bool = False, is_patient: bool = False) -> Phase:
-        """Return a context for what is done between programs, by the thread that takes the steps; see `Phase`."""
+        """Return a context for work between programs, in the thread that takes the steps; see `Phase`."""
         return Phase(self, text, detail, waits, is_patient)
 
     def is_waiting(self) -> bool:

@@ -37,7 +37,7 @@ START_SECONDS = 300.0
 HEARTBEAT_SECONDS = 10
 #: How long the workers may take to connect after they have met; who is not there by then has died in between.
 CONNECT_SECONDS, _CONNECT_WARNING_SECONDS = 30.0, 5.0
-#: So much later than the others, who connect to its service, worker 0 gives up.
+#: The additional time of worker 0, which must wait longer than the others, because they connect to its service.
 _CHIEF_SECONDS = 2.0
 #: How long JAX waits at the end for the others, whose end our own guard has already seen.
 SHUTDOWN_SECONDS = 30
@@ -121,7 +121,7 @@ def start(cluster: Cluster, options: CommunicationOptions) -> Runtime | None:
         jax.config.update("jax_enable_recoverability", True)  # else JAX aborts all workers when one is gone; the guard ends them
         _env.MIRRORED_WORKER.set(f"{os.getpid()} {_name_of(cluster)}")  # now: C code of JAX's threads reads the environment
         _env.connect_directly(split_address(cluster.coordinator_address or "")[0])
-        jax.config.update("jax_check_proxy_envs", False)  # it would ask to unset what is not used now
+        jax.config.update("jax_check_proxy_envs", False)  # it would ask to unset a proxy that is now not used
         with distributed.without_warnings():
             _connect(cluster, meeting, min(seconds, CONNECT_SECONDS))
         distributed.listen_at(meeting.host)

@@ -55,7 +55,7 @@ class Agreement:
         self.checks_order = _env.DEBUG.get() == "detail"
 
     def check(self, name: str, text: str, own: bytes, where: str = "") -> None:
-        """Refuse a program that differs from those to which the other workers come; all of them call this.
+        """Compare a program with those of the other workers, which all call this; raise ProgramMismatchError if they differ.
 
         Texts are equal exactly for programs that workers can run together: no addresses, no places in files. `own` is the text's
         digest. The name and the place, which are shown, may differ.

@@ -1,4 +1,4 @@
-"""How does a job end together? One worker calls the roll, and each leaves after those whom its end would hurt. No jax here.
+"""How does a job end together? One worker calls the roll, and all leave, worker 0 last. No jax here.
 
 The first worker to call the roll calls it for all: the others wait for its verdict. A worker that answers compares its history
 with the published ones, and publishes it only where it differs, so that a call needs few messages for any number of workers.
@@ -176,7 +176,7 @@ def told_apart(text: str, wants_stacks: bool = False) -> Verdict:
 
 
 def _stacks() -> str:
-    """Return the stacks of all threads but those of the guard."""
+    """Return the stacks of all threads except the guard's."""
     frames, lines = sys._current_frames(), []
     for thread in threading.enumerate():
         if thread.ident in frames and not thread.name.startswith(THREADS) and not isinstance(thread, threading.Timer):

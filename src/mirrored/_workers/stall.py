@@ -146,7 +146,7 @@ class JobView(NamedTuple):
         return self.silent.get(worker, 0.0)
 
     def __str__(self) -> str:
-        """Return a line for each worker."""
+        """Return a line of text for each worker."""
         lines = []
         for worker, position in sorted(self.positions.items()):
             seconds = self.silence(worker)
@@ -266,7 +266,7 @@ def _never_meet(here: Position, there: Position) -> str | None:
 
 
 def _is_late(here: Position, there: Position) -> bool:
-    """Tell whether another worker has not come to the place where this one waits."""
+    """Tell whether the worker `there` has not yet come to the place where the worker `here` waits."""
     if here.phase != NEXT_BATCH:
         return not there.waits or there.started < here.started
     if there.waits_in_program and there.started > here.started:  # with the batch that this one wants

@@ -86,7 +86,7 @@ class DistributedDataset:
         return self._with(("take", check_int("take got", count, 0, "the number of steps")))
 
     def repeat(self, count: int | None = None) -> DistributedDataset:
-        """Go through the steps `count` times, or endlessly; each pass begins like a new iterator, in its own order.
+        """Repeat the steps `count` times, or endlessly; each pass begins like a new iterator, in its own order.
 
         An iterator's position says which pass it is in. An endless loop needs its own end:
 

@@ -34,7 +34,7 @@ class Elements:
     _specs: list[PyTree] = dataclasses.field(default_factory=list, init=False, compare=False)
 
     def uneven_end(self, layout: LocalReplicas) -> Cut | None:
-        """Return how a pass is cut, if it ends with a batch whose replicas have different numbers of rows."""
+        """Return how a pass is cut into batches, if its last batch is uneven: replicas get different numbers of rows."""
         if self.plan.kind != "DATA" or layout.drop_remainder or self.maps:  # a map may change the number of rows
             return None
         cut = kind_of(self.plan.dataset).cut(self.plan.dataset)

@@ -91,7 +91,7 @@ class TFRecordIterator(grain.DatasetIterator):
         return taken
 
     def _hold(self, start: Place, records: list[bytes], ends: list[int]) -> None:
-        """Keep a chunk's records, the place of the first, and the byte where each begins, or the next chunk."""
+        """Keep a chunk's records, the place of the first, and the first byte of each and of the next chunk."""
         self._start, self._found, self._offsets = start, records, [start[2], *ends]
         self._next = 0
 

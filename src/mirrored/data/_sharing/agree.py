@@ -28,7 +28,7 @@ _MAX_SHOWN = 1000
 
 @dataclasses.dataclass(frozen=True)
 class InputWorker:
-    """This worker, among those that read the input together."""
+    """This worker, and its connection to the others that read the input with it."""
 
     index: int = 0
     count: int = 1  # the number of workers, W; each has equally many replicas, in worker order
@@ -74,7 +74,7 @@ class CommonStep:
 
 
 def agree(worker: InputWorker, ahead: Sequence[OwnStep], has_ended: bool, like: PyTree, num_local: int) -> list[CommonStep]:
-    """Exchange the workers' next steps, `ahead` those of this one; return the steps that all can take now, none at the end."""
+    """Exchange the workers' next steps, of this worker `ahead`; return the steps that all can take now, none at the end."""
     # `like` is an earlier batch without rows, for a worker whose data has ended. A step is told again until it is taken.
     if worker.count == 1:
         return [CommonStep(tuple(step.sizes(num_local)), step.like, 0) for step in ahead]

@@ -30,7 +30,7 @@ def share_of(dataset: object, first: int, step: int, state: object = None, rows:
 
 
 def parts_of(dataset: object, state: dict[str, Any]) -> list[Part]:
-    """Return the parts in an iterator's state; a state of an older version, or of one that read all files, is one part."""
+    """Return the parts in an iterator's state; an older state, or that of an iterator over all files, is one part."""
     source, (first, step) = state["source"], state["worker"] or (0, 1)
     if not isinstance(source, dict) or BY_FILE not in source:
         return [share_of(dataset, first, step, source, state.get("rows", 0))]

@@ -47,7 +47,7 @@ class SharingPlan:
         return in_step(own_steps(source, layout), source, layout)
 
     def goes_on_by_file(self, policy: str) -> bool:
-        """Tell whether a position saved under `policy` is read on by file, perhaps for the rest of its pass only."""
+        """Tell whether reading resumes by file from a position saved under `policy`, at least for the rest of its pass."""
         if policy == self.kind or {policy, self.kind} != {"FILE", "DATA"}:
             return policy == self.kind == "FILE"
         is_auto = self.by_file is AutoShardPolicy.AUTO

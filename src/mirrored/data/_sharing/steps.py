@@ -77,7 +77,7 @@ def rows_of_every_batch(source: Source, layout: LocalReplicas) -> Steps:
 
 
 def in_step(own: Iterator[OwnStep], source: Source | OwnFiles, layout: LocalReplicas) -> Steps:
-    """Give all workers as many steps as the one with the most rows; replicas of workers whose data has ended get no rows."""
+    """Yield equally many steps on all workers; when a worker's data has ended, its replicas get no rows."""
     like, last = None, OwnStep([], source.position())
     ahead, count = _ReadAhead(own), 1  # 1, so that the first batch need not wait for others
     while True:
@@ -100,7 +100,7 @@ def in_step(own: Iterator[OwnStep], source: Source | OwnFiles, layout: LocalRepl
 
 
 def own_batches(source: Source, layout: LocalReplicas) -> Iterator[OwnStep]:
-    """Divide each batch of this worker's own stream among its own replicas."""
+    """Divide each batch of this worker's stream among this worker's replicas."""
     for batch in source:
         arrays = to_numpy(batch)
         if layout.lookahead > 1 and not source.is_owned:  # the source may refill its buffer before the step is taken
@@ -111,14 +111,14 @@ def own_batches(source: Source, layout: LocalReplicas) -> Iterator[OwnStep]:
 
 
 def one_element_each(source: Source, layout: LocalReplicas) -> Iterator[OwnStep]:
-    """Give each of this worker's replicas the next element of the worker's own stream; at the end some get none."""
+    """Give each of this worker's replicas the next element of the worker's stream; at the end some get none."""
     while elements := [copied(to_numpy(e)) for e in itertools.islice(source, layout.num_local)]:
         require_same_rows(elements, "the elements of one step")
         yield OwnStep(elements, source.position())
 
 
 def rows_of_own_files(source: OwnFiles, layout: LocalReplicas, extra: dict[str, int]) -> Iterator[OwnStep]:
-    """Take this worker's share of each global batch from its own files, across the borders of their batches."""
+    """Take this worker's share of each global batch from its files, across the borders of their batches."""
     batches = source.batches()
     first = list(itertools.islice(batches, 1))
     own_size = sum(count_rows(batch) for batch, _ in first)  # 0 without a batch

@@ -118,7 +118,7 @@ def is_by_number(dataset: object) -> bool:
 
 
 def _is_sequence(dataset: object) -> bool:
-    """Tell whether a dataset gives batches by number, and has no `__iter__` that may order them otherwise."""
+    """Tell whether a dataset gives batches by number, and has no `__iter__` with another order."""
     # Python would ask until an IndexError, which slices of arrays, such as `x[n * i : n * (i + 1)]`, never raise.
     own = getattr(type(dataset), "__iter__", None)
     return is_by_number(dataset) and own in (None, *(kind.__iter__ for kind in (list, tuple, collections.deque, Sequence)))

@@ -1,4 +1,4 @@
-"""The record of a kind of datasets: what the input asks about one. docs/design/doors.md says how to add a kind."""
+"""The record of a kind of datasets: its answers to the input's questions. docs/design/doors.md says how to add a kind."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def length_of(dataset: object, is_known: bool = True) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class SourceKind:
-    """What the input asks about a dataset of one kind. The defaults are the answers for any iterable of batches."""
+    """The answers of a kind of datasets to the input's questions; the defaults are those of any iterable of batches."""
 
     is_one: Callable[[Any], bool]  # recognizes a dataset, without importing its library
     start: Callable[[Any], Iterator[PyTree]]  # begins a pass; its `get_state` and `set_state`, if any, are the position

@@ -283,7 +283,7 @@ def _take_rows(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def stacked_lists(arrays: PyTree) -> PyTree:
-    """Convert leaves into arrays where numpy can; stack a list of arrays, as in tf.data."""
+    """Convert leaves into numpy arrays, and stack lists of arrays, as in tf.data; refuse ragged lists."""
 
     def stacked(path: tuple[object, ...], leaf: object) -> np.ndarray:
         name = jax.tree_util.keystr(path) or "numpy_input"

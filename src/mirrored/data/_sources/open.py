@@ -62,7 +62,7 @@ class Source:
 
 
 def adapted(dataset: object) -> Any:
-    """Return a dataset that can be iterated, and whose elements hold arrays."""
+    """Return a dataset as its kind adapts it: one that can be iterated, and has arrays in its elements."""
     return kind_of(dataset).adapt(dataset)
 
 
