@@ -126,7 +126,8 @@ def weighted_mean(losses: _ArrayLike, weights: _ArrayLike, total: _ArrayLike | N
     whole = replicas.sum([jnp.sum(weights)])[0] if total is None else _as_floats(total, "total")
     if whole.shape:
         raise ValueError(f"total has shape {whole.shape}; expected a scalar: ctx.all_reduce('sum', weights.sum()).")
-    return _share((jnp.sum(wide * weights) / jnp.where(whole == 0, 1, whole)).astype(losses.dtype))
+    divisor = jnp.where(whole == 0, 1, whole)  # 0 / 0 would be NaN, in the gradients too
+    return _share((jnp.sum(wide * weights) / divisor).astype(losses.dtype))
 
 
 def mean_over_own_rows(loss: _ArrayLike) -> jax.Array:

@@ -1,7 +1,4 @@
-"""Worker 0's part of the meeting before jax starts: collects a hello from every other worker, and tells all of them the outcome.
-
-docs/design/clusters.md.
-"""
+"""Worker 0's part of the meeting before jax starts: collects all hellos, tells the outcome (docs/design/clusters.md)."""
 
 from __future__ import annotations
 
@@ -133,7 +130,8 @@ class Gathering:
         for peer in self.peers:
             if peer.hello and not peer.answer(failure or GO) and not failure:
                 raise ClusterStartError(f"{self._name(peer.hello.index)} left while all were told to start")
-        until = time.monotonic() + (LINGER_SECONDS if failure else PATIENCE_SECONDS)
+        seconds = LINGER_SECONDS if failure else PATIENCE_SECONDS
+        until = time.monotonic() + seconds
         some_are_late = bool(self._missing())
         while time.monotonic() < until and (some_are_late or any(peer.hello for peer in self.peers)):
             self._turn(until)
@@ -162,7 +160,7 @@ class Gathering:
     def _accept(self) -> None:
         try:
             sock, address = self.listener.accept()
-        except (BlockingIOError, ConnectionError):
+        except (BlockingIOError, ConnectionError):  # it hung up before it was accepted
             return
         except OSError as error:
             self.failure = self.failure or self._no_more(error)
@@ -186,9 +184,9 @@ class Gathering:
     def _read(self, peer: _Peer) -> None:
         try:
             data = peer.sock.recv(MAX_LINE)
-        except BlockingIOError:
+        except BlockingIOError:  # the kernel may announce data, and then drop it
             return
-        except OSError:
+        except OSError:  # a reset is a hang-up too
             data = b""
         if not data:
             self._drop(peer, "left")

@@ -1,7 +1,6 @@
 """Messages between workers before jax starts: short lines of JSON, believed only after a check.
 
-The other side may be anybody on the network. So a line has a limit, a message has known fields of known types and
-lengths, and text is escaped where it is shown: docs/design/clusters.md.
+The other side may be anybody: so lines have a limit, fields known types and lengths, and shown texts are escaped.
 """
 
 from __future__ import annotations
@@ -71,7 +70,9 @@ def parse_hello(line: bytes) -> Hello | None:
     words = (*hello.workers, *hello.versions, *hello.versions.values(), hello.digest, hello.process, hello.token)
     are_numbers = all(type(number) is int and 0 <= number <= MAX_WORKERS for number in numbers)
     are_words = all(isinstance(word, str) and len(word) <= _MAX_WORD for word in words)
-    return hello if are_numbers and are_words and isinstance(hello.is_late, bool) else None
+    if not (are_numbers and are_words and isinstance(hello.is_late, bool)):
+        return None
+    return hello
 
 
 def encode_answer(answer: str | Exception) -> bytes:

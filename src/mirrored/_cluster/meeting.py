@@ -73,7 +73,7 @@ def meet(cluster: Cluster, versions: Mapping[str, str], timeout_seconds: float) 
 
 def _allow_open_files() -> None:
     """Let this process open as many files as it may: it needs one for each other worker, and the usual limit is 1,024."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError):  # the host may forbid it
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
         if soft != resource.RLIM_INFINITY and soft < most:
@@ -111,7 +111,7 @@ def _join(cluster: Cluster, hello: Hello, clock: Clock, own_host: str | None) ->
 def _ask(family: socket.AddressFamily, address: Any, hello: Hello, clock: Clock) -> Iterator[socket.socket]:
     """Connect, and say hello."""
     with socket.socket(family, socket.SOCK_STREAM) as sock:
-        sock.settimeout(max(0.01, min(PATIENCE_SECONDS, clock.left)))
+        sock.settimeout(max(0.01, min(PATIENCE_SECONDS, clock.left)))  # 0 would mean not to wait
         sock.connect(address)
         keep_alive(sock)
         if sock.getsockname() == sock.getpeername():
@@ -150,7 +150,7 @@ def _answers(sock: socket.socket, clock: Clock) -> Iterator[str | Exception | by
     """Yield parsed answers, unparsed bytes, and None whenever it is time to log; stop at the deadline or hang-up."""
     buffer = b""
     while (left := clock.left + LINGER_SECONDS) > 0:
-        sock.settimeout(max(0.01, min(left, clock.next_report - time.monotonic())))
+        sock.settimeout(max(0.01, min(left, clock.next_report - time.monotonic())))  # 0 would mean not to wait
         try:
             data = sock.recv(MAX_LINE)
         except TimeoutError:
@@ -218,7 +218,7 @@ def _is_listened_to(family: socket.AddressFamily, address: Any, hello: Hello) ->
             answer = next(_answers(sock, clock), None)
     except ConnectionRefusedError:
         return False
-    except OSError:
+    except OSError:  # somebody is there, who does not answer in time
         return True
     if isinstance(answer, bytes):
         raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
@@ -236,7 +236,7 @@ def _own_host(cluster: Cluster, clock: Clock) -> str | None:
         with socket.socket(family, socket.SOCK_STREAM) as sock:
             try:
                 sock.bind(address)
-            except OSError:
+            except OSError:  # not an address of this host
                 continue
             return address[0]
     raise ClusterConfigError(

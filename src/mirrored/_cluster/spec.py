@@ -95,7 +95,9 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.task_type not in ("chief", "worker", "evaluator"):
             refuse(f"task.type is {describe(self.task_type)}{_role_hint(self.task_type)}")
-        count = 1 if self.task_type == "evaluator" or not self.spec else len(self.spec.job(self.task_type))
+        count = len(self.spec.job(self.task_type))
+        if self.is_evaluator or not self.spec:
+            count = 1
         if not count:
             refuse(f"task.type is {describe(self.task_type)}, but cluster has only {', '.join(self.spec.jobs)}")
         if isinstance(self.task_id, bool) or not isinstance(self.task_id, int):

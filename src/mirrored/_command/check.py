@@ -1,7 +1,4 @@
-"""`mirrored check`: tests whether this cluster computes correctly, and measures how fast its workers communicate.
-
-Every worker runs it, under `mirrored launch` or any other launcher; worker 0 prints for all.
-"""
+"""`mirrored check`, which every worker runs: tests whether the cluster computes correctly, and how fast it communicates."""
 
 from __future__ import annotations
 
@@ -79,7 +76,7 @@ def _check(strategy: Strategy, coordination: Coordination, seconds: float, probl
         yield from _measure(strategy, coordination)
     yield from _find_slow(coordination)
     yield from (f"WRONG: {problem}" for problem in problems)
-    yield "not ok" if problems else "ok"
+    yield "not " * bool(problems) + "ok"
 
 
 def _who() -> str:

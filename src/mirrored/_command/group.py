@@ -1,7 +1,4 @@
-"""Runs the workers of one attempt, until they and all their children are gone.
-
-One thread and one `poll`: output, the ends of workers, signals to the launcher and deadlines are events of one loop.
-"""
+"""Runs the workers of one attempt until they and all their children are gone: one thread, one loop for all events."""
 
 from __future__ import annotations
 
@@ -198,7 +195,8 @@ class Group:
             if not self._num_signals:
                 deadline = now + self.grace
                 # When a terminal hangs up, ask workers to save and leave; SIGHUP itself would kill Python without a message.
-                self._send(signal.SIGTERM if number == signal.SIGHUP else number)
+                first = signal.SIGTERM if number == signal.SIGHUP else number
+                self._send(first)
             self._plan = [(deadline, signal.SIGKILL)]
             self._num_signals += 1
 
@@ -277,7 +275,7 @@ def _read_steps(path: Path) -> dict[str, int]:
         try:
             with file.open("rb") as opened:
                 text = opened.read(_PROGRESS_BYTES)
-        except OSError:
+        except OSError:  # no checkpoint yet
             continue
         if text.isdigit() and len(text) < _PROGRESS_BYTES:
             steps[file.name] = int(text)

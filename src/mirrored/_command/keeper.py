@@ -47,7 +47,7 @@ def keep(folder: str) -> None:
 
 def kill(group: int) -> None:
     """Kill a process group."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or belongs to another user
         os.killpg(group, signal.SIGKILL)
 
 

@@ -92,7 +92,7 @@ class Outlet:
         """Write a piece of the waiting output; the stream must be ready."""
         try:
             del self._pending[: os.write(self.fd, self._pending[: self._chunk])]
-        except BlockingIOError:
+        except BlockingIOError:  # the pipe is full again
             return
         except OSError as error:  # training goes on
             self._pending.clear()

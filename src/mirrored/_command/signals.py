@@ -60,7 +60,7 @@ class Signals:
         waiting = {outlet for outlet in outlets if outlet.is_waiting}
         for outlet in waiting:
             poll.register(outlet.fd, select.POLLOUT)
-        milliseconds = None if seconds is None else max(0, int(seconds * 1000) + 1)
+        milliseconds = None if seconds is None else max(0, int(seconds * 1000) + 1)  # rounded up: then the deadline has passed
         found = {fd for fd, _ in poll.poll(milliseconds)}
         with contextlib.suppress(BlockingIOError):
             while os.read(self._wakeup, 4096):

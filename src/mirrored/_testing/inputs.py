@@ -31,8 +31,7 @@ class InputOfWorkers:
     """The input of several simulated workers: the result of `testing.input_of_workers`.
 
     Attributes:
-        steps: for each step, the rows of each replica: nests of numpy arrays, without padding, in replica order over all workers.
-            Worker w's replicas begin at number `w * replicas_per_worker`.
+        steps: for each step, the rows of each replica, worker by worker, as nests of numpy arrays without padding.
         how: how the workers share out the records, in the words of the first worker's log.
         is_whole: whether every row must appear, because neither `drop_remainder` nor `max_steps` leaves any out.
     """
@@ -128,7 +127,8 @@ def input_of_workers(
             f"auto_shard_policy is {options.auto_shard_policy}, but make_dataset shares the records out. Leave it out."
         )
     workers, num_replicas = _make_workers(num_workers), num_workers * replicas_per_worker
-    datasets, verb = [], "distribute_datasets_from_function" if from_function else "distribute_dataset"
+    verb = "distribute_datasets_from_function" if from_function else "distribute_dataset"
+    datasets = []
     for index in range(num_workers):
         context = (InputContext(num_workers, index, num_replicas),) if from_function else ()
         datasets.append(make_dataset(*context))
@@ -171,7 +171,7 @@ def _make_workers(count: int) -> list[InputWorker]:
             slots[index] = json.dumps(value)
             barrier.wait()
             values = [json.loads(text) for text in slots]
-            barrier.wait()
+            barrier.wait()  # all have read before anybody writes the next value
             return values
 
         return InputWorker(index, count, exchange, close=barrier.abort)
@@ -187,7 +187,7 @@ def _run_together(read: Callable[[InputWorker], Any], workers: Sequence[InputWor
         try:
             with jax.enable_x64(is_x64):  # a new thread would have JAX's default
                 return read(worker)
-        except BaseException:
+        except BaseException:  # the others would wait for this worker for ever
             worker.close()
             raise
 

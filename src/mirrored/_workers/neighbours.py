@@ -50,7 +50,7 @@ class Process(NamedTuple):
             state, began = _state_of(self.number)
         except FileNotFoundError:
             return True
-        except (OSError, IndexError):
+        except (OSError, IndexError):  # unknown, so not known to be dead
             return False
         return state in "ZX" or began != self.began  # ended, and nobody has asked how yet; or another has its number
 

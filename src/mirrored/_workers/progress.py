@@ -230,7 +230,8 @@ class Progress:
 
     def history(self) -> list[str]:
         """Return the number of batches and the history's checksum, for `require_same_history`."""
-        return [str(self.batches) if in_main_thread() else UNKNOWN, f"{self.trail.last.checksum:08x}"]
+        batches = str(self.batches) if in_main_thread() else UNKNOWN
+        return [batches, f"{self.trail.last.checksum:08x}"]
 
     def tell(self) -> str:
         """Return the last entries of the history, for `require_same_history`."""

@@ -144,7 +144,7 @@ def _connect(cluster: Cluster, meeting: Meeting, seconds: float) -> None:
                 heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
                 shutdown_timeout_seconds=SHUTDOWN_SECONDS,
             )
-        except BaseException as error:
+        except BaseException as error:  # the thread that waits raises it
             errors.append(error)
 
     thread = threading.Thread(target=initialize, name="mirrored-connect", daemon=True)

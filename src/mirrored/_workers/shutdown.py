@@ -133,16 +133,16 @@ class Shutdown:
         if not self.begun.acquire(blocking=False):  # another thread is leaving
             self._stopped.wait(2 * LAST_RESORT_SECONDS)
             return
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # perhaps no thread can be started any more
             self.arm_last_resort(code)
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # a stream may be closed
             _logger.critical("worker %d leaves with code %d: %s", self._coordination.worker, code, verdict)
             if verdict.wants_stacks:
                 _logger.critical("worker %d was here:\n%s", self._coordination.worker, _stacks())
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
         if 0 not in verdict.lost:  # else a call into the service would block
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # the service may end in this moment
                 self._let_others_go(verdict, is_first)
         self._exit(code)
 

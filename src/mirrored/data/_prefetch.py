@@ -62,7 +62,7 @@ class Ahead(Generic[T]):
         try:
             items.close()
             close()
-        except BaseException as error:
+        except BaseException as error:  # the first error is the one to raise
             failure = failure or error
         with self._changed:
             self._is_finished = True

@@ -204,9 +204,8 @@ def make_example(features: Mapping[str, Any]) -> bytes:
     """Serialize a `tf.train.Example`.
 
     Args:
-        features: by name: bytes or a list of bytes for a bytes_list (an image is `image.tobytes()`, a string
-            `text.encode()`); floats for a float_list, rounded to float32; ints or bools for an int64_list. Arrays are
-            flattened in row-major order.
+        features: by name: bytes or a list of bytes (`image.tobytes()`, `text.encode()`) for a bytes_list; floats, rounded to
+            float32, for a float_list; ints or bools for an int64_list. Arrays are flattened in row-major order.
 
     >>> record = mr.data.make_example({"label": 3, "weights": np.array([0.5, 0.25])})
     >>> mr.data.parse_example(record, {"weights": mr.data.FixedLenFeature((2,), np.float32)})

@@ -22,10 +22,9 @@ class FixedLenFeature:
 
     Attributes:
         shape: the feature's shape in one record; the values are in row-major order.
-        dtype: `bytes` for the unchanged elements of a bytes_list, in an array of objects. np.float32 for a
-            float_list; any integer dtype, or bool, for an int64_list, whose values must fit in it. A numeric dtype
-            decodes a bytes_list of one element, which must hold the bytes of an array of this shape and dtype, as
-            `array.tobytes()` returns them (`tf.io.decode_raw`).
+        dtype: `bytes` for the elements of a bytes_list, in an array of objects; np.float32 for a float_list; an integer dtype or
+            bool, which must hold the values, for an int64_list. A numeric dtype decodes a bytes_list of one element, the bytes
+            of an array of this shape and dtype, as of `array.tobytes()` (`tf.io.decode_raw`).
         default_value: a number or an array of `shape`, for records without the feature. Without it they are an error.
 
     >>> mr.data.FixedLenFeature((28, 28, 1), np.uint8).shape

@@ -25,8 +25,7 @@ class ValuePlaces:
 
     features: Mapping[str, Any]  # as protobuf reads them; looking up a missing name would add it
     kinds: dict[str, str]  # feature -> the kind of list that holds its values
-    #: Feature -> one span for all its numbers, or one for each element of a bytes_list. A feature without spans is the same
-    #: in all records that match.
+    #: Feature -> one span for all its numbers, or one for each element of a bytes_list; a feature without spans is constant.
     spans: dict[str, list[Span]]
     fixed: list[tuple[Span, np.ndarray]]  # the spans between the values, with the bytes that all matching records share
 
@@ -38,7 +37,8 @@ class ValuePlaces:
         for name, spans in self.spans.items():
             if self.kinds[name] == "int64_list":  # one byte for each value
                 [(start, stop)] = spans
-                matching &= (records[:, start:stop] < (2 if name in bools else 0x80)).all(axis=1)
+                limit = 2 if name in bools else 0x80
+                matching &= (records[:, start:stop] < limit).all(axis=1)
         return matching
 
 

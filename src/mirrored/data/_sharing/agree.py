@@ -177,8 +177,9 @@ def _show(rows: dict[str, Any]) -> str:
 def _decode(rows: dict[str, Any], like: PyTree) -> PyTree:
     """Make a batch without rows from another worker's `_encode`, in the structure of `like` if there is one."""
     leaves = [np.zeros((0, *shape), dtype) for dtype, shape in rows["leaves"]]
-    treedef = jax.tree.structure(_from_skeleton(rows["skeleton"]) if like is None else like)
-    return jax.tree.unflatten(treedef, leaves)
+    if like is None:
+        like = _from_skeleton(rows["skeleton"])
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 def _skeleton(tree: PyTree) -> Any:

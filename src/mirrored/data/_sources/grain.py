@@ -97,11 +97,6 @@ def _kind(node: object) -> str:
     return type(node).__name__ if type(node).__module__.startswith("grain.") else ""
 
 
-def _length(dataset: Pipeline) -> int:
-    """Return the number of elements: a filter drops some, and does not say how many."""
-    return length_of(dataset, is_known=not any(type(node).__name__ == "FilterMapDataset" for node in _nodes(dataset)))
-
-
 def _num_smaller(dataset: grain.MapDataset[PyTree], num_rows: int) -> int | None:
     """Return how many elements have fewer than `num_rows` rows, by the pipeline's last `batch`; None if it does not tell."""
     name, parents, count = type(dataset).__name__, dataset.parents, len(dataset)
@@ -201,7 +196,8 @@ GRAIN = SourceKind(
     is_one=_is_pipeline,
     start=_start,
     why_no_batches=_why_no_batches,
-    length=_length,
+    # A filter drops some elements, and does not say how many.
+    length=lambda dataset: length_of(dataset, all(type(node).__name__ != "FilterMapDataset" for node in _nodes(dataset))),
     num_smaller=_num_smaller,
     sample=_start,
     counted_sizes=lambda dataset, is_by_file, asked: asked or _batch_sizes(dataset, of_all=is_by_file),
