@@ -22,11 +22,11 @@ class EnvironmentVariable:
         return current().get(self.name) if environment is None else environment.get(self.name)
 
     def set_default(self, value: str) -> None:
-        """Set it, unless it is already set."""
+        """Set the variable, unless it is already set."""
         os.environ.setdefault(self.name, value)
 
     def set(self, value: str) -> None:
-        """Set it, also for processes that this one starts."""
+        """Set the variable, also for processes that this one starts."""
         os.environ[self.name] = value
 
     def get_int(self, environment: Mapping[str, str] | None = None) -> int:
@@ -135,7 +135,7 @@ def forced_host_devices() -> int:
 
 
 def share_of_gpu_memory() -> float:
-    """Return the part of a GPU's memory that JAX takes, at once or, with XLA_PYTHON_CLIENT_PREALLOCATE=false, as it needs it."""
+    """Return the part of a GPU's memory that JAX takes, at once or (XLA_PYTHON_CLIENT_PREALLOCATE=false) as it needs it."""
     if (ALLOCATOR.get() or "").lower() == "platform":
         return 1.0
     return float(MEMORY_FRACTION.get() or OLD_MEMORY_FRACTION.get() or 0.75)
@@ -150,15 +150,15 @@ def named_gpus() -> int | None:
 
 
 def connect_directly(host: str) -> None:
-    """Keep gRPC's connections to a host out of any proxy, in this process and its children; only gRPC reads this name."""
+    """Keep gRPC's connections to a host out of any proxy, in this process and its children."""
     if any(proxy.get() for proxy in PROXIES):
-        own = NO_GRPC_PROXY.get()
-        NO_GRPC_PROXY.set(",".join(filter(None, (NO_PROXY.get() if own is None else own, host))))
+        before = NO_PROXY.get() if NO_GRPC_PROXY.get() is None else NO_GRPC_PROXY.get()
+        NO_GRPC_PROXY.set(",".join(filter(None, (before, host))))
 
 
 @contextlib.contextmanager
 def meanwhile(defaults: Mapping[EnvironmentVariable, str]) -> Iterator[None]:
-    """During a block, set variables that are unset."""
+    """Set variables that are unset, for the duration of a block."""
     unset = [variable.name for variable in defaults if variable.get() is None]
     os.environ.update({variable.name: value for variable, value in defaults.items() if variable.name in unset})
     try:
@@ -170,10 +170,7 @@ def meanwhile(defaults: Mapping[EnvironmentVariable, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def at_least(variable: EnvironmentVariable, minimum: int, fallback: EnvironmentVariable, keep: bool = False) -> Iterator[None]:
-    """During a block, raise a number in the environment to `minimum`; write nothing if it is large enough.
-
-    With `keep` it keeps the new value after the block, unless the block raises.
-    """
+    """Raise a number in the environment to at least `minimum` during a block; `keep` it afterwards, unless the block raises."""
     if variable.get_int() >= minimum:
         yield
         return

@@ -70,7 +70,7 @@ RESTART = 75
 class ClusterStartError(RuntimeError):
     """The workers of a cluster did not come together: one is missing, or a port is taken. The script ends with code 75.
 
-    If starting again would not help, because JAX had started before the strategy was made, it ends with code 76.
+    If JAX had started before the strategy was made, starting again would not help, and the code is 76.
     """
 
     def __init__(self, *args: object, exit_code: int = RESTART) -> None:
@@ -117,9 +117,8 @@ INTERRUPTED = 130
 #: The machine was about to be taken away, and the state is saved: 128 + SIGTERM, as if the signal had ended the process.
 PREEMPTED = 143
 
-#: Seconds after a first SIGTERM during which the launcher and a worker's preemption handler take others for the same notice:
-#: systemd and Slurm may signal all processes of a job, and the launcher and `srun` forward their own, so two come within
-#: milliseconds. A user who wants the program to end at once is slower.
+#: Seconds after a SIGTERM during which further ones count as the same notice: systemd and Slurm may signal all processes of a
+#: job, and the launcher and `srun` forward theirs, so two come within milliseconds. A user who insists is slower.
 NOTICE_SECONDS = 1.0
 
 for _thing in list(vars().values()):

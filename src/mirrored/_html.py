@@ -44,19 +44,19 @@ def outline(text: str) -> Html:
     """Write a text for a notebook: its first line as the title, the others as list items."""
     title, *lines = text.split("\n")
     points = join(element("li", line.strip()) for line in lines)
-    return join([element("b", title), element("ul", points) if lines else ""])
+    return join([element("b", title), *[element("ul", points)] * bool(lines)])
 
 
 def copies(title: str, arrays: Sequence[tuple[int, np.ndarray]], is_on_read: bool) -> Html:
     """Write a variable's (replica, copy) pairs for a notebook; show equal copies once."""
     are_equal = len({array.tobytes() for _, array in arrays}) == 1
     values = [(number, element("code", np.array2string(array, threshold=20))) for number, array in arrays]
+    shown = table(("replica", "value"), values)
     if is_on_read:
         kind = "sync-on-read, one value for each replica"
     elif are_equal:
         kind = f"{len(arrays)} equal copies" if len(arrays) > 1 else "1 copy"
+        shown = element("div", values[0][1])
     else:
         kind = "copies that differ"
-    is_once = are_equal and not is_on_read
-    shown = element("div", values[0][1]) if is_once else table(("replica", "value"), values)
     return join([element("b", title), f", {kind}", shown])

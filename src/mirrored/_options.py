@@ -29,7 +29,7 @@ def check_int(name: str, value: object, at_least: int, unit: str) -> None:
 
 
 class NamedChoice(enum.Enum):
-    """An enum that accepts its members' names in any case, and lists them in its errors."""
+    """An enum whose members can be given by name, in any case; its errors list the names."""
 
     @classmethod
     def parse(cls, given: object, argument: str, among: Iterable[Self] = ()) -> Self:
@@ -51,7 +51,7 @@ class AutoShardPolicy(NamedChoice):
     """The policy by which several workers divide the records of one dataset. With one worker, all are the same.
 
     * `AUTO`: `FILE` if the dataset reads at least one file for each worker, and neither the pipeline nor `drop_remainder`
-      depends on records of several files; else `DATA`. One line of the log says which and why.
+      depends on records of several files; else `DATA`. The log has one line with the choice and its reason.
     * `FILE`: worker i reads the files i, i + W, ..., so one worker reads each record. A step still takes one
       global batch: every worker contributes its replicas' share, or nothing when it has no more records.
       Each worker completes the batches of `.batch(n, drop_remainder=True)`, and drops its own remainder.
@@ -81,9 +81,9 @@ class InputOptions:
         drop_remainder: drop rows so that all replicas get the same number: the last `n mod R` rows of a global
             batch of n rows, and the remaining rows of other workers when one has no more records.
             Default False: every row is used, and the replicas really see different numbers of rows.
-        prefetch: how many batches a thread prepares and moves to the devices ahead of the one in use; each needs the device
-            memory of one batch. 0 prepares each batch in the thread that takes it, when it does. Default 2: one to hide the
-            preparation, and one for batches that take longer.
+        prefetch: how many batches a thread prepares and moves to the devices ahead of the batch in use; each takes device
+            memory. With 0, the thread that takes a batch prepares it. Default 2: one to hide the preparation, and one for
+            batches that take longer.
         auto_shard_policy: how several workers divide the records: `mr.AutoShardPolicy` or its name.
 
     Raises:
@@ -204,7 +204,7 @@ class NcclAllReduce(AllReduce):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class HierarchicalCopyAllReduce(AllReduce):
-    """TensorFlow's option for sums in a hierarchy. XLA, and NCCL between GPUs, choose the way over the links with or without it.
+    """TensorFlow's option for sums in a hierarchy. It changes nothing: XLA, and NCCL between GPUs, choose the links.
 
     Args:
         num_packs: see `mr.NcclAllReduce`.
@@ -254,8 +254,9 @@ class ReductionToOneDevice:
 
     def __repr__(self) -> str:
         """Show the function's name, which is the same on all workers."""
-        named = getattr(self.accumulation_fn, "__qualname__", type(self.accumulation_fn).__name__)
-        function = None if self.accumulation_fn is None else named
+        function = self.accumulation_fn
+        if function is not None:
+            function = getattr(function, "__qualname__", type(function).__name__)
         return f"mr.ReductionToOneDevice(reduce_to_device={self.reduce_to_device!r}, accumulation_fn={function})"
 
 
@@ -301,9 +302,9 @@ class VariableSynchronization(NamedChoice):
 
 
 class VariableAggregation(NamedChoice):
-    """The rule that makes one value of the replicas' values of a variable.
+    """The rule that combines the replicas' values of a variable into one.
 
-    * `NONE`: not at all. A mirrored variable then takes only values that are provably the same on every
+    * `NONE`: no rule. A mirrored variable then takes only values that are provably the same on every
       replica; a sync-on-read variable cannot be read outside a replica.
     * `SUM`, `MEAN`, `MAX`, `MIN`: over all replicas. TensorFlow has no `MAX` and `MIN`.
     * `ONLY_FIRST_REPLICA`: the value of replica 0.
@@ -323,7 +324,7 @@ class VariableAggregation(NamedChoice):
 
 
 class Storage(NamedChoice):
-    """The way in which devices store what is the same on every replica. The numbers are the same in all ways.
+    """The way in which devices store mirrored values. Results are the same in all ways.
 
     * `WHOLE`: every device has all of it.
     * `PARTS`: each of n devices has the n-th part of every large array, and gathers the rest where a step needs it. Other

@@ -1,7 +1,6 @@
 """The state of the process, which belongs to no strategy. The page on state says who changes it, and under which lock.
 
-All of it is in attributes of this module, or of the objects in it, so that a forked child, or a test that needs a fresh process,
-can reset it.
+All of it is in attributes of this module, or of objects in it, so that a forked child, or a test, can reset it.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ max_planned_calls: int | None = None
 
 @dataclasses.dataclass
 class WhatIf:
-    """How the command plans a program otherwise than it is written, and what it learns of the program.
+    """The changes that the command makes to a planned program, and what it learns of the program.
 
     Attributes:
-        rows: of each replica in every batch; 0: as many as the dataset gives.
-        parts: in how many parts, one after the other, a device takes its rows.
+        rows: the rows of each replica in every batch; 0: those of the dataset.
+        parts: the number of parts, one after the other, in which a device takes its rows.
         shard_state: whether each `mr.Optimizer` divides its state.
         storage: the `Storage` of all strategies; None: their own.
-        given_rows: how many rows the longest replica has in the last batch that a dataset gave.
+        given_rows: the largest number of rows of a replica in the dataset's last batch.
     """
 
     rows: int = 0
@@ -69,11 +68,11 @@ constants: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDiction
 
 #: All of them (`_models/library.Library`), once `_models/libraries` is imported.
 libraries: Sequence[Any] = ()
-#: Guards the next three: their replaced methods, how many blocks need these, and the strategies' models.
+#: Guards the next three: the libraries' replaced methods, how many blocks need them, and the strategies' models.
 replaced_lock = threading.RLock()
 replaced: dict[tuple[type, str], tuple[Callable[..., Any], Any]] = {}
 num_replacing = 0
-#: Model that trains itself, made in a strategy's scope or run on a strategy -> its devices.
+#: Model with its own training loop, made in a strategy's scope or run on a strategy -> its devices.
 library_models: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 #: Guards the next two: the places of JAX's functions that are replaced while steps are traced, and how many traces run.
 lax_lock = threading.Lock()
@@ -116,7 +115,7 @@ library_folders: tuple[str, ...] = ()
 
 
 def _renew_locks() -> None:
-    """Make new locks in a forked child: a thread that it does not have may hold an old one."""
+    """Make new locks in a forked child: a thread of the parent may hold an old one for ever."""
     global in_flight_lock, replaced_lock, lax_lock
     in_flight_lock, replaced_lock, lax_lock = threading.Lock(), threading.RLock(), threading.Lock()
 

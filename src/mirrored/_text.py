@@ -36,11 +36,11 @@ def escape_lines(text: str, limit: int) -> str:
 def escape_titled(title: str, rest: str, limit: int) -> str:
     """Return an escaped title, then escaped lines after a margin; at most `limit` characters of each."""
     lines = escape_lines(rest, limit)
-    return escape(title, limit) + (f"\n{lines}" if lines else "")
+    return escape(title, limit) + f"\n{lines}" * bool(lines)
 
 
 def version_of(package: str) -> str:
-    """Return the version of an installed package, or NO_VERSION, also for one that is only on the path."""
+    """Return the version of a package; NO_VERSION if it is not installed, even if it is on the path."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -50,7 +50,7 @@ def version_of(package: str) -> str:
 def describe(value: object, length: int = 60) -> str:
     """Show a value from the command line or the environment, escaped and cut to a length."""
     if isinstance(value, str):
-        return ascii(value[:length]) + ("..." if len(value) > length else "")
+        return ascii(value[:length]) + "..." * (len(value) > length)
     if isinstance(value, Mapping):
         return f"an object with {', '.join(describe(key, 20) for key in itertools.islice(value, 4)) or 'nothing'}"
     if isinstance(value, list | tuple):
@@ -92,13 +92,13 @@ def call_it(value: object) -> str:
 
 def list_lines(lines: Sequence[str], most: int = 5) -> str:
     """Write indented lines; of more than `most`, only the first, and "and 3 more"."""
-    more = [f"and {len(lines) - most} more"] if len(lines) > most else []
+    more = [f"and {len(lines) - most} more"] * (len(lines) > most)
     return "".join(f"\n  {line}" for line in (*lines[:most], *more))
 
 
 def counted(number: int, noun: str) -> str:
     """Return "1 worker" or "2 workers"."""
-    return f"{number} {noun}" + ("" if number == 1 else "s")
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def numbered(workers: Sequence[int]) -> str:
@@ -117,8 +117,10 @@ def bytes_in_words(count: float) -> str:
     >>> bytes_in_words(4), bytes_in_words(1024), bytes_in_words(5 * 2**40)
     ('4 B', '1.0 KiB', '5120.0 GiB')
     """
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.1f} {unit}" if unit != "B" else f"{count} B"
+    if count < 1024:
+        return f"{count} B"
+    for unit in ("KiB", "MiB"):
         count /= 1024
-    return f"{count:.1f} GiB"
+        if count < 1024:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1024:.1f} GiB"

@@ -1,4 +1,4 @@
-"""Says what to write in place of TensorFlow's and PyTorch's names that do not exist here, or are called otherwise."""
+"""Says what to write in place of names of TensorFlow and PyTorch that do not exist here, or are others."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ INSTEAD = {
 
 
 def explain_arguments(kind: ClassT) -> ClassT:
-    """Let a class say what to write in place of an argument that it lacks."""
+    """Let a class say what to write in place of an argument that it does not take."""
     owner, init = f"mr.{kind.__name__}", kind.__init__
 
     @functools.wraps(init)
@@ -179,15 +179,16 @@ def explain_arguments(kind: ClassT) -> ClassT:
 
 
 def hints(owner: str) -> Callable[[ClassT], ClassT]:
-    """Let a class say what to write in place of an attribute that it lacks; type checkers still find such a name."""
+    """Let a class say what to write in place of a missing attribute; type checkers still report the name."""
 
     def hint(self: object, name: str) -> NoReturn:
         raise missing(owner, name)
 
     def add(kind: ClassT) -> ClassT:
         kind.__getattr__ = hint  # pyrefly: ignore[missing-attribute]
-        for old in ALIASES if owner == "mr.Strategy" else ():
-            setattr(kind, old, functools.partialmethod(_call_renamed, old))
+        if owner == "mr.Strategy":
+            for old in ALIASES:
+                setattr(kind, old, functools.partialmethod(_call_renamed, old))
         return kind
 
     return add
@@ -199,8 +200,8 @@ def _call_renamed(strategy: Any, old: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def missing(owner: str, name: str) -> AttributeError:
-    """Return the error for an attribute that an owner such as `mr.Strategy` lacks, with the line to write, if any."""
-    instead = INSTEAD[owner]
-    prefix = "experimental_"
-    sentence = instead.get(name) or (instead.get(prefix) if name.startswith(prefix) else None)
-    return AttributeError(f"{owner} has no attribute {name!r}" + (f". {sentence}" if sentence else ""))
+    """Return the error for a missing attribute of an owner such as `mr.Strategy`, with the line to write, if any."""
+    sentence = INSTEAD[owner].get(name)
+    if not sentence and name.startswith("experimental_"):
+        sentence = INSTEAD[owner].get("experimental_")
+    return AttributeError(f"{owner} has no attribute {name!r}" + f". {sentence}" * bool(sentence))

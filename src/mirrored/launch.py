@@ -45,7 +45,7 @@ _HELP = """usage: mirrored launch -n N [options] script.py args...   start N wor
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, with an example of a correct command."""
+    """A parser that reports errors in one line, with an example of a correct command."""
 
     right = "mirrored launch -n 2 train.py"
 
@@ -76,7 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         work = importlib.import_module(name, __package__).main
         return work(arguments[1:]) if command == "check" else _until_nobody_reads(work, arguments[1:])
     if command in ("--version", "-h", "--help"):
-        text = f"mirrored {importlib.import_module(__package__ or 'mirrored').__version__}\n" if command == "--version" else _HELP
+        text = _HELP
+        if command == "--version":
+            text = f"mirrored {importlib.import_module(__package__ or 'mirrored').__version__}\n"
         return _until_nobody_reads(lambda _: sys.stdout.write(text) and 0, [])
     given = f"there is no command {describe(command)}" if command else "no command was given"
     sys.stderr.write(f"mirrored: {given}; there are launch, check, env, plan and report. Write for example: {_Parser.right}\n")
@@ -105,12 +107,13 @@ def _until_nobody_reads(work: Callable[[Sequence[str]], int], argv: Sequence[str
 def _launch(argv: Sequence[str]) -> int:
     options = _parse(argv)
     out = Outlet(1)
-    outlets = out, out if os.path.sameopenfile(1, 2) else Outlet(2)
+    errors = out if os.path.sameopenfile(1, 2) else Outlet(2)
+    outlets = out, errors
     with Signals() as signals:
         try:
             return _run(options, outlets, signals)
         except OSError as error:
-            _say(outlets[1], f"cannot start the workers: {error}")
+            _say(errors, f"cannot start the workers: {error}")
             return 1
         finally:
             for outlet in outlets:
@@ -151,7 +154,7 @@ def _run(options: argparse.Namespace, outlets: tuple[Outlet, Outlet], signals: S
 def _log_folder(options: argparse.Namespace, attempt: int, errors: Outlet) -> Path | None:
     """Make the log folder of an attempt; if that fails, print why and return None: training goes on without logs."""
     try:
-        return make_log_folder(options.log_dir, attempt, f"-node-{options.node_rank}" if options.nnodes > 1 else "")
+        return make_log_folder(options.log_dir, attempt, f"-node-{options.node_rank}" * (options.nnodes > 1))
     except OSError as error:
         _say(errors, f"cannot keep the output of attempt {attempt} in {escape(str(options.log_dir), 400)}: {error.strerror}")
         return None
@@ -186,9 +189,9 @@ def _variables(options: argparse.Namespace, address: str, attempt: int, i: int) 
     if options.cpu_devices:
         variables |= {_env.JAX_PLATFORMS: "cpu", _env.JAX_NUM_CPU_DEVICES: options.cpu_devices}
     elif options.n > 1 or options.gpus_per_worker:
-        each = options.gpus_per_worker or 1
+        count = options.gpus_per_worker or 1
         variables[_env.MIRRORED_GPUS] = options.gpus_per_worker or 0
-        variables[_env.JAX_LOCAL_DEVICE_IDS] = ",".join(str(gpu) for gpu in range(i * each, (i + 1) * each))
+        variables[_env.JAX_LOCAL_DEVICE_IDS] = ",".join(str(gpu) for gpu in range(i * count, (i + 1) * count))
     return {variable.name: str(value) for variable, value in variables.items()}
 
 
@@ -218,7 +221,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     names = {name for action in takes_value for name in action.option_strings}
     position = 0
     while position < len(argv) and argv[position].startswith("-") and argv[position] not in ("-m", "--"):
-        position += 2 if argv[position] in names else 1
+        position += 1 + (argv[position] in names)
     options = parser.parse_args(argv[:position])
     command = list(argv[position + (argv[position : position + 1] == ["--"]) :])
     try:
@@ -241,7 +244,9 @@ def _check(parser: _Parser, options: argparse.Namespace, command: list[str]) -> 
         if command[0].startswith("-"):  # a file whose name Python would take for an option
             command[0] = os.path.join(".", command[0])
     options.command = command
-    on_cpu = "--cpu-devices" if options.cpu_devices else "JAX_PLATFORMS=cpu" if _env.JAX_PLATFORMS.get() == "cpu" else ""
+    on_cpu = "JAX_PLATFORMS=cpu" * (_env.JAX_PLATFORMS.get() == "cpu")
+    if options.cpu_devices:
+        on_cpu = "--cpu-devices"
     if on_cpu and options.gpus_per_worker:
         parser.error(f"{on_cpu} and --gpus-per-worker were both given; a worker runs on the CPU or on GPUs")
     _check_gpus(parser, options)
@@ -257,12 +262,12 @@ def _check(parser: _Parser, options: argparse.Namespace, command: list[str]) -> 
 
 def _check_gpus(parser: _Parser, options: argparse.Namespace) -> None:
     """Refuse more GPUs than exist, before JAX waits minutes for all workers' GPUs."""
-    each, (num_gpus, where) = options.gpus_per_worker or 0, _find_gpus()
-    if num_gpus is not None and options.n * each > num_gpus:
-        parser.right = f"mirrored launch -n {max(num_gpus // each, 1)} --gpus-per-worker {min(each, num_gpus)} train.py"
+    count, (num_gpus, where) = options.gpus_per_worker or 0, _find_gpus()
+    if num_gpus is not None and options.n * count > num_gpus:
+        parser.right = f"mirrored launch -n {max(num_gpus // count, 1)} --gpus-per-worker {min(count, num_gpus)} train.py"
         if not num_gpus:
             parser.right = f"mirrored launch -n {options.n} --cpu-devices 1 train.py"
-        parser.error(f"-n {options.n} with --gpus-per-worker {each} needs {counted(options.n * each, 'GPU')}, and {where}")
+        parser.error(f"-n {options.n} with --gpus-per-worker {count} needs {counted(options.n * count, 'GPU')}, and {where}")
 
 
 def _find_gpus() -> tuple[int | None, str]:
@@ -319,6 +324,6 @@ def _flush(outlets: Sequence[Outlet], signals: Signals) -> None:
     known = len(signals.received)
     while any(outlet.is_waiting for outlet in outlets):
         is_patient = known < 2 and len(signals.received) == known
-        has_written = signals.wait(outlets, [], None if is_patient else 0)
-        if not is_patient and not has_written:
+        seconds = None if is_patient else 0
+        if not signals.wait(outlets, [], seconds) and not is_patient:
             break

@@ -1,7 +1,7 @@
-"""Losses that say how they are divided: each is this replica's share, and the shares of all replicas add up to the whole.
+"""Losses that are this replica's share of the global loss: the shares of all replicas add up to the whole.
 
-Their gradients add up too, and `mr.Optimizer` sums them: so the update equals that on one device. For one loss per example,
-`mr.value_and_grad` itself makes such a share.
+Their gradients add up too, and `mr.Optimizer` sums them: so the update equals that on one device. From one loss per example,
+`mr.value_and_grad` itself makes a share.
 """
 
 from __future__ import annotations
@@ -70,9 +70,8 @@ def compute_average_loss(
 def scale_regularization_loss(regularization_loss: _ArrayLike) -> jax.Array:
     """Divide a sum of regularization losses by the number of replicas.
 
-    Every replica computes the same regularization loss, and gradients are summed over the replicas. If a penalty depends on the
-    replica's own rows, like Keras' activity regularizers, write `mr.losses.mean_over_own_rows(penalty)`, or add it to each
-    example's loss.
+    Every replica computes the same loss, and gradients are summed over the replicas. For a penalty on the replica's own rows,
+    like Keras' activity regularizers, write `mr.losses.mean_over_own_rows(penalty)`, or add it to each example's loss.
 
     Args:
         regularization_loss: a number, or an array whose elements are summed.
@@ -127,7 +126,8 @@ def weighted_mean(losses: _ArrayLike, weights: _ArrayLike, total: _ArrayLike | N
     whole = replicas.sum([jnp.sum(weights)])[0] if total is None else _as_floats(total, "total")
     if whole.shape:
         raise ValueError(f"total has shape {whole.shape}; expected a scalar: ctx.all_reduce('sum', weights.sum()).")
-    return _share((jnp.sum(wide * weights) / jnp.where(whole == 0, 1, whole)).astype(losses.dtype))
+    divisor = jnp.where(whole == 0, 1, whole)  # 0 / 0 would be NaN, in the gradients too
+    return _share((jnp.sum(wide * weights) / divisor).astype(losses.dtype))
 
 
 def mean_over_own_rows(loss: _ArrayLike) -> jax.Array:
@@ -154,16 +154,16 @@ def mean_over_own_rows(loss: _ArrayLike) -> jax.Array:
 
     Source: https://keras.io/api/losses/
     """
-    own, total = _replicas("mean_over_own_rows").rows()
-    if own:
-        return _share(_scalar(loss, "mean_over_own_rows") * (own / total))
+    num_rows, total = _replicas("mean_over_own_rows").rows()
+    if num_rows:
+        return _share(_scalar(loss, "mean_over_own_rows") * (num_rows / total))
     nothing = _as_floats(loss, "the loss given to mean_over_own_rows")  # NaN, or Keras' array without elements
     note = _marks.Mark(_marks.Purpose.NO_ROWS, "mr.losses.mean_over_own_rows", _user_code.user_line())
     return _share(_marks.mark(jnp.zeros((), nothing.dtype), note))
 
 
 def already_divided(loss: _ArrayLike) -> jax.Array:
-    """Declare that a loss is already this replica's share: it was divided by a number that counts for all replicas.
+    """Declare that a loss is already this replica's share, because it was divided by a global number, such as the batch size.
 
     Args:
         loss: a scalar; the scalars of all replicas add up to the loss of the global batch.
@@ -186,12 +186,12 @@ def already_divided(loss: _ArrayLike) -> jax.Array:
 
 
 def as_share(value: _PyTree) -> _PyTree:
-    """Declare that a sum over the replicas is meant: `value` is this replica's share of it, and no gradient to be judged.
+    """Declare that `value` is this replica's share of an intended sum over the replicas, so that the sum causes no warning.
 
-    A sum over the replicas of gradients warns if nobody has said how their loss was divided, or if they were clipped or changed
-    before. The library takes for a gradient whatever differs by replica through results of backward passes alone. This is the
-    word where that sum is right: a total force, the vote of signs, per-example gradients that were clipped one by one, `A.T @ y`
-    by `jax.vjp`, gradients that are divided after the sum.
+    A sum of gradients over the replicas warns if their loss was not declared a share, or if they were clipped or changed before.
+    The library takes a value for a gradient if only results of backward passes make it differ by replica. Use this function if
+    such a sum is right: a total force, a vote of signs, per-example gradients that were clipped one by one, `A.T @ y` by
+    `jax.vjp`, gradients that are divided after the sum.
 
     Args:
         value: a tree of arrays, of any shapes; returned as it is.
@@ -214,9 +214,9 @@ def as_share(value: _PyTree) -> _PyTree:
 
 
 def global_loss(loss: Callable[..., Any]) -> Callable[..., jax.Array]:
-    """Return a function for the loss of the whole batch, whose value and gradients are the same on every replica.
+    """Return a function for the loss of the global batch, with the same value and gradients on every replica.
 
-    Use it for transformations that themselves evaluate a loss: `value_fn` of `optax.lbfgs` and line searches, `obj_fn` of
+    Use it for transformations that evaluate the loss themselves: `value_fn` of `optax.lbfgs` and line searches, `obj_fn` of
     `optax.contrib.sophia`, `grad_fn` of `optax.contrib.sam`. Each evaluation takes one all-reduce, and each
     gradient one more. The gradients are already combined, so pass them to `apply_gradients` with `aggregate=False`.
 
@@ -266,8 +266,8 @@ def global_loss(loss: Callable[..., Any]) -> Callable[..., jax.Array]:
             return same(*primals), replicas.sum(tangents)[0] / replicas.size
 
         is_float = lambda x: isinstance(x, jax.Array | np.ndarray | float) and jnp.issubdtype(jnp.result_type(x), jnp.inexact)  # noqa: E731
-        own = jax.tree.map(lambda leaf: same(jnp.asarray(leaf)) if is_float(leaf) else leaf, (args, kwargs))
-        share = _as_numbers(loss(*own[0], **own[1]), "the result of the function given to global_loss")
+        args, kwargs = jax.tree.map(lambda leaf: same(jnp.asarray(leaf)) if is_float(leaf) else leaf, (args, kwargs))
+        share = _as_numbers(loss(*args, **kwargs), "the result of the function given to global_loss")
         if share.ndim:
             raise TypeError(
                 f"the function given to global_loss returned shape {share.shape}; expected a scalar, this replica's share, for "
@@ -333,9 +333,10 @@ def _global_batch_size(given: object, losses: jax.Array, replicas: _ReplicaAxis)
     if given is None:
         return sum(replicas.examples(losses.shape[0]))
     is_number = isinstance(given, int | float | np.integer | np.floating | np.ndarray | jax.Array) and not isinstance(given, bool)
-    known = np.asarray(given) if is_number and not isinstance(given, jax.core.Tracer) else None
-    if is_number and jnp.ndim(given) == 0 and (known is None or (known >= 1 and float(known).is_integer())):
-        return given
+    if is_number and jnp.ndim(given) == 0:
+        is_traced = isinstance(given, jax.core.Tracer)  # then its value is not known
+        if is_traced or (np.asarray(given) >= 1 and float(np.asarray(given)).is_integer()):
+            return given
     raise ValueError(
         f"global_batch_size is {given!r}; expected the whole number of examples on all replicas together, at least 1."
     )

@@ -8,7 +8,7 @@ MUTANTS = [
      "tests/_replicas/test_mesh.py::test_strategies_on_the_same_devices_are_the_same_place"),
     ("_strategy/leaves.py", "tuple(map(jax.numpy.copy, copies))", "tuple(copies)",
      STRATEGY + "local_results_of_variables_are_their_copies"),
-    ("losses.py", "    if own:\n        return _share(_scalar", "    if True:\n        return _share(_scalar",
+    ("losses.py", "    if num_rows:\n        return _share(_scalar", "    if True:\n        return _share(_scalar",
      RIGHT + "[uneven]"),
     ("losses.py", "replicas.sum([jnp.sum(weights)])[0] if total", "jnp.sum(weights) if total", RIGHT + "[even]"),
     ("optimizer.py", ".mirrored, op, (), None)", ".mirrored, ReduceOp.MEAN, (), None)",

@@ -9,7 +9,7 @@ MUTANTS = [
     ("_workers/shutdown.py", "self._coordination.put(_VERDICT, verdict.encode())", "pass", _ENDS.format("raise hostile")),
     ("_workers/neighbours.py", "            return True", "            return False",
      "tests/_workers/test_neighbours.py::test_a_process_is_dead_when_it_has_ended_and_no_other_is_taken_for_it"),
-    ("_workers/same_program.py", "if any(own != seen[0][1] for _, own, *_ in seen):", "if False:",
+    ("_workers/same_program.py", "if any(key != seen[0][1] for _, key, *_ in seen):", "if False:",
      _HERE + "mistakes.py::test_workers_that_do_not_do_the_same_are_told_and_can_go_on_together"),
     ("_workers/same_program.py", "len(set(batches)) > 1", "len(set(batches)) > 2", _MISTAKE.format("batch of the chief")),
     ("_variables/equal_copies.py", "column != usual", "column < 0", _MISTAKE.format("flipped bit")),

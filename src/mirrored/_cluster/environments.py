@@ -1,7 +1,4 @@
-"""The environment variables of launchers: one reader for each launcher, and their order.
-
-No jax, and nothing here connects to anything: docs/design/clusters.md.
-"""
+"""The environment variables of launchers: one reader for each launcher, and their order (docs/design/clusters.md)."""
 
 from __future__ import annotations
 
@@ -36,9 +33,9 @@ EXAMPLE = '{"cluster": {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "task": {
 MAX_TEXT = 256 * 1024
 #: Ports for jobs whose variables name none: above the range from which Linux gives ports to connections.
 JOB_PORTS = range(61440, 64512)
-#: Where a worker 0 in Kubernetes or under mpiexec listens when nothing says where; jax's port on TPUs.
+#: The port of worker 0 in Kubernetes or under mpiexec, if nothing names one; jax's port on TPUs.
 DEFAULT_PORT = 8476
-#: Who describes a cluster, where other files ask for it.
+#: Sources of descriptions for which other files ask.
 NOTHING, SLURM, TORCHRUN = "nothing", "Slurm's variables", "torchrun's variables"
 
 _NODES = re.compile(r"(?:[A-Za-z0-9_.-]|\[[0-9,-]+\])+")
@@ -55,8 +52,10 @@ def from_tf_config(environment: Mapping[str, str]) -> Cluster:
         if "sparseCluster" in config:
             refuse("it has a sparseCluster (enableDynamicWorker): the number of workers must be fixed")
         for key in ("cluster", "task"):
-            if not isinstance(config.get(key), dict):
-                refuse(f"{key} is {describe(config[key])}" if key in config else f"it has no {key!r}, only {_keys(config)}")
+            if key not in config:
+                refuse(f"it has no {key!r}, only {_keys(config)}")
+            if not isinstance(config[key], dict):
+                refuse(f"{key} is {describe(config[key])}")
         task = config["task"]
         for key in ("type", "index"):
             if key not in task:
@@ -130,9 +129,9 @@ def _from_torchrun(environment: Mapping[str, str]) -> Cluster:
         if not has(environment, _env.MASTER_ADDR, _env.MASTER_PORT):
             refuse("RANK and WORLD_SIZE are set without MASTER_ADDR and MASTER_PORT, which say where rank 0 is")
         port = max(1, decimal(environment, _env.MASTER_PORT, 65536))
-        # torchrun's own store listens on MASTER_PORT.
+        port += 1 if port < 65535 else -1  # torchrun's own store listens on MASTER_PORT
         host = _host_or_loopback(environment, _env.LOCAL_WORLD_SIZE, _env.WORLD_SIZE, environment[_env.MASTER_ADDR.name])
-        return join_address(host, port + 1 if port < 65535 else port - 1)
+        return join_address(host, port)
 
     return _launched(environment, TORCHRUN, _env.WORLD_SIZE, _env.RANK, address)
 
@@ -143,9 +142,11 @@ def _from_open_mpi(environment: Mapping[str, str]) -> Cluster:
         # Worker 0 is expected on mpirun's own host, as jax does; the preflight finds out when it is not.
         v4 = re.match(r"([0-9]+)\.[0-9]+;tcp6?://(?:\[([^\],]+)|([^,:;]+))", uri)
         v5 = re.fullmatch(r"prterun-(.+)-[0-9]+@[0-9]+", namespace)
-        host = (v4[2] or v4[3]) if v4 else v5[1] if v5 else None
+        job, host = namespace, v5 and v5[1]
+        if v4:
+            job, host = v4[1], v4[2] or v4[3]
         host = _host_or_loopback(environment, _env.OMPI_COMM_WORLD_LOCAL_SIZE, _env.OMPI_COMM_WORLD_SIZE, host)
-        return join_address(host, _job_port(v4[1] if v4 else namespace))
+        return join_address(host, _job_port(job))
 
     return _launched(environment, "Open MPI's variables", _env.OMPI_COMM_WORLD_SIZE, _env.OMPI_COMM_WORLD_RANK, address)
 
@@ -221,7 +222,7 @@ def _numbered(
     where: str,
     found_in: str = "",
 ) -> Cluster:
-    """Make a cluster of which only worker 0's address is known."""
+    """Make a cluster from its size, this worker's number, and worker 0's address."""
     num_workers = decimal(environment, size, MAX_WORKERS + 1)
     index = decimal(environment, rank, num_workers)
     first = None if address is None else check_address(where, address)
@@ -240,7 +241,7 @@ def _host_or_loopback(
 
 
 def _job_port(job: str) -> int:
-    """Choose a port by a name that differs by job, and is the same for all its workers."""
+    """Choose a port by the name of a job, so that all its workers choose the same one."""
     return JOB_PORTS[zlib.crc32(job.encode(errors="replace")) % len(JOB_PORTS)]
 
 
@@ -254,7 +255,7 @@ def _text(environment: Mapping[str, str], variable: EnvironmentVariable) -> str:
 
 
 def decimal(environment: Mapping[str, str], variable: EnvironmentVariable, below: int) -> int:
-    """Read a number: a count from 1 where `below` is the limit of counts, an index from 0 otherwise."""
+    """Read a whole number below a limit: from 0 on, or from 1 on if the limit is that of numbers of workers."""
     text = _text(environment, variable)
     if not re.fullmatch("[0-9]{1,10}", text) or int(text) >= below:
         refuse(f"{variable.name} is {describe(text)}; expected a whole number below {below}")
@@ -296,7 +297,7 @@ def _expand_numbers(ranges: str, limit: int) -> list[str]:
 
 
 def has(environment: Mapping[str, str], *variables: EnvironmentVariable) -> bool:
-    """Tell whether all of these are set, be it to nothing."""
+    """Tell whether all of these variables are set, even to the empty text."""
     return all(variable.name in environment for variable in variables)
 
 
@@ -326,7 +327,7 @@ def _has_slurm(environment: Mapping[str, str]) -> bool:
     return has(environment, _env.SLURM_STEP_NODELIST, _env.SLURM_STEP_NUM_TASKS, _env.SLURM_PROCID)
 
 
-#: Who may describe a cluster, the most explicit first. Under mpirun in a Slurm allocation, Slurm's variables describe
+#: The sources of a description, the most explicit first. Under mpirun in a Slurm allocation, Slurm's variables describe
 #: mpirun's daemons and not the workers, so MPI's come before. The jobs of Kubeflow set the first four.
 SOURCES: tuple[tuple[str, Callable[[Mapping[str, str]], bool], Callable[[Mapping[str, str]], Cluster]], ...] = (
     ("TF_CONFIG", lambda environment: has(environment, _env.TF_CONFIG), from_tf_config),
@@ -340,13 +341,13 @@ SOURCES: tuple[tuple[str, Callable[[Mapping[str, str]], bool], Callable[[Mapping
 
 
 def is_left_alone(cluster: Cluster, environment: Mapping[str, str]) -> bool:
-    """Tell whether Slurm has several tasks, of which this process knows itself only."""
+    """Tell whether this process trains alone although Slurm has several tasks."""
     is_said = cluster.found_in not in (NOTHING, SLURM)
     return cluster.num_workers == 1 and not is_said and _env.SLURM_NTASKS.get_int(environment) > 1
 
 
 def near_miss(cluster: Cluster, environment: Mapping[str, str]) -> str:
-    """Return a hint where variables look like another cluster than they describe."""
+    """Return a hint if the variables of a job are set, but describe no cluster."""
     if is_left_alone(cluster, environment):
         number = _env.SLURM_NTASKS.get(environment)
         return f" (SLURM_NTASKS is {number}, and this process trains alone: start all tasks with `srun python train.py`)"

@@ -1,7 +1,4 @@
-"""Worker 0's part of the meeting before jax starts: collects a hello from every other worker, and tells all of them the outcome.
-
-docs/design/clusters.md.
-"""
+"""Worker 0's part of the meeting before jax starts: collects all hellos, tells the outcome (docs/design/clusters.md)."""
 
 from __future__ import annotations
 
@@ -21,11 +18,11 @@ from .spec import Cluster, is_loopback, join_address, split_address
 
 #: The time for a new connection to say hello, for a name server to answer, and for one attempt to connect.
 PATIENCE_SECONDS = 2.0
-#: A waiting worker logs that for the first time after so long; then each time after twice as long.
+#: When a waiting worker logs that it waits; then again at twice the time, and so on.
 PROGRESS_SECONDS = 10.0
-#: How long worker 0 tells a failure to workers that come late, and how long a worker waits for that.
+#: How long worker 0 tells a failure to late workers, and how long a worker waits for it.
 LINGER_SECONDS = 1.0
-#: The most connections that have not said hello; worker 0 closes the oldest of more.
+#: The most connections without a hello; if there are more, worker 0 closes the oldest.
 MAX_STRANGERS = 64
 #: When the kernel probes a silent connection: it gives up after 5 + 3 * 2 seconds.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
@@ -34,12 +31,12 @@ _logger = logging.getLogger("mirrored")
 
 
 def reset_on_close(sock: socket.socket) -> None:
-    """Let a connection end in a reset, which does not keep the port in use for a minute as a hang-up does."""
+    """End a connection by a reset: after a hang-up the port would stay in use for a minute."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """Let a connection end soon after the other host, which can say nothing any more."""
+    """End a connection soon after its other host has died, which cannot hang up."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEP_ALIVE.items():
         if hasattr(socket, name):
@@ -105,10 +102,10 @@ class Gathering:
         self.peers: dict[_Peer, None] = {}  # in the order in which they came
         self.present: dict[int, _Peer] = {}
         self.failure: Exception | None = None  # for all workers
-        self.turned_away = ""  # why the first one was that is none of this job's
+        self.turned_away = ""  # why the first worker of another job was turned away
 
     def gather(self) -> None:
-        """Return when all workers are there and know it, with all connections closed."""
+        """Wait until all workers are there and know it, and close all connections."""
         try:
             self.selector.register(self.listener, selectors.EVENT_READ)
             while not self.failure and self._missing():
@@ -126,14 +123,15 @@ class Gathering:
             self.selector.close()
 
     def _tell_all(self, failure: Exception | None) -> None:
-        """Tell all workers to start, or the failure, also to those that come within a moment; wait until they have hung up."""
+        """Tell all workers, late ones too, to start or the failure; wait until they have hung up."""
         if not failure:  # close the port first, so that nobody takes us for jax
             self.selector.unregister(self.listener)
             self.listener.close()
         for peer in self.peers:
             if peer.hello and not peer.answer(failure or GO) and not failure:
                 raise ClusterStartError(f"{self._name(peer.hello.index)} left while all were told to start")
-        until = time.monotonic() + (LINGER_SECONDS if failure else PATIENCE_SECONDS)
+        seconds = LINGER_SECONDS if failure else PATIENCE_SECONDS
+        until = time.monotonic() + seconds
         some_are_late = bool(self._missing())
         while time.monotonic() < until and (some_are_late or any(peer.hello for peer in self.peers)):
             self._turn(until)
@@ -141,10 +139,13 @@ class Gathering:
             raise failure
 
     def _turn(self, until: float) -> None:
-        """Wait for something to happen, and handle it; ends before hellos, because a worker may leave and come again."""
+        """Wait for events, and handle them: hang-ups before hellos, because a worker may leave and come again."""
         until = min([until, *(peer.until for peer in self.peers if not peer.hello)])
         for key, _ in self.selector.select(max(0.0, until - time.monotonic())):
-            self._read(key.data) if key.data else self._accept()
+            if key.data:
+                self._read(key.data)
+            else:
+                self._accept()
         strangers = [peer for peer in self.peers if not peer.hello]
         for peer in strangers:
             line, end, _ = bytes(peer.buffer).partition(b"\n")
@@ -159,11 +160,11 @@ class Gathering:
     def _accept(self) -> None:
         try:
             sock, address = self.listener.accept()
-        except (BlockingIOError, ConnectionError):
+        except (BlockingIOError, ConnectionError):  # it hung up before it was accepted
             return
         except OSError as error:
             self.failure = self.failure or self._no_more(error)
-            time.sleep(0.01)  # while this is told, they come again and again
+            time.sleep(0.01)  # the connection stays in the queue, and is reported again and again
             return
         sock.setblocking(False)
         keep_alive(sock)
@@ -183,9 +184,9 @@ class Gathering:
     def _read(self, peer: _Peer) -> None:
         try:
             data = peer.sock.recv(MAX_LINE)
-        except BlockingIOError:
+        except BlockingIOError:  # the kernel may announce data, and then drop it
             return
-        except OSError:
+        except OSError:  # a reset is a hang-up too
             data = b""
         if not data:
             self._drop(peer, "left")
@@ -193,9 +194,9 @@ class Gathering:
             peer.buffer += data
 
     def _judge(self, peer: _Peer, hello: Hello) -> None:
-        """Take a worker, which may have come before. One that differs is an error of all, or of the later one of two jobs.
+        """Take a worker, which may have come before. If it differs, all fail; of two jobs only the later one fails.
 
-        One that was given another cluster, with another chief, is an error of its own only: it may be anybody.
+        A worker that was given another chief fails alone: it may be anybody.
         """
         before = self.present.get(hello.index)
         difference = self._difference(peer, hello, before)
@@ -228,11 +229,11 @@ class Gathering:
         self._drop(peer)
 
     def _difference(self, peer: _Peer, hello: Hello, before: _Peer | None) -> Exception | None:
-        """Return the error of a worker that differs from worker 0, or whose index another one has."""
+        """Return the error of a worker that differs from worker 0, or has the index of another worker."""
         they = f"worker {hello.index} ({peer.address}, {describe(hello.process)})"
         me = f"the chief ({self.cluster.coordinator_address}, {describe(self.hello.process)})"
         if difference := first_difference(they, hello, me, self.hello):
-            # A job whose size changes starts its workers one by one: some of them know of the old size still.
+            # When the size of a job changes, its workers start one by one, some of them with the old size.
             is_resized = hello.num_workers != self.hello.num_workers and self._has_same_chief(hello)
             if is_resized:
                 return ClusterStartError(difference)
@@ -244,7 +245,7 @@ class Gathering:
         return None
 
     def _drop(self, peer: _Peer, why: str = "") -> None:
-        """Close a connection; a stranger's so that the port is free at once."""
+        """Close a connection; reset a stranger's, so that the port is free at once."""
         del self.peers[peer]
         if peer.hello is None:
             _logger.debug("hung up on %s, which %s", peer.address, why)
@@ -263,9 +264,7 @@ class Gathering:
 
     def _waiting(self) -> str:
         missing = self._missing()
-        names = ", ".join(self._name(index) for index in missing[:8]) + (
-            f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-        )
+        names = ", ".join(self._name(index) for index in missing[:8]) + f" and {len(missing) - 8} more" * (len(missing) > 8)
         by_srun = _BY_SRUN if self.cluster.found_in == SLURM else ""
         return f"waiting for {names}{by_srun}; {self.cluster.num_workers - len(missing)} of {self.cluster.num_workers} present"
 

@@ -1,7 +1,6 @@
 """Messages between workers before jax starts: short lines of JSON, believed only after a check.
 
-The other side may be anybody on the network. So a line has a limit, a message has known fields of known types and
-lengths, and text is escaped where it is shown: docs/design/clusters.md.
+The other side may be anybody: so lines have a limit, fields known types and lengths, and shown texts are escaped.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from .._errors import ClusterConfigError, ClusterStartError
 from .._text import describe
 from .spec import MAX_WORKERS, Cluster
 
-#: Says that this is our protocol, and which version of it.
+#: The protocol and its version.
 MAGIC = "mirrored-preflight-1"
 MAX_LINE = 8192
 #: Characters of a message for a person, and of all addresses together; both fit a line with room to spare.
 MAX_TEXT = 3000
 _MAX_WORD, _MAX_VERSIONS = 300, 16
-#: What worker 0 answers: that it waits for others, that all are there, or the error that all raise. And what jax's service says.
+#: Answers of worker 0: others are missing; all are there. And the answer of jax's service.
 WAITING, GO, RUNNING = "waiting", "go", "running"
 #: The settings of HTTP/2, which gRPC and so jax's service sends first, from the fourth byte on.
 _GRPC = b"\x04\x00\x00\x00\x00\x00"
@@ -35,11 +34,11 @@ class Hello:
     index: int
     num_workers: int
     digest: str  # of its description of the cluster
-    workers: Sequence[str]  # the addresses in that description, to show a difference; the chief's alone when they are too long
+    workers: Sequence[str]  # the addresses in that description, to show a difference; only the chief's if they are too long
     versions: Mapping[str, str]
     process: str  # its host and process number, for a person
-    token: str  # tells a process that connects again from another one with the same index
-    is_late: bool = False  # whether it has met a job at the address: then two clusters that differ may be two jobs
+    token: str  # tells a process that connects again from another process with the same index
+    is_late: bool = False  # whether it has found a job running at the address: then different clusters may be two jobs
 
     def encode(self) -> bytes:
         """Return the line that `parse_hello` takes."""
@@ -49,7 +48,8 @@ class Hello:
 def introduce(cluster: Cluster, versions: Mapping[str, str], process: str, token: str) -> Hello:
     """Make the hello of this worker."""
     workers = tuple(address or "" for address in cluster.workers)
-    workers = workers if sum(map(len, workers)) + 4 * len(workers) <= MAX_TEXT else workers[:1]
+    if sum(map(len, workers)) + 4 * len(workers) > MAX_TEXT:
+        workers = workers[:1]
     return Hello(cluster.worker_index, cluster.num_workers, cluster.digest(), workers, dict(versions), process, token)
 
 
@@ -59,7 +59,7 @@ def encode(message: Mapping[str, Any]) -> bytes:
 
 
 def parse_hello(line: bytes) -> Hello | None:
-    """Read a hello; None for everything else."""
+    """Read a hello; return None for any other line."""
     message = _decode(line)
     if not message or message.keys() != {field.name for field in dataclasses.fields(Hello)}:
         return None
@@ -70,7 +70,9 @@ def parse_hello(line: bytes) -> Hello | None:
     words = (*hello.workers, *hello.versions, *hello.versions.values(), hello.digest, hello.process, hello.token)
     are_numbers = all(type(number) is int and 0 <= number <= MAX_WORKERS for number in numbers)
     are_words = all(isinstance(word, str) and len(word) <= _MAX_WORD for word in words)
-    return hello if are_numbers and are_words and isinstance(hello.is_late, bool) else None
+    if not (are_numbers and are_words and isinstance(hello.is_late, bool)):
+        return None
+    return hello
 
 
 def encode_answer(answer: str | Exception) -> bytes:
@@ -82,7 +84,7 @@ def encode_answer(answer: str | Exception) -> bytes:
 
 
 def parse_answer(line: bytes) -> str | Exception | None:
-    """Read an answer of worker 0: WAITING, GO, or the error to raise; RUNNING of jax's service; None for everything else."""
+    """Read an answer of worker 0, WAITING, GO or the error to raise, or RUNNING of jax's service; None for any other line."""
     if line[3:].startswith(_GRPC):
         return RUNNING
     message = _decode(line)
@@ -114,10 +116,10 @@ def first_difference(they: str, theirs: Hello, me: str, mine: Hello) -> str:
     if theirs.index >= mine.num_workers:
         return f"{they} has an index that is not below {mine.num_workers}, the number of workers"
     for name in sorted({*theirs.versions, *mine.versions}):
-        here, there = mine.versions.get(name, "none"), theirs.versions.get(name, "none")
-        if here != there:
-            what = f"{describe(name)[1:-1]} {describe(there)}"
-            return f"{they} runs {what}, {me} runs {describe(here)}; install the same version on both"
+        my_version, their_version = mine.versions.get(name, "none"), theirs.versions.get(name, "none")
+        if my_version != their_version:
+            what = f"{describe(name)[1:-1]} {describe(their_version)}"
+            return f"{they} runs {what}, {me} runs {describe(my_version)}; install the same version on both"
     return ""
 
 

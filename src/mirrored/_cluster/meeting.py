@@ -27,7 +27,7 @@ from .gathering import LINGER_SECONDS, PATIENCE_SECONDS, Clock, Gathering, keep_
 from .hello import GO, MAX_LINE, RUNNING, Hello, introduce, may_be_ours, parse_answer
 from .spec import Cluster, is_loopback, join_address, split_address
 
-#: The limit where a host sets none; some programs go through all numbers up to it.
+#: The limit of open files if the host sets none; not more, as some programs loop over all numbers up to it.
 MAX_OPEN_FILES = 1 << 20
 _BY_TORCHRUN = (
     ". When rank 0 is lost, torchrun keeps the old MASTER_PORT: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, on "
@@ -42,14 +42,13 @@ class Meeting:
     """A worker's addresses, known after it has met the others."""
 
     host: str  # the numeric address at which other workers reach this one, for the collectives
-    bind_address: str | None = None  # where worker 0's coordinator is to listen, and not on every network of the host
+    bind_address: str | None = None  # the only address at which worker 0's coordinator is to listen
 
 
 def meet(cluster: Cluster, versions: Mapping[str, str], timeout_seconds: float) -> Meeting:
     """Wait until all workers are there, and check that they have the same cluster and versions.
 
-    For a cluster of several workers. On return, worker 0's port is free again, and `jax.distributed.initialize` may take it. An
-    error comes at most two seconds after the timeout.
+    For several workers. On return, worker 0's port is free for `jax.distributed`. An error comes within the timeout and 2 s.
 
     Raises:
         ClusterConfigError: when starting again would not help: an address that is not this host's, a name that does not
@@ -58,12 +57,14 @@ def meet(cluster: Cluster, versions: Mapping[str, str], timeout_seconds: float) 
     """
     clock = Clock(timeout_seconds)
     _allow_open_files()
-    own = _own_host(cluster, clock)
+    own_host = _own_host(cluster, clock)
     hello = introduce(cluster, versions, f"{socket.gethostname()} pid {os.getpid()}", secrets.token_hex(8))
     if not cluster.is_chief:
-        return Meeting(_join(cluster, hello, clock, own))
-    chief, port = split_address(cluster.coordinator_address or "")
-    family, address = _resolve(chief if cluster.is_local else own or chief, port, cluster, clock)[0]
+        return Meeting(_join(cluster, hello, clock, own_host))
+    host, port = split_address(cluster.coordinator_address or "")
+    if own_host and not cluster.is_local:
+        host = own_host
+    family, address = _resolve(host, port, cluster, clock)[0]
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         _listen(listener, address, cluster.coordinator_address or "", hello, clock)
         Gathering(cluster, hello, listener, clock).gather()
@@ -72,15 +73,15 @@ def meet(cluster: Cluster, versions: Mapping[str, str], timeout_seconds: float) 
 
 def _allow_open_files() -> None:
     """Let this process open as many files as it may: it needs one for each other worker, and the usual limit is 1,024."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError):  # the host may forbid it
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
         if soft != resource.RLIM_INFINITY and soft < most:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def _join(cluster: Cluster, hello: Hello, clock: Clock, own: str | None) -> str:
-    """Be a worker: say hello to worker 0 until it answers; return this worker's own host."""
+def _join(cluster: Cluster, hello: Hello, clock: Clock, own_host: str | None) -> str:
+    """Say hello to worker 0 until it lets all start; return this worker's own host."""
     chief = cluster.coordinator_address or ""
     addresses = _resolve(*split_address(chief), cluster, clock)
     why = ""
@@ -91,7 +92,7 @@ def _join(cluster: Cluster, hello: Hello, clock: Clock, own: str | None) -> str:
                     why = _await_start(sock, chief, hello, clock)
                     if not why:
                         host = sock.getsockname()[0]
-                        return host if own is None or is_loopback(own) else own
+                        return host if own_host is None or is_loopback(own_host) else own_host
             except OSError as error:
                 why = error.strerror or str(error)
         if clock.left <= 0:
@@ -102,15 +103,15 @@ def _join(cluster: Cluster, hello: Hello, clock: Clock, own: str | None) -> str:
                 f"{_BY_TORCHRUN * (cluster.found_in == TORCHRUN)}"
             )
         clock.wait(f"worker {cluster.worker_index} is waiting for the chief ({chief}): {why};")
-        found = _look_up(*split_address(chief), 1.0)  # it may have come back at another address
-        addresses = found if isinstance(found, list) else addresses
+        if isinstance(found := _look_up(*split_address(chief), 1.0), list):  # it may have come back at another address
+            addresses = found
 
 
 @contextlib.contextmanager
 def _ask(family: socket.AddressFamily, address: Any, hello: Hello, clock: Clock) -> Iterator[socket.socket]:
     """Connect, and say hello."""
     with socket.socket(family, socket.SOCK_STREAM) as sock:
-        sock.settimeout(max(0.01, min(PATIENCE_SECONDS, clock.left)))
+        sock.settimeout(max(0.01, min(PATIENCE_SECONDS, clock.left)))  # 0 would mean not to wait
         sock.connect(address)
         keep_alive(sock)
         if sock.getsockname() == sock.getpeername():
@@ -122,10 +123,8 @@ def _ask(family: socket.AddressFamily, address: Any, hello: Hello, clock: Clock)
 
 
 def _await_start(sock: socket.socket, chief: str, hello: Hello, clock: Clock) -> str:
-    """Wait for worker 0's answer: return "" for go, the reason to try again, or raise its error.
-
-    A run that ends is waited for, because the launchers of several hosts do not start anew at the same moment.
-    """
+    """Wait for worker 0's answer; return "" for go or the reason to try again, or raise its error."""
+    # A running job is a reason to wait, not an error: the launchers of several hosts do not restart at the same moment.
     state = "it accepts connections but says nothing"
     for answer in _answers(sock, clock):
         if answer is None:
@@ -148,10 +147,10 @@ def _await_start(sock: socket.socket, chief: str, hello: Hello, clock: Clock) ->
 
 
 def _answers(sock: socket.socket, clock: Clock) -> Iterator[str | Exception | bytes | None]:
-    """Yield the answers of the other side, bytes that are none, None when it is time to report; end when it is over."""
+    """Yield parsed answers, unparsed bytes, and None whenever it is time to log; stop at the deadline or hang-up."""
     buffer = b""
     while (left := clock.left + LINGER_SECONDS) > 0:
-        sock.settimeout(max(0.01, min(left, clock.next_report - time.monotonic())))
+        sock.settimeout(max(0.01, min(left, clock.next_report - time.monotonic())))  # 0 would mean not to wait
         try:
             data = sock.recv(MAX_LINE)
         except TimeoutError:
@@ -167,12 +166,12 @@ def _answers(sock: socket.socket, clock: Clock) -> Iterator[str | Exception | by
 
 
 def _listen(sock: socket.socket, address: Any, chief: str, hello: Hello, clock: Clock) -> None:
-    """Take worker 0's port where jax's service is to listen, and on no other address."""
+    """Listen at the address that jax's service will take, and at no other."""
     sock.setblocking(False)
     try:
         _bind(sock, address, hello, clock)
         sock.listen(128)
-        # Inherited by the connections, so that none of them keeps jax from the port.
+        # The connections inherit this, so that none of them keeps jax from the port.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     except OSError as error:
         host, port = address[:2]
@@ -185,15 +184,15 @@ def _listen(sock: socket.socket, address: Any, chief: str, hello: Hello, clock: 
 
 
 def _bind(sock: socket.socket, address: Any, hello: Hello, clock: Clock) -> None:
-    """Bind; wait for the end of a job that runs there, which may be an earlier run of this one."""
-    first_report = clock.started + LINGER_SECONDS  # a slip is seen early
+    """Bind the socket; wait for the end of a job that has the port, perhaps an earlier run of this one."""
+    first_report = clock.started + LINGER_SECONDS  # early, so that a slip is seen
     while not _is_bound(sock, address, hello, clock):
         clock.next_report, first_report = min(clock.next_report, first_report), math.inf
         clock.wait(f"worker 0 is waiting for port {address[1]} on {address[0]}, which another run or program has;")
 
 
 def _is_bound(sock: socket.socket, address: tuple[object, ...], hello: Hello, clock: Clock) -> bool:
-    """Bind without sharing, which finds every other socket on the port, also one of jax, which does share; else with sharing.
+    """Bind without sharing, which finds any other socket on the port; else, if nobody listens there, with sharing.
 
     A socket that does not listen is left from an ended run, and jax may bind beside it; or it is about to listen.
     """
@@ -212,14 +211,14 @@ def _is_bound(sock: socket.socket, address: tuple[object, ...], hello: Hello, cl
 
 
 def _is_listened_to(family: socket.AddressFamily, address: Any, hello: Hello) -> bool:
-    """Tell whether a process listens at an address; raise the error of a cluster that starts there, OSError if it is not jax."""
+    """Tell whether jax listens at an address; raise the error of a cluster that starts there, OSError for another program."""
     clock = Clock(0.2)  # for the connection; the answer has LINGER_SECONDS more
     try:
         with _ask(family, address, hello, clock) as sock:
             answer = next(_answers(sock, clock), None)
     except ConnectionRefusedError:
         return False
-    except OSError:
+    except OSError:  # somebody is there, who does not answer in time
         return True
     if isinstance(answer, bytes):
         raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
@@ -229,7 +228,7 @@ def _is_listened_to(family: socket.AddressFamily, address: Any, hello: Hello) ->
 
 
 def _own_host(cluster: Cluster, clock: Clock) -> str | None:
-    """Return this worker's numeric address; raise when the one that it was given belongs to another host."""
+    """Return this worker's numeric address; raise ClusterConfigError if its address belongs to another host."""
     if cluster.address is None:
         return None
     host, _ = split_address(cluster.address)
@@ -237,7 +236,7 @@ def _own_host(cluster: Cluster, clock: Clock) -> str | None:
         with socket.socket(family, socket.SOCK_STREAM) as sock:
             try:
                 sock.bind(address)
-            except OSError:
+            except OSError:  # not an address of this host
                 continue
             return address[0]
     raise ClusterConfigError(
@@ -247,7 +246,7 @@ def _own_host(cluster: Cluster, clock: Clock) -> str | None:
 
 
 def _resolve(host: str, port: int, cluster: Cluster, clock: Clock) -> list[_Address]:
-    """Return the addresses of a host; a name that does not exist is an error at once, in Kubernetes after the timeout."""
+    """Return the addresses of a host; an unknown name is an error at once, in Kubernetes after the timeout."""
     while True:
         found = _look_up(host, port, min(PATIENCE_SECONDS, max(0.1, clock.left)) - 0.1)
         if isinstance(found, list):
@@ -256,17 +255,21 @@ def _resolve(host: str, port: int, cluster: Cluster, clock: Clock) -> list[_Addr
             break
         clock.wait(f"waiting for the name {host} to appear in the DNS")
     text = f"the host name {describe(host)} in {cluster.found_in} has no address: {found.strerror or found}"
-    raise ClusterConfigError(text) if found.errno == socket.EAI_NONAME else ClusterStartError(text)
+    if found.errno == socket.EAI_NONAME:
+        raise ClusterConfigError(text)
+    raise ClusterStartError(text)
 
 
 def _look_up(host: str, port: int, seconds: float) -> list[_Address] | OSError:
-    """Ask the resolver, which cannot be interrupted: a thread of its own waits for one that does not answer."""
+    """Ask the resolver in a thread, because a call that waits for a name server cannot be interrupted."""
 
     def ask(flags: int) -> list[_Address] | OSError:
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
-        except (OSError, UnicodeError) as error:
-            return error if isinstance(error, OSError) else OSError(socket.EAI_NONAME, str(error))
+        except OSError as error:
+            return error
+        except UnicodeError as error:
+            return OSError(socket.EAI_NONAME, str(error))
         return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
 
     numeric = ask(socket.AI_NUMERICHOST)

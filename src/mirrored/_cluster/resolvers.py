@@ -1,7 +1,4 @@
-"""How this process finds its cluster: the resolvers, and the order of the variables.
-
-No jax, and nothing here connects to anything: docs/design/clusters.md.
-"""
+"""How this process finds its cluster: the resolvers, and the order of the variables (docs/design/clusters.md)."""
 
 from __future__ import annotations
 
@@ -17,9 +14,7 @@ from .spec import MAX_WORKERS, Cluster, ClusterSpec, refuse, said_by
 
 
 class ClusterResolver(abc.ABC):
-    """A source of the cluster's description: its tasks, and which of them this process is.
-
-    A subclass says where it reads that.
+    """A source of the cluster's description: its tasks, and this process's task. Subclasses define `cluster`.
 
     >>> isinstance(mr.TFConfigClusterResolver(), mr.ClusterResolver)
     True
@@ -54,10 +49,10 @@ class SimpleClusterResolver(ClusterResolver):
     Args:
         cluster_spec: task type -> addresses, equal on all workers.
         task_type: the type of this process, such as "worker".
-        task_id: its index among the tasks of that type.
+        task_id: the index among the tasks of that type.
 
     Raises:
-        ClusterConfigError: when one of them is malformed, or they contradict each other.
+        ClusterConfigError: when an argument is malformed, or they contradict each other.
 
     >>> resolver = mr.SimpleClusterResolver({"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "worker", 1)
     >>> resolver.cluster_spec().as_dict(), resolver.task_type, resolver.task_id
@@ -82,7 +77,7 @@ class TFConfigClusterResolver(ClusterResolver):
         environment: the variables to look in; by default this process's own.
 
     Raises:
-        ClusterConfigError: at the access, when it is malformed.
+        ClusterConfigError: at the access, when TF_CONFIG is malformed.
 
     >>> config = '{"cluster": {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "task": {"type": "worker", "index": 1}}'
     >>> mr.TFConfigClusterResolver(environment={"TF_CONFIG": config}).task_id
@@ -97,15 +92,16 @@ class TFConfigClusterResolver(ClusterResolver):
     def cluster(self) -> Cluster:
         """Return the cluster of TF_CONFIG."""
         environment = _environment(self._environment)
-        return _late(environment, environments.from_tf_config(environment)) if has(environment, _env.TF_CONFIG) else Cluster()
+        if not has(environment, _env.TF_CONFIG):
+            return Cluster()
+        return _late(environment, environments.from_tf_config(environment))
 
 
 class SlurmClusterResolver(ClusterResolver):
     """A resolver that reads the variables that `srun` sets. Hosts keep Slurm's order, in which node2 is before node10.
 
     Args:
-        port_base: the port of the first worker on each host; the next ones there count up. Give each job that
-            may share a host its own.
+        port_base: the port of the first worker on each host; others there take the next. Jobs on one host need different ones.
         environment: the variables to look in; by default this process's own.
 
     Raises:
@@ -195,12 +191,11 @@ def discover(explicit: object = None, environment: Mapping[str, str] | None = No
     """Find the cluster, and return it with a sentence that names its source.
 
     Args:
-        explicit: a Cluster or a resolver, which then decides alone; None to look at the variables, in the order of
-            `SOURCES`. The first that is there decides.
+        explicit: a Cluster or a resolver; None to look for variables, in the order of `SOURCES`: the first found decides.
         environment: the variables to look in; by default this process's own.
 
     Raises:
-        ClusterConfigError: when the description is malformed; nothing has been connected to.
+        ClusterConfigError: when the description is malformed.
     """
     environment = _environment(environment)
     if isinstance(explicit, ClusterResolver):

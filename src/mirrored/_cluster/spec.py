@@ -1,7 +1,4 @@
-"""The description of a cluster: its tasks with their addresses, and which of them this process is; checked when it is made.
-
-No jax, and nothing here connects to anything: docs/design/clusters.md.
-"""
+"""The description of a cluster: its tasks with their addresses, and this process's task (docs/design/clusters.md)."""
 
 from __future__ import annotations
 
@@ -30,9 +27,7 @@ _PORT = re.compile(r"[1-9][0-9]{0,4}")
 
 @dataclasses.dataclass(frozen=True)
 class ClusterSpec:
-    """The tasks of a cluster: each task type with the addresses of its tasks, None where nobody said one.
-
-    Made by `ClusterSpec.of`, which checks it.
+    """The tasks of a cluster: for each task type their addresses, None if unknown. `ClusterSpec.of` makes and checks one.
 
     >>> spec = mr.ClusterSpec.of({"chief": ["10.0.0.1:2222"], "worker": ["10.0.0.2:2222"]})
     >>> spec.jobs, spec.job("worker")
@@ -66,7 +61,7 @@ class ClusterSpec:
         return dict(self.tasks).get(task_type, ())
 
     def as_dict(self) -> dict[str, Any]:
-        """Return task type -> list of addresses, as TensorFlow does: index -> address where some are not known."""
+        """Return for each task type the list of addresses, or index -> address if some are unknown, as TensorFlow does."""
         return {
             role: {i: a for i, a in enumerate(addresses) if a} if None in addresses else list(addresses)
             for role, addresses in self.tasks
@@ -78,13 +73,13 @@ class ClusterSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """A cluster as one of its processes sees it.
+    """A cluster, and the task of this process in it.
 
     Args:
         spec: the tasks; empty for one worker that is not part of a cluster.
         task_type: "chief", "worker", or "evaluator", which stands beside the cluster of the workers.
-        task_id: which of the tasks of this type.
-        found_in: who said so, for messages.
+        task_id: the index among the tasks of this type.
+        found_in: the source of the description, for messages.
         names_come_late: whether host names may take a while to appear in the DNS, as in Kubernetes.
 
     Raises:
@@ -100,7 +95,9 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.task_type not in ("chief", "worker", "evaluator"):
             refuse(f"task.type is {describe(self.task_type)}{_role_hint(self.task_type)}")
-        count = 1 if self.task_type == "evaluator" or not self.spec else len(self.spec.job(self.task_type))
+        count = len(self.spec.job(self.task_type))
+        if self.is_evaluator or not self.spec:
+            count = 1
         if not count:
             refuse(f"task.type is {describe(self.task_type)}, but cluster has only {', '.join(self.spec.jobs)}")
         if isinstance(self.task_id, bool) or not isinstance(self.task_id, int):
@@ -119,12 +116,12 @@ class Cluster:
 
     @property
     def workers(self) -> tuple[str | None, ...]:
-        """The addresses of all workers in the order of their indices, the chief first; None where nobody said one."""
+        """The addresses of all workers in the order of their indices, the chief first; None if unknown."""
         return self.spec.job("chief") + self.spec.job("worker")
 
     @property
     def is_evaluator(self) -> bool:
-        """Whether this process evaluates what the workers train; it is a cluster of its own."""
+        """Whether this process evaluates the workers' model; it computes alone."""
         return self.task_type == "evaluator"
 
     @property
@@ -135,7 +132,9 @@ class Cluster:
     @property
     def worker_index(self) -> int:
         """The position of this process among the workers: 0 for the chief."""
-        return 0 if self.is_evaluator else self.task_id + (self.task_type == "worker" and len(self.spec.job("chief")))
+        if self.is_evaluator:
+            return 0
+        return self.task_id + (self.task_type == "worker" and len(self.spec.job("chief")))
 
     @property
     def is_chief(self) -> bool:
@@ -144,33 +143,30 @@ class Cluster:
 
     @property
     def address(self) -> str | None:
-        """The own `host:port`, None when nobody said it."""
+        """This worker's `host:port`; None if unknown."""
         return self.workers[self.worker_index] if self.spec and not self.is_evaluator else None
 
     @functools.cached_property
     def is_local(self) -> bool:
         """Whether all workers are known to be on one host, so that nothing needs to listen on the network."""
-        hosts = {split_address(address)[0] if address else None for address in self.workers}
+        hosts = {address and split_address(address)[0] for address in self.workers}
         return len(hosts) == 1 and None not in hosts
 
     @property
     def coordinator_address(self) -> str | None:
-        """The address of worker 0, for `jax.distributed.initialize`; None for one worker.
-
-        The loopback address when all workers are on one host.
-        """
+        """The address of worker 0 for `jax.distributed`, the loopback if all workers are on one host; None for one worker."""
         if self.num_workers == 1 or (first := self.workers[0]) is None:
             return None
         host, port = split_address(first)
-        loopback = "::1" if ":" in host else LOOPBACK
-        return join_address(loopback if self.is_local else host, port)
+        if self.is_local:
+            host = "::1" if ":" in host else LOOPBACK
+        return join_address(host, port)
 
     def digest(self) -> str:
-        """Return a text that is equal on two workers exactly when they have the same description of the cluster.
-
-        Where only worker 0's address is known, its host may have another name on each worker: the port counts.
-        """
-        known = self.workers if None not in self.workers else tuple(a and str(split_address(a)[1]) for a in self.workers)
+        """Return a text that is equal on two workers exactly when they have the same description of the cluster."""
+        known = self.workers
+        if None in known:  # only worker 0's is known, whose host may have another name on each worker: the port counts
+            known = tuple(address and str(split_address(address)[1]) for address in known)
         return hashlib.sha256(json.dumps([len(self.spec.job("chief")), known]).encode()).hexdigest()[:32]
 
 
@@ -206,7 +202,7 @@ def _role_hint(role: object) -> str:
         return ": the evaluator stands beside the cluster; name it in task.type only"
     if role == "ps":
         return ": parameter servers are not supported; every worker holds all variables, so leave the servers out"
-    return "; known are chief and worker, beside them evaluator" + (" (the master is now the chief)" if role == "master" else "")
+    return "; known are chief and worker, beside them evaluator" + " (the master is now the chief)" * (role == "master")
 
 
 def check_addresses(role: object, addresses: object) -> tuple[str, ...]:
@@ -253,13 +249,13 @@ def _check_distinct(spec: ClusterSpec) -> None:
     seen: dict[str, str] = {}
     for role, addresses in spec.tasks:
         for i, address in enumerate(addresses):
-            other = seen.setdefault(str(address).lower(), where := f"cluster.{role}[{i}]")
-            if other != where:
-                refuse(f"{other} and {where} are both {describe(address)}; every task has an address of its own")
+            first = seen.setdefault(str(address).lower(), where := f"cluster.{role}[{i}]")
+            if first != where:
+                refuse(f"{first} and {where} are both {describe(address)}; every task has an address of its own")
 
 
 def refuse(text: str) -> NoReturn:
-    """Raise the one error for a description that is wrong."""
+    """Raise ClusterConfigError, the error of a wrong description."""
     raise ClusterConfigError(text)
 
 

@@ -1,7 +1,4 @@
-"""`mirrored check`: tests whether this cluster computes correctly, and measures how fast its workers communicate.
-
-Every worker runs it, under `mirrored launch` or any other launcher; worker 0 prints for all.
-"""
+"""`mirrored check`, which every worker runs: tests whether the cluster computes correctly, and how fast it communicates."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ LENGTHS = (1, 1_009, 1_000_003)
 KINDS = (("integers", np.int32, 0.0), ("whole floats", np.float32, 0.0), ("floats", np.float32, 1e-5))
 #: Bytes of each measured all-reduce, and how often it is measured.
 SIZES = ((4, 30), (1 << 10, 30), (1 << 20, 15), (64 << 20, 5))
-#: A worker is slow if it takes more than so many times the median.
+#: A worker is slow if it takes more than this multiple of the median.
 SLOW = 2.0
 _MATRIX, _PRODUCTS = 256, 9
 #: The number of characters shown of another worker's text.
@@ -79,7 +76,7 @@ def _check(strategy: Strategy, coordination: Coordination, seconds: float, probl
         yield from _measure(strategy, coordination)
     yield from _find_slow(coordination)
     yield from (f"WRONG: {problem}" for problem in problems)
-    yield "not ok" if problems else "ok"
+    yield "not " * bool(problems) + "ok"
 
 
 def _who() -> str:
@@ -90,7 +87,7 @@ def _who() -> str:
 
 
 def _compare(strategy: Strategy, coordination: Coordination) -> list[str]:
-    """Sum known values over the replicas; return what differs from the right sums, or between workers."""
+    """Sum known values over the replicas; describe sums that are wrong, or differ between workers."""
     problems = []
     replicas = strategy.num_replicas_in_sync
     for length in LENGTHS:
@@ -114,16 +111,16 @@ def _make_all_reduce(strategy: Strategy, values: np.ndarray) -> Callable[[], Any
         lambda ctx: values * values.dtype.type(ctx.replica_id_in_sync_group + 1)
     )
 
-    def step(own: jax.Array) -> Any:
+    def step(value: jax.Array) -> Any:
         context = get_replica_context()
         assert context is not None
-        return context.all_reduce("sum", own)
+        return context.all_reduce("sum", value)
 
     return lambda: jax.block_until_ready(strategy.run(step, args=(by_replica,)))
 
 
 def _measure(strategy: Strategy, coordination: Coordination) -> Iterator[str]:
-    """Measure all-reduces: the median of several that all workers begin together."""
+    """Measure all-reduces of several sizes, each by the median of repetitions that all workers begin together."""
     replicas = strategy.num_replicas_in_sync
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = min(coordination.exchange("check/memory", memory // (32 * jax.local_device_count())))
@@ -137,16 +134,16 @@ def _measure(strategy: Strategy, coordination: Coordination) -> Iterator[str]:
 
 
 def _find_slow(coordination: Coordination) -> Iterator[str]:
-    """Compare the workers: how long each takes for a local computation, and for a call of the coordination service."""
+    """Compare the workers' times for a local computation, and for a call of the coordination service."""
     matrix = jnp.full((_MATRIX, _MATRIX), 1.0 / _MATRIX)
     product = jax.jit(lambda x: jax.lax.fori_loop(0, 20, lambda _, y: y @ x, x))
     computing = _median(lambda: product(matrix).block_until_ready(), _PRODUCTS, coordination)
     talking = _median(lambda: coordination.put(f"check/ping/{coordination.worker}", "ping"), _PRODUCTS, coordination)
-    for what, own in (("computing", computing), ("talking to worker 0", talking)):
-        seconds = coordination.exchange(f"check/{what}", own)
+    for task, duration in (("computing", computing), ("talking to worker 0", talking)):
+        seconds = coordination.exchange(f"check/{task}", duration)
         middle = statistics.median_low(seconds)
-        listed = (f"worker {i} {s * 1e3:.2f}" + (" SLOW" if s > SLOW * middle + 1e-3 else "") for i, s in enumerate(seconds))
-        yield f"{what}, ms: {', '.join(listed)}"
+        listed = (f"worker {i} {s * 1e3:.2f}" + " SLOW" * (s > SLOW * middle + 1e-3) for i, s in enumerate(seconds))
+        yield f"{task}, ms: {', '.join(listed)}"
 
 
 def _median(work: Callable[[], object], times: int, coordination: Coordination) -> float:

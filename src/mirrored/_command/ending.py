@@ -42,7 +42,7 @@ class Attempt:
     """The end of one attempt."""
 
     endings: Sequence[Ending]  # in order of time
-    signals: Sequence[int]  # that the launcher received
+    signals: Sequence[int]  # received by the launcher
     steps: Mapping[str, int]  # progress file of a folder of checkpoints -> last complete step
 
     def exit_code(self) -> int:
@@ -60,7 +60,7 @@ class Attempt:
         return 128 + number
 
     def culprit(self) -> Ending:
-        """Return the first worker that failed, apart from those that left because another had failed."""
+        """Return the first worker that failed, except workers that left because another had failed."""
         failed = [ending for ending in self.endings if ending.code]
         causes = [ending for ending in failed if not ending.was_signalled]
         first = (causes or failed)[0]
@@ -70,7 +70,7 @@ class Attempt:
         return next((ending for ending in causes if ending.code != RESTART), alike)
 
     def alike(self) -> Sequence[Ending]:
-        """Return the workers that failed together with the first, with its exit code: none of them caused the others' failure."""
+        """Return the workers that failed at the time and with the exit code of the first: no one caused the others' failure."""
         first = self.culprit()
         if first.code in (PREEMPTED, RESTART):
             return [first]
@@ -80,7 +80,7 @@ class Attempt:
 
 @dataclasses.dataclass
 class Budget:
-    """The restarts that are left: it counts those since the last new checkpoint."""
+    """The count of restarts since the last new checkpoint, and its limit."""
 
     max_restarts: int  # 0: never restart
     used: int = 0
@@ -102,9 +102,10 @@ class Budget:
         return self.used <= self.max_restarts
 
     def __str__(self) -> str:
+        if not self.used:
+            return f"not counted: a new checkpoint, of step {self.last_new}"
         since = "without a checkpoint" if self.last_new is None else f"since the checkpoint of step {self.last_new}"
-        free = f"not counted: a new checkpoint, of step {self.last_new}"
-        return f"restart {self.used} of {self.max_restarts} {since}" if self.used else free
+        return f"restart {self.used} of {self.max_restarts} {since}"
 
 
 def shell_code(code: int) -> int:
@@ -115,12 +116,12 @@ def shell_code(code: int) -> int:
 def describe_code(code: int) -> str:
     """Describe an exit code in words."""
     meanings = {
-        RESTART: "asks to be started again",
-        BAD_CONFIGURATION: "starting again would not help",
-        PREEMPTED: "preempted",
+        RESTART: ", asks to be started again",
+        BAD_CONFIGURATION: ", starting again would not help",
+        PREEMPTED: ", preempted",
     }
     if code >= 0:
-        return f"exit code {code}" + (f", {meanings[code]}" if code in meanings else "")
+        return f"exit code {code}{meanings.get(code, '')}"
     try:
         return signal.Signals(-code).name
     except ValueError:  # a real-time signal
@@ -130,17 +131,18 @@ def describe_code(code: int) -> str:
 def describe_failure(attempt: Attempt) -> str:
     """Describe in one line which worker failed first, which ones failed together, or which one was preempted."""
     culprit, alike = attempt.culprit(), attempt.alike()
-    who = f"worker {culprit.index} (pid {culprit.pid}) " + ("was preempted" if culprit.code == PREEMPTED else "failed first")
+    who, what, how = f"worker {culprit.index} (pid {culprit.pid})", "failed first", describe_code(culprit.code)
+    if culprit.code == PREEMPTED:
+        what, how = "was preempted", f"exit code {PREEMPTED}"
     if len(alike) > 1:
-        who = f"{_ranges(sorted(ending.index for ending in alike))} failed together"
+        who, what = _ranges(sorted(ending.index for ending in alike)), "failed together"
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(culprit.at))
-    how = f"exit code {PREEMPTED}" if culprit.code == PREEMPTED else describe_code(culprit.code)
-    return f"{who}: {how}, {culprit.seconds:.1f} s after the start, at {at}"
+    return f"{who} {what}: {how}, {culprit.seconds:.1f} s after the start, at {at}"
 
 
 def summarize(attempt: Attempt, restarts: int, seconds: float, logs: str | None) -> list[str]:
     """Return the lines that end a run's output; none after a success without restarts."""
-    total = f"{counted(restarts, 'restart')}, {seconds:.1f} s in all" + (f", logs in {logs}" if logs else "")
+    total = f"{counted(restarts, 'restart')}, {seconds:.1f} s in all" + f", logs in {logs}" * bool(logs)
     if not any(ending.code for ending in attempt.endings):
         return [f"done: {total}"] if restarts else []
     if attempt.signals:
@@ -171,4 +173,4 @@ def _ranges(indices: Sequence[int]) -> str:
     """Write "workers 0, 2-7"."""
     runs = [[index for _, index in run] for _, run in itertools.groupby(enumerate(indices), lambda pair: pair[1] - pair[0])]
     text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-    return f"worker{'s' if len(indices) > 1 else ''} {text}"
+    return f"worker{'s' * (len(indices) > 1)} {text}"

@@ -92,9 +92,5 @@ def _cluster() -> Iterator[str]:
         value = variable.get()
         if value is None:
             continue
-        shown = (
-            f" = {escape(value, 300)}"
-            if variable in _env.CLUSTER
-            else f" is set{' (not used between workers)' if variable in _env.PROXIES else ''}"
-        )
-        yield variable.name + shown
+        shown = f" = {escape(value, 300)}" if variable in _env.CLUSTER else " is set"  # other variables may hold secrets
+        yield variable.name + shown + " (not used between workers)" * (variable in _env.PROXIES)

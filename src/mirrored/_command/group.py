@@ -1,7 +1,4 @@
-"""Runs the workers of one attempt, until they and all their children are gone.
-
-One thread and one `poll`: output, the ends of workers, signals to the launcher and deadlines are events of one loop.
-"""
+"""Runs the workers of one attempt until they and all their children are gone: one thread, one loop for all events."""
 
 from __future__ import annotations
 
@@ -129,7 +126,8 @@ class Group:
             deadlines.append(time.monotonic() + 0.02)  # no event says that a group's last process has ended
         streams = [stream for worker in self._workers for stream in worker.streams]
         pipes = [stream.pipe.fileno() for stream in streams if not (stream.pipe.closed or stream.outlet.is_full)]
-        self.signals.wait(self.outlets, pipes, min(deadlines) - time.monotonic() if deadlines else None)
+        seconds = min(deadlines) - time.monotonic() if deadlines else None
+        self.signals.wait(self.outlets, pipes, seconds)
         now = time.monotonic()
         for worker in list(self._workers):
             for stream in worker.streams:
@@ -147,7 +145,8 @@ class Group:
             return
         if data and worker.log and (problem := worker.log.append(data)):
             self.outlets[1].write(f"mirrored launch: {problem}\n".encode())
-        self._pass_on(worker, stream, stream.cutter.feed(data) if data else stream.cutter.finish())
+        lines = stream.cutter.feed(data) if data else stream.cutter.finish()
+        self._pass_on(worker, stream, lines)
         if not data:
             stream.pipe.close()
 
@@ -167,17 +166,17 @@ class Group:
                 stream.outlet.write(stream.prefix + line + b"\n")
 
     def _look_after(self, worker: Worker, now: float) -> None:
-        """Note that a worker ended; if it failed, plan to end the others; kill the rest of its group when that is due."""
+        """Note a worker's end; if it failed, plan the end of the others; kill the rest of its process group when due."""
         if not worker.ended and worker.process.poll() is not None:
             worker.ended = now
             code = worker.process.returncode
             if code and not self._is_ending:
                 self._is_ending = True
-                others = [other for other in self._workers if other.process.poll() is None]
-                for other in others:
-                    other.was_suspended = os.waitid(os.P_PID, other.process.pid, _IS_STOPPED) is not None
+                others = [running for running in self._workers if running.process.poll() is None]
+                for running in others:
+                    running.was_suspended = os.waitid(os.P_PID, running.process.pid, _IS_STOPPED) is not None
                 farewell = max(FAREWELL_SECONDS, self.grace) if code == PREEMPTED else FAREWELL_SECONDS
-                if all(other.was_suspended for other in others):
+                if all(running.was_suspended for running in others):
                     farewell = 0.0  # none of them can leave by itself
                 self._plan = [(now + farewell, signal.SIGTERM), (now + farewell + self.grace, signal.SIGKILL)]
         if worker.ended:
@@ -190,13 +189,15 @@ class Group:
         while self.signals.of_workers:
             number = self.signals.of_workers.pop(0)
             for worker in self._workers:
-                worker.process.send_signal(number)  # what it means, and whether it ends a worker, the program says
+                worker.process.send_signal(number)  # its meaning is the program's
         for number in self.signals.received[self._num_signals :]:
-            self._is_ending = True
+            self._is_ending, deadline = True, now  # a second signal kills at once
             if not self._num_signals:
+                deadline = now + self.grace
                 # When a terminal hangs up, ask workers to save and leave; SIGHUP itself would kill Python without a message.
-                self._send(signal.SIGTERM if number == signal.SIGHUP else number)
-            self._plan = [(now if self._num_signals else now + self.grace, signal.SIGKILL)]
+                first = signal.SIGTERM if number == signal.SIGHUP else number
+                self._send(first)
+            self._plan = [(deadline, signal.SIGKILL)]
             self._num_signals += 1
 
     def _send(self, number: int) -> None:
@@ -238,10 +239,7 @@ class Group:
 
 @contextlib.contextmanager
 def _kept_folder() -> Iterator[tuple[str, int]]:
-    """Yield a folder, and the pipe of the keeper: a process that, if this one is killed, ends the workers and removes the folder.
-
-    At the end, when workers and folder are gone, kill the keeper: it may be suspended, and then would not end by itself.
-    """
+    """Yield a folder, and the pipe of the keeper, which ends the workers and removes the folder if this process is killed."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
     with (
         tempfile.TemporaryDirectory(prefix="mirrored-", ignore_cleanup_errors=True) as folder,
@@ -253,7 +251,7 @@ def _kept_folder() -> Iterator[tuple[str, int]]:
             yield folder, process.stdin.fileno()
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-            process.kill()
+            process.kill()  # a suspended keeper would not end by itself
 
 
 def _is_alive(group: int) -> bool:
@@ -271,13 +269,13 @@ def _isolated(role: str) -> list[str]:
 
 
 def _read_steps(path: Path) -> dict[str, int]:
-    """Read the progress files: name -> step of the last complete checkpoint. Skip files with other contents."""
+    """Return name -> step of the last complete checkpoint, from the progress files; skip files with other contents."""
     steps: dict[str, int] = {}
     for file in (path, *itertools.islice(path.parent.glob(f"{path.name}-????????"), _MAX_WRITERS)):
         try:
             with file.open("rb") as opened:
                 text = opened.read(_PROGRESS_BYTES)
-        except OSError:
+        except OSError:  # no checkpoint yet
             continue
         if text.isdigit() and len(text) < _PROGRESS_BYTES:
             steps[file.name] = int(text)

@@ -12,9 +12,9 @@ import signal
 import sys
 import time
 
-#: How long trackers have to remove what the other processes of their groups have left in shared memory.
+#: How long trackers have to remove the shared memory of the other processes of their groups.
 TRACKER_SECONDS = 1.0
-#: What the command line of a tracker contains, multiprocessing's or joblib's.
+#: A part of the command line of a tracker, multiprocessing's or joblib's.
 _TRACKER = b"resource_tracker import main"
 
 
@@ -35,7 +35,8 @@ def keep(folder: str) -> None:
     """Wait until all writers to the pipe are gone, then kill the process groups that are still enrolled."""
     groups: set[int] = set()
     for line in sys.stdin.buffer:
-        (groups.add if line.startswith(b"+") else groups.discard)(int(line[1:]))
+        change = groups.add if line.startswith(b"+") else groups.discard
+        change(int(line[1:]))
     until = time.monotonic() + TRACKER_SECONDS
     while kill_but_trackers(groups) and time.monotonic() < until:
         time.sleep(0.02)
@@ -46,17 +47,15 @@ def keep(folder: str) -> None:
 
 def kill(group: int) -> None:
     """Kill a process group."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or belongs to another user
         os.killpg(group, signal.SIGKILL)
 
 
 def kill_but_trackers(groups: set[int]) -> bool:
-    """Kill process groups, except trackers: they wait for the others' end, to remove shared memory and semaphores.
-
-    Tell whether there are any trackers.
-    """
+    """Kill process groups except trackers, which then remove shared memory and semaphores; tell whether there are any."""
     found = False
-    for pid in map(int, filter(str.isdecimal, os.listdir("/proc") if os.path.isdir("/proc") else ())):
+    names = os.listdir("/proc") if os.path.isdir("/proc") else ()
+    for pid in map(int, filter(str.isdecimal, names)):
         stat = _read(pid, "stat").rpartition(b") ")[2].split()  # state, parent, group ...
         if not stat or int(stat[2]) not in groups:
             continue

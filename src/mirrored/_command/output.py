@@ -25,11 +25,11 @@ PENDING_BYTES = 1 << 20
 LINE_BYTES = 1 << 16
 #: How much of the end of a worker's output the summary shows: lines, characters of each, characters in all.
 TAIL_LINES, TAIL_LINE_CHARACTERS, TAIL_CHARACTERS = 20, 400, 4096
-#: The line with the library's reason for ending a worker, which the summary shows first and whole; not the stacks after it.
+#: The verdict, the library's reason for ending a worker: the summary shows it first and whole, without the stacks after it.
 _VERDICT = re.compile(rb"worker \d+ leaves with code %d: " % RESTART)
 _STACKS = re.compile(rb"worker \d+ was here:$")
 _OF_STACKS = re.compile(rb"  |.*:$")
-#: A worker writes fewer lines after a verdict; if more follow, the line was a text of the program's.
+#: A worker writes fewer lines after a verdict; if more follow, the line was the program's own.
 _VERDICT_LINES = 200
 #: Seconds between two states of a progress bar in a file or a pipe; a terminal shows every state, in place of the last.
 STATE_SECONDS = 10.0
@@ -52,7 +52,7 @@ class Outlet:
         self.is_terminal = os.isatty(fd)
         self._chunk = 1 << 20 if stat.S_ISREG(os.fstat(fd).st_mode) else select.PIPE_BUF  # a ready pipe takes this many bytes
         if self.is_terminal:
-            self._chunk = 256  # a ready terminal takes at least so many
+            self._chunk = 256  # a ready terminal takes at least this many
         self.has_colour = self.is_terminal and not _env.NO_COLOR.get()
         self._shows_state = self._has_told = False
 
@@ -69,7 +69,7 @@ class Outlet:
     def write(self, data: bytes) -> None:
         """Keep bytes until the stream takes them; drop them if its reader is gone."""
         if self._is_open:
-            self._pending += _ERASE_LINE + data if self._shows_state else data
+            self._pending += _ERASE_LINE * self._shows_state + data
             self._shows_state = False
 
     def show(self, start: bytes, state: bytes) -> None:
@@ -92,7 +92,7 @@ class Outlet:
         """Write a piece of the waiting output; the stream must be ready."""
         try:
             del self._pending[: os.write(self.fd, self._pending[: self._chunk])]
-        except BlockingIOError:
+        except BlockingIOError:  # the pipe is full again
             return
         except OSError as error:  # training goes on
             self._pending.clear()
@@ -104,10 +104,7 @@ class Outlet:
 
 
 class Tail:
-    """The last lines of a worker's output; if the library ended the worker, those from the verdict on, without stacks.
-
-    Of consecutive states of a progress bar, only the last is kept.
-    """
+    """The last lines of a worker's output; after a verdict of the library, the lines from it on, without stacks."""
 
     def __init__(self) -> None:
         self._lines: collections.deque[bytes] = collections.deque(maxlen=_VERDICT_LINES + 1)
@@ -122,7 +119,7 @@ class Tail:
         if self._is_in_stacks:
             return
         if isinstance(line, BarState) and self._lines and isinstance(self._lines[-1], BarState):
-            self._lines.pop()
+            self._lines.pop()  # only the last state is kept
         self._lines.append(type(line)(line[: 4 * TAIL_LINE_CHARACTERS]))
 
     def lines(self) -> list[str]:
@@ -188,7 +185,9 @@ def prefix(index: int, num_workers: int, colour: bool) -> bytes:
     """Return the text before each line of a worker, equally wide for all workers."""
     name = f"[{index}]"
     space = " " * (len(f"[{num_workers - 1}] ") - len(name))
-    return (f"\x1b[{31 + (index + 1) % 6}m{name}\x1b[0m{space}" if colour else name + space).encode()
+    if colour:
+        name = f"\x1b[{31 + (index + 1) % 6}m{name}\x1b[0m"
+    return (name + space).encode()
 
 
 def make_log_folder(root: Path, attempt: int, node: str) -> Path:

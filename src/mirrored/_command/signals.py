@@ -1,4 +1,4 @@
-"""The only place where the launcher waits: for signals, for workers to end, and for their output."""
+"""Waits, for the launcher, for signals, the ends of workers, and their output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .output import Outlet
 
 
 class Signals:
-    """The signals that end the launcher, and those that are the workers' own. They wake its loop, and so does a worker's end."""
+    """The signals that end the launcher, and those for the workers. Each wakes its loop, as does a worker's end."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
@@ -53,17 +53,15 @@ class Signals:
         self.received.append(number)
 
     def wait(self, outlets: Iterable[Outlet], pipes: Iterable[int], seconds: float | None) -> bool:
-        """Wait for a signal, the end of a worker, data in a pipe, or a ready outlet; write to ready outlets.
-
-        Tell whether an outlet was ready.
-        """
+        """Wait for a signal, a worker's end, data in a pipe or a ready outlet; write to ready outlets, tell if there are any."""
         poll = select.poll()
         for pipe in (self._wakeup, *pipes):
             poll.register(pipe, select.POLLIN)
         waiting = {outlet for outlet in outlets if outlet.is_waiting}
         for outlet in waiting:
             poll.register(outlet.fd, select.POLLOUT)
-        found = {fd for fd, _ in poll.poll(None if seconds is None else max(0, int(seconds * 1000) + 1))}
+        milliseconds = None if seconds is None else max(0, int(seconds * 1000) + 1)  # rounded up: then the deadline has passed
+        found = {fd for fd, _ in poll.poll(milliseconds)}
         with contextlib.suppress(BlockingIOError):
             while os.read(self._wakeup, 4096):
                 pass

@@ -1,1 +1,1 @@
-"""Tools for tests of a training, whose public names are in `mirrored.testing`."""
+"""Tools to test a training; their public names are in `mirrored.testing`."""

@@ -23,8 +23,7 @@ _HAS_COPIES = (Variable, PerReplica, jax.Array)
 def copies(value: Variable | jax.Array) -> dict[int, np.ndarray]:
     """Return the copies of a variable or a mirrored array on this worker's devices, by replica number.
 
-    `variable.value` and `variable.numpy()` show one copy; this function returns all of them, copied to the host, so that they
-    do not change with the variable. For a random key it returns the key's data.
+    The copies are on the host, and do not change with the variable. Those of a random key are the key's data.
 
     Args:
         value: a variable of any kind (one in parts has these instead of copies), or an array that is the same on each
@@ -63,8 +62,7 @@ def copies(value: Variable | jax.Array) -> dict[int, np.ndarray]:
 def assert_equal_copies(value: Strategy | PyTree) -> None:
     """Fail unless all copies on this worker's devices are equal, bit by bit.
 
-    In production, `strategy.assert_mirrored()` compares the copies of all workers by checksums. This function compares what you
-    pass, such as a few variables or results, and shows where the copies differ and by how much.
+    It shows where copies differ and by how much. In production, `strategy.assert_mirrored()` compares all workers' checksums.
 
     Args:
         value: a strategy, to compare every mirrored variable on its devices; or a nest of mirrored variables and arrays.
@@ -92,7 +90,9 @@ def assert_equal_copies(value: Strategy | PyTree) -> None:
             "be compared. Make the variables in `with strategy.scope():`, and keep them."
         )
     for name, leaf in named:
-        division = spec_of(leaf).division if isinstance(leaf, Variable) else isinstance(leaf, jax.Array) and division_in(leaf)
+        division = isinstance(leaf, jax.Array) and division_in(leaf)
+        if isinstance(leaf, Variable):
+            division = spec_of(leaf).division
         if isinstance(leaf, ShardedVariable) or division:  # each element is on one device only
             continue
         if isinstance(leaf, Variable) and spec_of(leaf).is_on_read:
@@ -113,16 +113,16 @@ def _compare(name: str, found: dict[int, np.ndarray]) -> None:
             )
 
 
-def _find_largest(one: np.ndarray, other: np.ndarray) -> str:
+def _find_largest(a: np.ndarray, b: np.ndarray) -> str:
     """Describe the largest difference between two arrays of one shape and dtype."""
-    bits = [np.ascontiguousarray(a).reshape(-1).view(np.uint8).reshape(a.size, -1) for a in (one, other)]
-    is_other = (bits[0] != bits[1]).any(axis=1)
+    bits = [np.ascontiguousarray(array).reshape(-1).view(np.uint8).reshape(array.size, -1) for array in (a, b)]
+    differs = (bits[0] != bits[1]).any(axis=1)
     with np.errstate(all="ignore"):
-        sizes = np.abs(other.astype(np.complex128) - one.astype(np.complex128)).reshape(-1)
-    place = int(np.argmax(np.where(is_other, np.nan_to_num(sizes, nan=np.inf), -1.0)))
-    at = [int(i) for i in np.unravel_index(place, one.shape)]
-    pair = f"{other.reshape(-1)[place]} and {one.reshape(-1)[place]}"
-    return f"in {is_other.sum()} of {one.size} elements, most at {at}: {pair}, a difference of {sizes[place]:.3g}"
+        sizes = np.abs(b.astype(np.complex128) - a.astype(np.complex128)).reshape(-1)
+    place = int(np.argmax(np.where(differs, np.nan_to_num(sizes, nan=np.inf), -1.0)))
+    at = [int(i) for i in np.unravel_index(place, a.shape)]
+    pair = f"{b.reshape(-1)[place]} and {a.reshape(-1)[place]}"
+    return f"in {differs.sum()} of {a.size} elements, most at {at}: {pair}, a difference of {sizes[place]:.3g}"
 
 
 def _of_array(array: jax.Array) -> dict[int, np.ndarray]:
@@ -139,7 +139,9 @@ def _of_array(array: jax.Array) -> dict[int, np.ndarray]:
 
 
 def _name_of(leaf: Any, path: str = "") -> str:
-    return f"variable {leaf.name!r}" if isinstance(leaf, Variable) else f"the array{f' at {path}' if path else ''}"
+    if isinstance(leaf, Variable):
+        return f"variable {leaf.name!r}"
+    return "the array" + f" at {path}" * bool(path)
 
 
 def _require_outside(name: str) -> None:

@@ -28,13 +28,12 @@ from ..data._sources.open import adapted, open_source
 
 @dataclasses.dataclass(frozen=True)
 class InputOfWorkers:
-    """The input that several workers would get: the result of `testing.input_of_workers`.
+    """The input of several simulated workers: the result of `testing.input_of_workers`.
 
     Attributes:
-        steps: for each step, the rows of each replica: nests of numpy arrays, without padding, in replica order over all workers.
-            Worker w's replicas begin at number `w * replicas_per_worker`.
+        steps: for each step, the rows of each replica, worker by worker, as nests of numpy arrays without padding.
         how: how the workers share out the records, in the words of the first worker's log.
-        is_whole: whether every row must appear: neither `drop_remainder` nor `max_steps` left any out.
+        is_whole: whether every row must appear, because neither `drop_remainder` nor `max_steps` leaves any out.
     """
 
     steps: list[list[PyTree]]
@@ -47,11 +46,11 @@ class InputOfWorkers:
         If `drop_remainder` or `max_steps` left rows out, rows may be missing, but none may come twice.
 
         Args:
-            batches: the batches that the workers together should read, such as `make_dataset()`, or `[arrays]`, a list of one
-                large batch. Rows are compared by their bytes, so leave out random transformations.
+            batches: the batches that all workers together read, such as `make_dataset()`, or `[arrays]` with one large batch.
+                Rows are compared by their bytes, so leave out random transformations.
 
         Raises:
-            AssertionError: when rows are missing, come too often, or are not in `batches`; it shows some, and who got them.
+            AssertionError: when rows are missing, come too often, or are not in `batches`; it shows some, and their replicas.
         """
         check_dataset(batches, "assert_each_row_once")
         with contextlib.closing(open_source(adapted(batches))) as source:
@@ -67,8 +66,8 @@ class InputOfWorkers:
         if extra or missing:
             raise AssertionError(
                 f"{len(missing)} rows are missing, and {len(extra)} come too often or are not in the dataset ({self.how})."
-                + (f"\nmissing:{list_lines(missing)}" if missing else "")
-                + (f"\ntoo often:{list_lines(extra)}" if extra else "")
+                + f"\nmissing:{list_lines(missing)}" * bool(missing)
+                + f"\ntoo often:{list_lines(extra)}" * bool(extra)
             )
 
 
@@ -86,9 +85,8 @@ def input_of_workers(
     This runs the same code as training: the policies, the split, the agreement on when the data ends, and the errors when
     workers read different batches. The workers are threads of this process.
 
-    Only the input is simulated. Steps, collectives, variables, checkpoints and lost workers need processes, because in JAX each
-    process is one worker: `mirrored launch -n 2 train.py` runs them on this machine. Devices, prefetching and positions are not
-    simulated. The workers share this process's state, such as global random state and files.
+    Only the input is simulated, without devices, prefetching and positions. For all else start processes on this machine:
+    `mirrored launch -n 2 train.py`. The simulated workers share this process's state, such as random state and files.
 
     Args:
         make_dataset: called once for each worker, like its script; returns a new dataset, as for `strategy.distribute_dataset`.
@@ -97,11 +95,10 @@ def input_of_workers(
         options: as for `strategy.distribute_dataset`; `prefetch` is not used.
         from_function: whether `make_dataset` is a function for `strategy.distribute_datasets_from_function`: it takes a
             `mr.InputContext` and returns one worker's batches, one for each replica.
-        max_steps: stop after so many steps; needed where the data never ends.
+        max_steps: the most steps; needed if the data never ends.
 
     Raises:
-        TypeError, ValueError: for wrong arguments, for a dataset that cannot be distributed, and what a worker raises while
-            it reads, such as when the workers' batches differ.
+        TypeError, ValueError: for wrong arguments, a dataset that cannot be distributed, or workers' batches that differ.
 
     >>> from mirrored import testing
     >>> def make_dataset():
@@ -115,7 +112,8 @@ def input_of_workers(
     """
     check_int("num_workers", num_workers, 1, "workers")
     check_int("replicas_per_worker", replicas_per_worker, 1, "replicas of each worker")
-    check_int("max_steps", 1 if max_steps is None else max_steps, 1, "steps")
+    if max_steps is not None:
+        check_int("max_steps", max_steps, 1, "steps")
     if not callable(make_dataset):
         raise TypeError(
             f"make_dataset is {make_dataset!r}; expected a function that makes the dataset, because each worker has its own: "
@@ -128,13 +126,13 @@ def input_of_workers(
         raise ValueError(
             f"auto_shard_policy is {options.auto_shard_policy}, but make_dataset shares the records out. Leave it out."
         )
-    workers = _make_workers(num_workers)
-    num_replicas = num_workers * replicas_per_worker
+    workers, num_replicas = _make_workers(num_workers), num_workers * replicas_per_worker
+    verb = "distribute_datasets_from_function" if from_function else "distribute_dataset"
     datasets = []
     for index in range(num_workers):
         context = (InputContext(num_workers, index, num_replicas),) if from_function else ()
         datasets.append(make_dataset(*context))
-        check_dataset(datasets[-1], "distribute_datasets_from_function" if from_function else "distribute_dataset")
+        check_dataset(datasets[-1], verb)
 
     def read(worker: InputWorker) -> tuple[SharingPlan, list[list[PyTree]]]:
         dataset = adapted(datasets[worker.index])
@@ -145,7 +143,7 @@ def input_of_workers(
         return plan, _read(plan, LocalReplicas(num_replicas, worker, options.drop_remainder), max_steps)
 
     plans, steps = zip(*_run_together(read, workers), strict=True)
-    of_all = [[rows for own in by_worker for rows in own] for by_worker in zip(*steps, strict=True)]
+    of_all = [[rows for replicas in by_worker for rows in replicas] for by_worker in zip(*steps, strict=True)]
     return InputOfWorkers(of_all, plans[0].how, max_steps is None and not options.drop_remainder)
 
 
@@ -173,7 +171,7 @@ def _make_workers(count: int) -> list[InputWorker]:
             slots[index] = json.dumps(value)
             barrier.wait()
             values = [json.loads(text) for text in slots]
-            barrier.wait()
+            barrier.wait()  # all have read before anybody writes the next value
             return values
 
         return InputWorker(index, count, exchange, close=barrier.abort)
@@ -189,7 +187,7 @@ def _run_together(read: Callable[[InputWorker], Any], workers: Sequence[InputWor
         try:
             with jax.enable_x64(is_x64):  # a new thread would have JAX's default
                 return read(worker)
-        except BaseException:
+        except BaseException:  # the others would wait for this worker for ever
             worker.close()
             raise
 

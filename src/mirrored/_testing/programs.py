@@ -21,9 +21,8 @@ class ProgramCount:
     Attributes:
         count: their number.
         names: the functions passed to `strategy.run` and `mr.function`, in the order of compilation.
-        reasons: for each program, why the function's last one did not fit; empty for a function's first.
-        others: JAX's names of all other compiled programs: `strategy.reduce` and `gather`, and each operation outside
-            of steps. They are small, and compiled once for each shape.
+        reasons: for each program, why the function's last program did not fit; "" for its first.
+        others: JAX's names of all other compiled programs, such as `strategy.reduce`, and operations outside of steps.
     """
 
     def __init__(self) -> None:
@@ -43,7 +42,7 @@ class ProgramCount:
     def describe(self) -> str:
         """List the programs, one a line, with the reasons."""
         return "\n".join(
-            f"  {number}. {name}" + (f": {reason}" if reason else "")
+            f"  {number}. {name}" + f": {reason}" * bool(reason)
             for number, (name, reason) in enumerate(zip(self.names, self.reasons, strict=True), 1)
         )
 
@@ -97,8 +96,7 @@ def assert_compiles(count: int) -> Iterator[ProgramCount]:
         count: the expected number, 0 for a loop that is warm. See `testing.count_programs`.
 
     Raises:
-        AssertionError: for another number; it lists the programs, and why each was compiled. An exception of the block comes
-            through instead.
+        AssertionError: for another number; it lists the programs, and why each was compiled.
         TypeError, ValueError: when `count` is no number of programs.
 
     >>> from mirrored import testing
@@ -113,7 +111,9 @@ def assert_compiles(count: int) -> Iterator[ProgramCount]:
         yield programs
     if programs.count == count:
         return
-    hint = ". What was compiled before the block is not compiled again: make the strategy, or the step, inside of it."
-    lines = [f"expected {count}" + (":" if programs.count > count else hint), *filter(None, [programs.describe()])]
+    hint = ":"
+    if programs.count < count:
+        hint = ". What was compiled before the block is not compiled again: make the strategy, or the step, inside of it."
+    lines = [f"expected {count}{hint}", *filter(None, [programs.describe()])]
     verb = "was" if programs.count == 1 else "were"
     raise AssertionError(f"{counted(programs.count, 'program')} {verb} compiled in the block, " + "\n".join(lines))

@@ -1,4 +1,4 @@
-"""Compares what a training computes on different numbers of replicas."""
+"""Compares the results of a training on different numbers of replicas."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def assert_same_on_any_replicas(
         ValueError: when there is nothing to compare, and when `train` does not use the strategy that it is given.
         DeviceError: (a ValueError) for too few devices.
         ContextError: (a RuntimeError) in a scope or step.
-        Exception: what `train` raises comes through, with the number of replicas as a note.
+        Exception: any exception of `train`, with the number of replicas as a note.
 
     >>> from mirrored import testing
     >>> def train(strategy, batches):
@@ -112,16 +112,15 @@ def assert_same_on_any_replicas(
         is_used = is_used and is_used_too
         if differences := _compare(reference, found, first, count, differ):
             twice, _ = _train(train, args, all_devices[:first], ignore)
-            again = _compare(reference, twice, first, first, differ)
-            random = (
-                f"But it gives other numbers each time; twice with {_replicas(first)}:{list_lines(again)}\n"
-                "Give initial values, shuffling and keys fixed seeds, and make them in train(strategy): nothing may go on from "
-                "before."
-            )
-            raise AssertionError(
-                f"train gives other numbers with {_replicas(count)} than with {_replicas(first)}:{list_lines(differences)}\n"
-                + (random if again else _REASONS)
-            )
+            reasons = _REASONS
+            if again := _compare(reference, twice, first, first, differ):
+                reasons = (
+                    f"But it gives other numbers each time; twice with {_replicas(first)}:{list_lines(again)}\n"
+                    "Give initial values, shuffling and keys fixed seeds, and make them in train(strategy): nothing may go on "
+                    "from before."
+                )
+            pair = f"with {_replicas(count)} than with {_replicas(first)}"
+            raise AssertionError(f"train gives other numbers {pair}:{list_lines(differences)}\n{reasons}")
     if not is_used:
         raise ValueError(
             "nothing was tested: train(strategy) gives the same numbers, but it has run no step, made no variable and "
@@ -129,14 +128,14 @@ def assert_same_on_any_replicas(
         )
 
 
-def _differ(one: np.ndarray, other: np.ndarray, rtol: float | None, atol: float) -> np.ndarray:
-    """Return a mask: where two arrays of one shape and dtype differ by more than rounding."""
-    if not _is_floating(one):
-        return np.asarray(one != other)
-    size = one.dtype.itemsize // (2 if np.iscomplexobj(one) else 1)
-    known = min(size, 8 if jax.config.jax_enable_x64 else 4)  # Python's floats come from JAX, which computes in 32 bits
-    rtol = _RTOL[max(2, known)] if rtol is None else rtol
-    return ~np.isclose(_wide(other), _wide(one), rtol=rtol, atol=atol, equal_nan=True)
+def _differ(expected: np.ndarray, actual: np.ndarray, rtol: float | None, atol: float) -> np.ndarray:
+    """Return the mask of the elements in which two arrays of one shape and dtype differ by more than rounding."""
+    if not _is_floating(expected):
+        return np.asarray(expected != actual)
+    most = 8 if jax.config.jax_enable_x64 else 4  # Python's floats come from JAX, which computes in 32 bits
+    size = min(most, expected.dtype.itemsize // (1 + np.iscomplexobj(expected)))
+    rtol = _RTOL[max(2, size)] if rtol is None else rtol
+    return ~np.isclose(_wide(actual), _wide(expected), rtol=rtol, atol=atol, equal_nan=True)
 
 
 def _check(train: Any, args: Sequence[Any], num_replicas: Any, ignore: Any) -> None:
@@ -171,10 +170,10 @@ def _train(
 ) -> tuple[list[tuple[str, np.ndarray]], bool]:
     """Train on some devices; return all numbers by name, and whether the training used the strategy."""
     strategy = MirroredStrategy(list(devices))
-    every: list[Variable] = []
+    created: list[Variable] = []  # also those of other strategies
     programs: list[Any] = []
     note_program = lambda program, reason: programs.append(program)  # noqa: E731
-    variable_listeners.append(every.append)
+    variable_listeners.append(created.append)
     recompilations.listeners.append(note_program)
     try:
         result = train(strategy, *args)
@@ -182,10 +181,10 @@ def _train(
         error.add_note(f"(in train(strategy) with {_replicas(len(devices))}, for testing.assert_same_on_any_replicas)")
         raise
     finally:
-        variable_listeners.remove(every.append)
+        variable_listeners.remove(created.append)
         recompilations.listeners.remove(note_program)
-    own = set(live_variables(parts_of(strategy).mesh))
-    made = [variable for variable in every if variable in own]
+    live = set(live_variables(parts_of(strategy).mesh))
+    made = [variable for variable in created if variable in live]
     names = [variable.name for variable in made]
     if unknown := sorted(set(ignore) - set(names)):
         raise ValueError(f"ignore has {unknown}, and the variables of train(strategy) are {names}. Leave the others out.")
@@ -220,8 +219,9 @@ def _of_result(result: PyTree) -> list[tuple[str, np.ndarray]]:
 
 def _numbers(leaf: Any) -> np.ndarray:
     value = leaf.value if isinstance(leaf, Variable) else leaf
-    is_key = isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
-    return np.array(jax.random.key_data(value) if is_key else value)
+    if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+    return np.array(value)
 
 
 def _is_without_value(variable: Variable) -> bool:
@@ -248,27 +248,27 @@ def _compare(
         some += [f"{name} is only there with {_replicas(count)}" for name in others if name not in names]
         return some or [f"{len(names)} results and variables with {_replicas(first)}, {len(others)} with {_replicas(count)}"]
     lines = []
-    for (name, one), (_, other) in zip(reference, found, strict=True):
-        if (one.shape, one.dtype) != (other.shape, other.dtype):
-            lines.append(f"{name} is {one.dtype}{list(one.shape)}, and {other.dtype}{list(other.shape)} with {_replicas(count)}")
-        elif (differs := differ(one, other)).any():
-            lines.append(f"{name} differs {_describe_largest(one, other, differs, first, count)}")
+    for (name, a), (_, b) in zip(reference, found, strict=True):
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            lines.append(f"{name} is {a.dtype}{list(a.shape)}, and {b.dtype}{list(b.shape)} with {_replicas(count)}")
+        elif (differs := differ(a, b)).any():
+            lines.append(f"{name} differs {_describe_largest(a, b, differs, first, count)}")
     return lines
 
 
-def _describe_largest(one: np.ndarray, other: np.ndarray, differs: np.ndarray, first: int, count: int) -> str:
+def _describe_largest(expected: np.ndarray, actual: np.ndarray, differs: np.ndarray, first: int, count: int) -> str:
     """Describe the largest difference, and a common factor if there is one."""
-    a, b = _wide(one), _wide(other)
+    a, b = _wide(expected), _wide(actual)
     with np.errstate(all="ignore"):
         sizes = np.where(differs, np.nan_to_num(np.abs(b - a), nan=np.inf), -1.0).reshape(-1)
         place = int(np.argmax(sizes))
         factor = float(np.median(np.abs(b[a != 0] / a[a != 0]))) if (a != 0).any() else np.nan
-        is_common = _is_floating(one) and np.allclose(b, factor * a, rtol=1e-3, atol=0)
-        is_common &= one.size > 1 or np.isclose(factor, (count / first, first / count), rtol=1e-3).any()  # else chance
-    at = f" at {[int(i) for i in np.unravel_index(place, one.shape)]}" if one.ndim else ""
-    where = f" in {differs.sum()} of {one.size} elements, most" if one.size > 1 else ""
-    pair = f"{other.reshape(-1)[place]} with {_replicas(count)}, {one.reshape(-1)[place]} with {_replicas(first)}"
-    return f"by {sizes[place]:.3g}{where}{at}: {pair}" + (f"; {factor:.4g} times as large" if is_common else "")
+        is_common = _is_floating(a) and np.allclose(b, factor * a, rtol=1e-3, atol=0)
+        is_common &= a.size > 1 or np.isclose(factor, (count / first, first / count), rtol=1e-3).any()  # else chance
+    at = f" at {[int(i) for i in np.unravel_index(place, a.shape)]}" if a.ndim else ""
+    where = f" in {differs.sum()} of {a.size} elements, most" * (a.size > 1)
+    pair = f"{actual.reshape(-1)[place]} with {_replicas(count)}, {expected.reshape(-1)[place]} with {_replicas(first)}"
+    return f"by {sizes[place]:.3g}{where}{at}: {pair}" + f"; {factor:.4g} times as large" * bool(is_common)
 
 
 def _is_floating(array: np.ndarray) -> bool:

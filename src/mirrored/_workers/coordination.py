@@ -49,7 +49,7 @@ def decoded(text: str, worker: int, where: str) -> Any:
 class Coordination:
     """This worker's connection to the others of its cluster, for messages and barriers; one worker talks to itself.
 
-    What waits for other workers waits for ever, because the guard ends a program that is stuck.
+    Calls wait for other workers for ever, because the guard ends a program that is stuck.
     """
 
     def __init__(self, client: Any = None, worker: int = 0, num_workers: int = 1) -> None:
@@ -60,7 +60,7 @@ class Coordination:
         self._channels: dict[str, Channel] = {}
         self._num_told: dict[str, int] = {}
         self._num_opened = 0
-        #: Thread -> the keys of its channels that are closed here: other workers may still read the last ones.
+        #: Thread -> the keys of its channels that are closed here; other workers may still read them.
         self._closed: dict[int, list[str]] = {}
 
     def put(self, key: str, text: str) -> None:
@@ -69,20 +69,20 @@ class Coordination:
             self._client.key_value_set(_ROOT + key, text, allow_overwrite=True)
 
     def say(self, prefix: str, text: str = "1") -> None:
-        """Set what this worker says under `prefix`, for `by_worker`."""
+        """Set this worker's text under `prefix`, for `by_worker`."""
         self.put(f"{prefix}/{self.worker}", text)
 
     def get(self, key: str, timeout_seconds: float) -> str | None:
-        """Wait for a key to be set, and return its value; None at the timeout, or alone."""
+        """Wait for a key to be set, and return its value; None at the timeout, or for one worker."""
         milliseconds = max(1, int(timeout_seconds * 1000))
         return self._ask("DEADLINE_EXCEEDED", lambda client: client.blocking_key_value_get(_ROOT + key, milliseconds))
 
     def peek(self, key: str) -> str | None:
-        """Return the value of a key that is set, else None, without the wait of `get`."""
+        """Return the value of a key, None if it is not set; never wait."""
         return self._ask("NOT_FOUND", lambda client: client.key_value_try_get(_ROOT + key))
 
     def _ask(self, absent: str, call: Callable[[Any], str]) -> str | None:
-        """Return a value of the service; None alone, and where an error says that it is absent."""
+        """Return a value of the service; None for one worker, and if the error's text says `absent`."""
         if self._client is None:
             return None
         try:
@@ -100,17 +100,17 @@ class Coordination:
         return {key.removeprefix(_ROOT): value for key, value in self._client.key_value_dir_get(_ROOT + prefix)}
 
     def by_worker(self, prefix: str) -> dict[int, str]:
-        """Return what the workers of this cluster say under `prefix`, a slash and their number."""
+        """Return the texts that workers have set under `prefix` by `say`."""
         found = self.find(f"{prefix}/")
         return {worker: found[key] for worker in range(self.num_workers) if (key := f"{prefix}/{worker}") in found}
 
     def of_all(self, prefix: str) -> Sequence[str]:
-        """Return what each worker says under `prefix`; empty of one that has said nothing."""
+        """Return every worker's text under `prefix`; "" of a worker that has set none."""
         found = self.by_worker(prefix)
         return [found.get(worker, "") for worker in range(self.num_workers)]
 
     def await_workers(self, prefix: str, workers: Set[int], deadline: float) -> dict[int, str]:
-        """Return `by_worker` when all of these workers say it, or at the deadline, of `time.monotonic`."""
+        """Return `by_worker` when all of `workers` have set a text, or at the deadline of `time.monotonic`."""
         while not workers <= (found := self.by_worker(prefix)).keys() and time.monotonic() < deadline:
             time.sleep(0.01)
         return found
@@ -126,27 +126,26 @@ class Coordination:
             self._client.get_live_nodes(sorted((self.worker, *workers)))  # whoever lives has to ask too: no other worker does
 
     def count(self, key: str) -> int:
-        """Add one to the number under a key, of all workers together, and return it."""
+        """Add one to the workers' common number under a key, and return it."""
         return 1 if self._client is None else self._client.key_value_increment(_ROOT + key, 1)
 
     def exchange(self, channel: str, value: Any, timeout_seconds: float = math.inf) -> Sequence[Any]:
-        """Give a JSON value to all workers, and return all workers' values in order, in the n-th exchange of a channel on each.
+        """Give a JSON value to all workers, and return all workers' values in order; a channel's n-th exchanges meet.
 
-        Two messages a worker where all values are equal, whatever the number of workers: so leave out of a value what differs by
-        worker. Where they differ, each worker reads all of them.
+        Equal values take two messages a worker, so leave out of a value what differs by worker; else each worker reads all.
 
         Raises:
             WorkerLostError: when a worker has not come after `timeout_seconds`.
-            ProgramMismatchError: when a worker has given what is no JSON, or too much; the message names it.
+            ProgramMismatchError: when a worker's text is no JSON, or too long; the message names the worker.
         """
         if channel not in self._channels:
             self._channels[channel] = Channel(self, f"exchange/{channel}")
         return self._channels[channel].exchange(value, timeout_seconds)
 
     def of_chief(self, name: str, value: Any) -> Any:
-        """Return worker 0's JSON value, in the n-th call of a name on each worker: one message a worker.
+        """Return worker 0's JSON value, by one message a worker; the n-th calls of a name meet.
 
-        Between two calls of one name all workers must have come to an exchange: then worker 0 removes the value before.
+        Between two calls of one name all workers must come to an exchange, because worker 0 then removes the older value.
         """
         number = self._num_told.get(name, 0)
         self._num_told[name] = number + 1
@@ -170,7 +169,7 @@ class Coordination:
         return [decoded(text, worker, name) for worker, text in self.by_worker(f"for_chief/{name}").items()]
 
     def channel(self, name: str) -> Channel:
-        """Open a channel of its own for another thread: the n-th that is opened on each worker is the same one."""
+        """Open a channel for another thread; the n-th channels that workers open are connected."""
         number = self._num_opened
         self._num_opened += 1
         return Channel(self, f"exchange/{name}:{number}", number, self._closed.pop(threading.get_ident(), ()))
@@ -178,9 +177,10 @@ class Coordination:
     def barrier(self, name: str, value: Any = None) -> Sequence[Any]:
         """Wait until every worker has come to a barrier of this name, and return the JSON values that they give with it."""
         given = self.exchange("barrier", [name, value])
-        names, values = zip(*[pair if isinstance(pair, list) and len(pair) == 2 else (pair, None) for pair in given], strict=True)
-        if any(other != name for other in names):
-            listed = ", ".join(f"worker {index} {str(other)[:_MAX_SHOWN]!r}" for index, other in enumerate(names))
+        pairs = [pair if isinstance(pair, list) and len(pair) == 2 else (pair, None) for pair in given]
+        names, values = zip(*pairs, strict=True)
+        if any(barrier != name for barrier in names):
+            listed = ", ".join(f"worker {index} {str(barrier)[:_MAX_SHOWN]!r}" for index, barrier in enumerate(names))
             raise WorkerLostError(f"the workers are at different barriers: {listed}. Every worker must call the same ones.")
         return values
 
@@ -189,18 +189,18 @@ class Channel:
     """Exchanges of values with all workers, one after the other.
 
     Each worker counts itself under the digest of its value, and waits for one key. The last worker under one common digest sets
-    it: all values are equal. The first worker under a second digest sets it to say that values differ; then each worker gives its
-    value, counts itself once more, and reads all. After a round in which values differed, the next begins with the values.
+    the key to "same". The first worker under a second digest sets it to "different": then each worker gives its value, counts
+    itself once more, and reads all values. After a round in which values differed, the next one begins with the values.
     """
 
     def __init__(self, coordination: Coordination, prefix: str, number: int = -1, closed_before: Sequence[str] = ()) -> None:
         self._coordination, self._prefix = coordination, prefix
-        self.number = number  # of those that were opened, the same on all workers; -1 of one that has a name
+        self.number = number  # of the opened channel, the same on all workers; -1 of a named one
         self._opened_by, self._closed_before = threading.get_ident(), tuple(closed_before)
         self._round, self._are_same = 0, True
         #: Place in this round -> the digest under which this worker is counted: an interrupted exchange may be made again.
         self._counted: dict[str, str] = {}
-        self._is_last = False  # whether this worker was the last to come to such a place
+        self._is_last = False  # whether this worker was the last to come to the place
         self._num_passes = 0
         self._closed = threading.Event()
         self._is_waiting = False
@@ -224,12 +224,12 @@ class Channel:
         return values
 
     def next_pass(self) -> int:
-        """Return how often this was called before: the number of passes over the data whose batches it is for."""
+        """Return the number of a new pass over the data, from 0 on."""
         self._num_passes += 1
         return self._num_passes - 1
 
     def describe(self) -> str:
-        """Say whether another thread is in an exchange; for the guard."""
+        """Say for the guard whether the channel's thread waits in an exchange."""
         return OTHERS_INPUT if self._is_waiting else "its own pipeline works on it"
 
     def close(self) -> None:
@@ -242,32 +242,32 @@ class Channel:
     def _name(self) -> str:
         return self._prefix.removeprefix("exchange/")
 
-    def _all_have(self, place: str, own: str, deadline: float) -> bool:
-        """Tell whether all workers have come to a place in this round with a digest; False as soon as one has another."""
+    def _all_have(self, place: str, key: str, deadline: float) -> bool:
+        """Tell whether all workers come to a place in this round with one digest; False as soon as a worker has another."""
         this, here = self._coordination, f"{self._prefix}/{self._round}/{place}"
         count = 0
         if place not in self._counted:
-            count = this.count(f"{here}/{own}")
-            self._counted[place] = own
+            count = this.count(f"{here}/{key}")
+            self._counted[place] = key
         self._is_last = count == this.num_workers
         if self._is_last:
             this.put(f"{here}-are", _SAME)
             return True
-        if self._counted[place] != own or (count == 1 and len(this.find(f"{here}/")) > 1):
+        if self._counted[place] != key or (count == 1 and len(this.find(f"{here}/")) > 1):
             this.put(f"{here}-are", "different")
         return self._await(f"{here}-are", deadline) == _SAME
 
     def _texts(self, text: str, deadline: float) -> Sequence[str]:
         """Return the texts of all workers."""
         this, here = self._coordination, f"{self._prefix}/{self._round}/given"
-        this.say(here, text[: MAX_TEXT + 1])  # of one that is too long, enough for all to see it
+        this.say(here, text[: MAX_TEXT + 1])  # of a text that is too long, enough for all to see that it is
         self._all_have("givers", "all", deadline)
         texts = this.of_all(here)
         self._end_round()
         return texts
 
     def _end_round(self) -> None:
-        """Go on to the next round; the last worker to come to this one knows that all have read the one before."""
+        """Go on to the next round; the last worker to come to this round knows that all have read the one before."""
         this = self._coordination
         if self._is_last and self._round:
             this.delete(f"{self._prefix}/{self._round - 1}")

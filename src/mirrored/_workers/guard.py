@@ -32,13 +32,13 @@ from .verdict import MAX_TEXT, Verdict, exit_code_of, last_error, tells_of_loss,
 
 _logger = logging.getLogger("mirrored")
 
-#: How often a worker says where it is, and how long one call into the service blocks.
+#: The seconds between two rounds, in each of which a worker publishes its position; also of one call into the service.
 ROUND_SECONDS = 0.5
-#: Up to so many workers, worker 0 has the time for a round of all of them so often; of more it is asked less often.
+#: With more workers than this, rounds are rarer, because worker 0 serves all of them in each.
 _MANY_WORKERS, _MAX_ROUND_SECONDS = 128, 4.0
-#: How long another worker has to show its own error of the same moment.
+#: How long this worker waits for its own error of the same moment, before it leaves with another worker's.
 _GRACE_SECONDS = 0.2
-#: After so long a worker, or the service, is said to be silent; and not waited for when all leave.
+#: After how long a worker or the service is reported as silent; and a silent worker is not waited for at the end.
 _SILENT_SECONDS, _UNHEARD_SECONDS = 4.0, 2.0
 _END_WARNING_SECONDS = 30.0
 _PROBE_SECONDS = 0.02
@@ -46,14 +46,14 @@ _POSITION, _ENDED = "guard/position", "guard/ended"
 
 
 def seconds_of_round(num_workers: int) -> float:
-    """Return how often the guards of so many workers look."""
+    """Return the seconds between two rounds of the guards, for this number of workers."""
     return min(ROUND_SECONDS * max(1.0, num_workers / _MANY_WORKERS), _MAX_ROUND_SECONDS)
 
 
 class Guard:
     """The guard of this process, which ends it with a message when its job cannot go on.
 
-    A worker may wait for another for `stall_seconds`; default: 300 seconds, and 20 steps if they are longer.
+    A worker may wait for another for `stall_seconds`; by default for 300 seconds, or 20 steps if they are longer.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Guard:
         self._own, self._others = Own(progress, stall_seconds), Others(2 * (self._round_seconds - ROUND_SECONDS))
         self._silent: set[int] = set()
         self._listening: dict[frozenset[int], threading.Thread] = {}  # on worker 0: to the heartbeats of these workers
-        self._process = 0  # the one that is watched, and not a child that it forks
+        self._process = 0  # the watched process; a forked child is another one
         self._threads: list[threading.Thread] = []
         self._stopped, self._failing, self._has_ended = threading.Event(), threading.Event(), False
         self._speaking = threading.Lock()
@@ -96,10 +96,9 @@ class Guard:
             thread.start()
 
     def stop(self, *, wait: bool = True) -> None:
-        """End the watch, at the end of the program and before JAX's own end; does nothing the second time.
+        """End the watch, at the end of the program and before JAX's own end; do nothing the second time.
 
-        First `wait` for the other workers to come to their end, for as long as they live: JAX would wait for a short time and
-        then abort all of them.
+        First `wait` for the end of the other workers, as long as they live: JAX would soon abort all of them.
         """
         if os.getpid() != self._process or self._stopped.is_set():
             return
@@ -124,7 +123,7 @@ class Guard:
             sys.exit = self._hooks[1]
 
     def outlive_others(self, seconds: float) -> None:
-        """Wait, as worker 0 after `stop`, until the others have left its service or are dead: JAX aborts who still needs it."""
+        """Let worker 0 wait after `stop` until the others have left its service or are dead: JAX would abort them."""
         if self._worker == 0:
             self._listen_to(self._coordination.others)
             deadline = time.monotonic() + seconds
@@ -136,7 +135,8 @@ class Guard:
     def _on_sys_exit(self, code: Any = None, /) -> None:
         """Take note of the code, which Python tells nobody else; the exception may still be caught, or end a thread only."""
         if in_main_thread():
-            self._sys_exit_code = 0 if code is None else code & 0xFF if isinstance(code, int) else FAILED
+            is_number = code is None or isinstance(code, int)
+            self._sys_exit_code = (code or 0) & 0xFF if is_number else FAILED
         self._hooks[1](code)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -150,7 +150,7 @@ class Guard:
         self._fail_with(error)
 
     def _fail_with(self, error: BaseException) -> None:
-        """Leave because of an error that ends this worker's program, and tell the others; or find out who is lost."""
+        """Tell the others of an error that ends this worker's program, or find the worker whose loss has caused it; leave."""
         title = title_of(error)
         if tells_of_loss(error):
             verdict = self._shutdown.lost(title)
@@ -160,8 +160,8 @@ class Guard:
             return
         what = f"worker {self._worker} failed at step {self._progress.step} with {title}"
         is_of_all = isinstance(error, ProgramMismatchError | ReplicasDivergeError)  # a comparison of the workers has found it
-        verdict = Verdict(what, "".join(traceback.format_exception(error)), code=FAILED if is_of_all else RESTART)
-        self._fail(verdict, exit_code_of(error))
+        code = FAILED if is_of_all else RESTART
+        self._fail(Verdict(what, "".join(traceback.format_exception(error)), code=code), exit_code_of(error))
 
     def _end(self) -> None:
         """Wait for all workers to come to their end."""
@@ -222,8 +222,9 @@ class Guard:
             self._looks_in_call = 0
         self._neighbours.meet()
         view = self._look_at_others(own, elapsed)
-        is_on_time = was_late or not self._was_late
-        verdict = self._find_difference(view) or (self._find_stuck(view) if is_on_time else None)
+        verdict = self._find_difference(view)
+        if not verdict and (was_late or not self._was_late):
+            verdict = self._find_stuck(view)
         if not own.waits_in_program:
             self._links.rest()
         elif not verdict and own.still >= SETTLED_SECONDS:
@@ -239,10 +240,11 @@ class Guard:
         return True
 
     def _find_difference(self, view: JobView) -> Verdict | None:
-        """Return the verdict on workers that have done different things, or whose data is of different lengths."""
-        parted = [there for there in view.positions.values() if self._progress.trail.contradicts(there.done, there.trail)]
-        if any(phase.text == COMPARISON for phase in self._progress.phases):
-            parted = [there for there in parted if there.phase != COMPARISON]  # else the program is told, and may catch it
+        """Return the verdict on workers with different histories, or with data of different lengths."""
+        contradicts = self._progress.trail.contradicts
+        parted = [position for position in view.positions.values() if contradicts(position.done, position.trail)]
+        if any(phase.text == COMPARISON for phase in self._progress.phases):  # then the program is told, and may catch it
+            parted = [position for position in parted if position.phase != COMPARISON]
         if parted:
             return told_apart(other_order(self._shutdown.trails()), wants_stacks=True)
         if ended := shorter_data(view.positions):
@@ -250,7 +252,7 @@ class Guard:
         return None
 
     def _find_stuck(self, view: JobView) -> Verdict | None:
-        """Return the verdict where this worker waits in vain for worker 0; on worker 0, where any worker waits for another."""
+        """Return the verdict if this worker waits in vain for worker 0; on worker 0, if any worker waits in vain."""
         limit = self._own.limit
         if self._worker == 0:
             text = judge_all(view, limit)
@@ -272,9 +274,9 @@ class Guard:
             return own
 
     def _watch_host(self) -> None:
-        """Leave at once when a worker of this host has died: JAX aborts this one within 50 ms when it was worker 0.
+        """Leave at once when a worker of this host has died: if it was worker 0, JAX aborts this one within 50 ms.
 
-        See also whether the service answers the other thread: until a worker has died, this one does not call the service.
+        Watch the other thread's calls too. This thread calls the service, which may block, only when a worker has died.
         """
         try:
             while not self._stopped.is_set():
@@ -285,7 +287,7 @@ class Guard:
             self._on_service_error(error)
 
     def _is_unanswered(self) -> bool:
-        """Warn when the service does not answer; JAX ends this process a few seconds later, and names nobody."""
+        """Warn if the service does not answer, and leave at the limit; JAX would end this process, and name nobody."""
         if not self._looks_in_call:
             return False
         self._looks_in_call += 1
@@ -303,7 +305,7 @@ class Guard:
         return True
 
     def _is_left_alone(self) -> bool:
-        """Leave when workers of this host have ended, for the reason that one has published, if any; tell whether it leaves."""
+        """Leave if workers of this host have ended, for the published reason if there is one; tell whether it leaves."""
         dead = self._neighbours.dead()
         if dead and 0 not in dead and self._has_ended:  # after their end, workers may go
             dead = tuple(sorted(set(dead) - self._coordination.by_worker(_ENDED).keys()))
@@ -318,7 +320,7 @@ class Guard:
         return True
 
     def _look_at_others(self, own: Position, elapsed: float) -> JobView:
-        """Read the positions: worker 0 reads all, the others worker 0's; if two histories differ, one differs from worker 0's."""
+        """Read the positions: worker 0 compares itself with all, the others with worker 0, so that any difference shows."""
         if self._worker:
             texts = {0: self._coordination.peek(f"{_POSITION}/0") or "", self._worker: own.encode()}
         else:
@@ -330,8 +332,9 @@ class Guard:
                 "worker %d has been silent for %.0f s: it is stopped, cut off, dead, or in one long call that lets no other "
                 "Python thread run; it was last seen so:\n%s", worker, view.silence(worker), view,
             )  # fmt: skip
-        for worker in () if self._worker else self._silent:
-            self._listen_to(frozenset({worker}))
+        if self._worker == 0:
+            for worker in self._silent:
+                self._listen_to(frozenset({worker}))
         return view
 
     def _listen_to(self, workers: frozenset[int]) -> None:
@@ -341,7 +344,7 @@ class Guard:
             thread.start()
 
     def _listen(self, workers: Collection[int]) -> None:
-        """Leave when JAX's native heartbeats, which no call of Python holds up, say that silent workers are gone."""
+        """Leave when silent workers are gone by JAX's native heartbeats, which no call of Python holds up."""
         try:
             self._coordination.await_gone(workers)
             if not self._stopped.is_set() and self._coordination.peek(CALL) != DONE:
@@ -375,11 +378,12 @@ class Guard:
 
     def _leave(self, verdict: Verdict, is_first: bool, code: int | None = None) -> None:
         """Leave with the code of this worker's own error, or of its `sys.exit` when it has ended, or of the verdict."""
-        code = (self._has_ended and self._sys_exit_code) or verdict.code if code is None else code
+        if code is None:
+            code = (self._has_ended and self._sys_exit_code) or verdict.code
         self._shutdown.leave(verdict, code, is_first)
 
     def _fail(self, verdict: Verdict, code: int | None = None) -> None:
-        """Publish a verdict, unless there is one, and leave; with the code of an error whose traceback has just been printed."""
+        """Publish a verdict unless there is one, and leave; `code` is that of an error whose traceback has been printed."""
         shown = verdict if code is None else Verdict(verdict.title)
         if 0 not in verdict.lost:  # else there is nobody to tell, and a call into the service would block
             with contextlib.suppress(Exception):  # the service may go in this moment

@@ -20,15 +20,12 @@ Compiled = Any
 
 
 def agree(name: str, text: str) -> None:
-    """Compare a program that is about to run for the first time with those that the other workers are about to run.
-
-    Its text is equal on two workers exactly when they may run it together; else ProgramMismatchError is raised on every worker.
-    """
+    """Compare a new program with the other workers'; raise ProgramMismatchError unless all workers give the same text."""
     _required().agreement.check(name, text, digest(text).encode(), _line())
 
 
 def exchange(name: str, value: Any) -> Sequence[Any]:
-    """Give a JSON value to all workers, and return those of all; the guard sees that this worker waits."""
+    """Give a JSON value to all workers, and return all workers' values; the guard sees that this worker waits."""
     with progress.phase(name, waits=True):
         return _required().coordination.exchange(name, value)
 
@@ -41,18 +38,18 @@ def of_chief(name: str, value: Any) -> Any:
 
 def note(what: str, text: str) -> None:
     """Add to the history an operation other than a program, which all workers must do alike and in the same order."""
-    own, where = text.encode(), _line()
+    key, where = text.encode(), _line()
     if (agreement := _required().agreement).checks_order:
-        agreement.check(what, text, own, where)
-    progress.did(what, own, where)
+        agreement.check(what, text, key, where)
+    progress.did(what, key, where)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Announced:
-    """A program that is announced before each start; its functions are apart, so that a caller can hold a lock in the last."""
+    """A program that is announced before each start; a caller can run its parts, to hold a lock only in the last."""
 
     program: Callable[..., Any]
-    compare: Callable[[], None]  # waits for the other workers, where they may have come to another program
+    compare: Callable[[], None]  # waits for the other workers, if they may have come to another program
     announce: Callable[..., None]  # takes the program's arguments
 
     def __call__(self, *arguments: Any) -> Any:
@@ -64,7 +61,7 @@ class Announced:
 def prepared(name: str, text: str, program: Compiled, *, is_run: bool = False, is_update: bool = False) -> Announced:
     """Agree on a program, and return one that tells the guard when it is compiled and when it starts.
 
-    A run is a step or an `mr.function` of the user's, and an update a run that also writes mirrored variables, as training does.
+    A run is a step or `mr.function` of the user's; an update is a run that writes mirrored variables, as training does.
     """
     agree(name, text)
     start, is_compiled = started(name, text, program, is_run, is_update), False
@@ -73,7 +70,7 @@ def prepared(name: str, text: str, program: Compiled, *, is_run: bool = False, i
         nonlocal is_compiled
         if not is_compiled:
             with progress.phase(f"compiling {name}", is_patient=True):
-                program.lower(*arguments).compile()  # which the call finds that follows
+                program.lower(*arguments).compile()  # the call that follows finds it
             is_compiled = True
         start.announce(*arguments)
 
@@ -81,15 +78,15 @@ def prepared(name: str, text: str, program: Compiled, *, is_run: bool = False, i
 
 
 def started(name: str, text: str, program: Callable[..., Any], is_run: bool = False, is_update: bool = False) -> Announced:
-    """Return a program that tells the guard when it starts, and the other workers before where they may expect another one."""
-    agreement, own, where, habits = _required().agreement, digest(text).encode(), f"first at {_line()}", progress.habits
+    """Return a program that tells the guard when it starts, and first compares itself if the workers do not expect it."""
+    agreement, key, where, habits = _required().agreement, digest(text).encode(), f"first at {_line()}", progress.habits
 
     def compare() -> None:
-        if own != habits.next or agreement.checks_order:
-            agreement.check(name, text, own, _line())
+        if key != habits.next or agreement.checks_order:
+            agreement.check(name, text, key, _line())
 
     def announce(*arguments: Any) -> None:
-        progress.enter(name, own, is_run, where)
+        progress.enter(name, key, is_run, where)
         progress.runs += is_run
         progress.updates += is_update
 

@@ -1,9 +1,8 @@
 """Which other workers does this one not reach, although both reach worker 0? Asked of the kernel. No jax here.
 
-A collective waits for ever when packets between two workers are lost: nobody has died, and both speak with the service. But the
-kernel of one of them resends packets that the other does not acknowledge: those of a connection that was there, or, where a
-firewall drops them, the first one of a new connection. A process that is stopped or busy is no such case: its kernel
-acknowledges them.
+A collective waits for ever when packets between two workers are lost: nobody has died, and both reach the service. But the kernel
+of one of them resends packets that the other does not acknowledge: on an established connection, or, behind a firewall, the first
+packet of a new one. A stopped or busy process is no such case: its kernel acknowledges packets.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from .verdict import MAX_TEXT, Verdict
 
 _logger = logging.getLogger("mirrored")
 
-#: How often the kernel has sent the same in vain before a connection counts as stuck, at growing distances: for some 3 s.
+#: Retransmissions, rarer each time, until an established connection counts as stuck: some 3 s.
 STUCK_RETRIES = 4
-#: The same of the first packet of a connection: for 3 s, before Linux 6.5 for 7 s.
+#: Unanswered SYNs until a new connection counts as blocked: 3 s, before Linux 6.5 7 s.
 UNANSWERED_RETRIES = 3
-#: After so many more seconds it is lost; by then JAX takes a worker for lost from which worker 0 hears nothing.
+#: How long a stuck connection may last: by then JAX gives up workers that worker 0 does not hear, which is another fault.
 LOST_SECONDS = 8.0
 _OPEN = "/proc/self/fd"
 _TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
-#: Of the kernel's states.
+#: The kernel's numbers of states.
 ESTABLISHED, UNANSWERED, LISTENING = 1, 2, 10
 _IPV4_IN_IPV6 = "::ffff:"
 _KEY = "guard/links"
@@ -44,7 +43,7 @@ class Connection(NamedTuple):
     """A TCP socket of this process: its ends as host and port, the number of retransmissions in vain, and its state."""
 
     local: str
-    remote: str  # empty where the socket listens
+    remote: str  # "" of a socket that listens
     retries: int
     state: int = ESTABLISHED
 
@@ -54,16 +53,16 @@ class Links:
 
     def __init__(self, coordination: Coordination) -> None:
         self._coordination = coordination
-        self._has_told = False  # whether the others may still read something of this worker
-        self._is_asked = False  # whether a connection of some worker is not answered: at which addresses does this one listen?
-        self.warning = ""  # what this worker has said of connections that are not answered, since it waits
+        self._has_told = False  # whether this worker has published connections
+        self._is_asked = False  # whether a worker gets no answer, so that all publish the addresses at which they listen
+        self.warning = ""  # the warning of unanswered connections, since this worker waits
         self._stuck: dict[int, float] = {}  # worker -> seconds
 
     def check(self, step: int, elapsed: float) -> Verdict | None:
-        """Publish the connections without an answer, and return the verdict when one to this worker is lost; for one that waits.
+        """Publish the connections without an answer, `elapsed` seconds after the last call; return a verdict if one is lost.
 
         The kernel knows addresses, not workers: one worker publishes both ends of a connection, and the worker that has the other
-        end knows the two workers. The last look was `elapsed` seconds ago.
+        end knows the two workers.
         """
         told = self._tell_and_hear()
         before, self._stuck = self._stuck, {worker: self._stuck.get(worker, -elapsed) + elapsed for worker in self._cut_off(told)}
@@ -80,7 +79,7 @@ class Links:
         return None
 
     def rest(self) -> None:
-        """Take back what this worker has published, when it does not wait any more."""
+        """Withdraw the published connections, when this worker does not wait any more."""
         self.warning, self._is_asked = "", False
         self._stuck.clear()
         if self._has_told:
@@ -88,19 +87,19 @@ class Links:
             self._coordination.say(_KEY, "[]")
 
     def describe(self) -> str:
-        """Say which connections of all workers are not answered, for the error at the limit; "" if there are none."""
+        """Say which connections of all workers are unanswered, for the error at the limit; "" if there are none."""
         return describe_unanswered(self._hear())
 
     def _tell_and_hear(self) -> Mapping[int, Sequence[Connection]]:
-        """Publish what others need to know of this worker's sockets, and return what all workers have published."""
-        own = [one for one in connections(UNANSWERED_RETRIES) if one.state == UNANSWERED or one.retries >= STUCK_RETRIES]
+        """Publish this worker's connections without an answer, and return those of all workers."""
+        mine = [link for link in connections(UNANSWERED_RETRIES) if link.state == UNANSWERED or link.retries >= STUCK_RETRIES]
         if self._is_asked:
-            own += [one for one in connections() if one.state == LISTENING]
-        if own or self._has_told:
-            self._coordination.say(_KEY, json.dumps(own))
-            self._has_told = bool(own)
+            mine += [link for link in connections() if link.state == LISTENING]
+        if mine or self._has_told:
+            self._coordination.say(_KEY, json.dumps(mine))
+            self._has_told = bool(mine)
         told = self._hear()
-        self._is_asked = any(one.state == UNANSWERED for sockets in told.values() for one in sockets)
+        self._is_asked = any(link.state == UNANSWERED for links in told.values() for link in links)
         return told
 
     def _hear(self) -> Mapping[int, Sequence[Connection]]:
@@ -110,31 +109,31 @@ class Links:
     def _cut_off(self, told: Mapping[int, Sequence[Connection]]) -> list[int]:
         """Return the workers whose stuck connections end here."""
         stuck = {
-            worker: {(one.remote, one.local) for one in sockets if one.state == ESTABLISHED}
-            for worker, sockets in told.items()
+            worker: {(link.remote, link.local) for link in links if link.state == ESTABLISHED}
+            for worker, links in told.items()
             if worker != self._coordination.worker
         }
-        ends = {(one.local, one.remote) for one in connections()} if any(stuck.values()) else set()
-        return sorted(worker for worker, those in stuck.items() if those & ends)
+        mine = {(link.local, link.remote) for link in connections()} if any(stuck.values()) else set()
+        return sorted(worker for worker, ends in stuck.items() if ends & mine)
 
 
 def describe_unanswered(told: Mapping[int, Sequence[Connection]], of: int | None = None) -> str:
-    """Say which workers' first packets are not answered, and by which worker; "" if there are none.
+    """Say which workers get no answer to their first packets, and from which worker; "" if there are none.
 
-    `of` one worker: those between it and a worker. A program may have connections to others too, and only an error names these.
+    With `of`, only links between this worker and another. A program may connect to strangers too, and only an error names them.
     """
-    at = {one.local: worker for worker, sockets in told.items() for one in sockets if one.state == LISTENING}
-    unanswered = [(worker, one) for worker, sockets in sorted(told.items()) for one in sockets if one.state == UNANSWERED]
+    at = {link.local: worker for worker, links in told.items() for link in links if link.state == LISTENING}
+    unanswered = [(worker, link) for worker, links in sorted(told.items()) for link in links if link.state == UNANSWERED]
     if of is not None:
-        unanswered = [(worker, one) for worker, one in unanswered if one.remote in at and of in (worker, at[one.remote])]
+        unanswered = [(worker, link) for worker, link in unanswered if link.remote in at and of in (worker, at[link.remote])]
     if not unanswered:
         return ""
+    names = {address: f"worker {worker} at {address}" for address, worker in at.items()}
     pairs = [
-        f"worker {worker} cannot reach {f'worker {at[one.remote]} at ' if one.remote in at else ''}{one.remote}"
-        f" ({one.retries + 1} tries)"
-        for worker, one in unanswered[:_MAX_SHOWN]
+        f"worker {worker} cannot reach {names.get(link.remote, link.remote)} ({link.retries + 1} tries)"
+        for worker, link in unanswered[:_MAX_SHOWN]
     ]
-    more = f", and {len(unanswered) - _MAX_SHOWN} more" if len(unanswered) > _MAX_SHOWN else ""
+    more = f", and {len(unanswered) - _MAX_SHOWN} more" * (len(unanswered) > _MAX_SHOWN)
     return (
         f"{', '.join(pairs)}{more}: nobody answers there, as where a firewall drops the packets. Open all TCP ports between the "
         "hosts of the workers: collectives listen at ports that the kernel chooses, of net.ipv4.ip_local_port_range."
@@ -142,7 +141,7 @@ def describe_unanswered(told: Mapping[int, Sequence[Connection]], of: int | None
 
 
 def connections(min_retries: int = 0) -> Iterator[Connection]:
-    """Yield the TCP sockets of this process, with at least so many retries; none where the kernel does not say."""
+    """Yield the TCP sockets of this process with at least `min_retries` retries; none if the kernel does not tell."""
     try:
         numbers = list(map(int, os.listdir(_OPEN)))
     except OSError:  # there is no such folder, or this process has as many files open as it may
@@ -165,13 +164,13 @@ def connections(min_retries: int = 0) -> Iterator[Connection]:
 
 
 def _asked_end(inode: int) -> str:
-    """Return the end that a connection without an answer asks for, which a socket does not tell; "" where the kernel does not."""
+    """Return the remote end of an unanswered connection, from the kernel's tables: its socket has none; "" if it is not there."""
     found = (unanswered_ends(Path(table).read_text()).get(inode, "") for table in _TABLES if os.path.exists(table))
     return next(filter(None, found), "")
 
 
 def unanswered_ends(table: str) -> dict[int, str]:
-    """Return inode -> remote end of the connections without an answer, of a text such as that of /proc/net/tcp."""
+    """Return inode -> remote end of the unanswered connections in a text such as /proc/net/tcp."""
     found = {}
     for line in table.splitlines()[1:]:
         fields = line.split()
@@ -185,6 +184,6 @@ def unanswered_ends(table: str) -> dict[int, str]:
 
 
 def _end(address: tuple[str, int]) -> str:
-    """Return an end as both hosts name it: each has names of its own for network devices."""
+    """Return an end as both hosts name it, without the network device, whose name differs by host."""
     host, port, *_ = address
     return f"{host.removeprefix(_IPV4_IN_IPV6).partition('%')[0]}:{port}"

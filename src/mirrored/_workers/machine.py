@@ -1,4 +1,4 @@
-"""Do the machines of the workers compute the same last bits? What decides that, and where they differ in it. No jax here."""
+"""Do the workers' machines compute the same last bits? What decides it, and how they differ. No jax here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REMEDY = (
     "Use machines of one kind, and the same XLA_FLAGS on all workers; with CPUs of several kinds write "
     "XLA_FLAGS=--xla_cpu_max_isa=AVX2 for all, or what else each of them has"
 )
-#: Of what a CPU can do, that for which XLA compiles arithmetic: x86 and ARM.
+#: The CPU instructions for which XLA compiles arithmetic, on x86 and ARM.
 _INSTRUCTIONS = re.compile(r"s?sse\w*|avx\w*|fma\w*|f16c|amx\w*|asimd\w*|sve\w*|bf16|i8mm")
 #: Flags of XLA that change no number, and may differ by worker.
 _HARMLESS = ("--xla_dump", "--xla_force_host_platform_device_count")
@@ -26,10 +26,12 @@ _MAX_SHOWN, _MAX_GROUPS = 300, 3
 
 
 def words(kinds: Iterable[str], cpu_info: str = "/proc/cpuinfo") -> list[str]:
-    """Return what decides about this worker's last bits: its kinds of devices, of CPUs what they can do, and XLA's flags."""
+    """Return the words that decide this worker's last bits: kinds of devices, CPU instructions, XLA's flags."""
     flags = (flag for flag in (_env.XLA_FLAGS.get() or "").split() if not flag.startswith(_HARMLESS))
     found = {*kinds, *flags}
-    return sorted(found | _instructions(Path(cpu_info)) if "cpu" in found else found)
+    if "cpu" in found:
+        found |= _instructions(Path(cpu_info))
+    return sorted(found)
 
 
 def _instructions(cpu_info: Path) -> set[str]:
@@ -42,19 +44,19 @@ def _instructions(cpu_info: Path) -> set[str]:
 
 
 def difference(of_workers: Sequence[object]) -> str:
-    """Say what the `words` of workers have, or have not, that is otherwise on worker 0; "" when all are alike."""
+    """Say how the `words` of workers differ from worker 0's; "" when all are alike."""
     first, *rest = map(_checked, of_workers)
     groups: dict[str, list[int]] = {}
-    for worker, own in enumerate(rest, 1):
-        parts = {"without": first - own, "with": own - first}
-        what = " and ".join(f"{how} {escape(' '.join(sorted(some)), _MAX_SHOWN)}" for how, some in parts.items() if some)
+    for worker, found in enumerate(rest, 1):
+        parts = {"without": first - found, "with": found - first}
+        what = " and ".join(f"{how} {escape(' '.join(sorted(part)), _MAX_SHOWN)}" for how, part in parts.items() if part)
         if what:
             groups.setdefault(what, []).append(worker)
-    return "; ".join(f"{numbered(workers)} {what}" for what, workers in list(groups.items())[:_MAX_GROUPS])
+    return "; ".join(f"{numbered(workers)} {text}" for text, workers in list(groups.items())[:_MAX_GROUPS])
 
 
-def _checked(own: object) -> set[str]:
-    return {word for word in own if isinstance(word, str)} if isinstance(own, list) else set()
+def _checked(given: object) -> set[str]:
+    return {word for word in given if isinstance(word, str)} if isinstance(given, list) else set()
 
 
 @functools.cache

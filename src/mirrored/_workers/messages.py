@@ -1,4 +1,4 @@
-"""Parses what other workers have written, and checks it before it is believed. No jax here."""
+"""Parses the texts of other workers, and checks them before they are believed. No jax here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_TEXT = 1_000_000
 
 
 def parse(text: str) -> Any:
-    """Return the JSON value in a text; None where there is none, or it is too long or nested too deeply."""
+    """Return the JSON value in a text; None if it has none, is too long or nested too deeply."""
     try:
         return json.loads(text) if len(text) <= MAX_TEXT else None
     except (ValueError, RecursionError):
@@ -23,20 +23,23 @@ def parse(text: str) -> Any:
 
 
 def read(kind: Callable[..., Record], text: str) -> Record | None:
-    """Return the named tuple in a text; None when that is no list of its fields, each of its type."""
+    """Return the named tuple in a text; None unless the text is a list of its fields, of the right types."""
     return _made(kind, parse(text))
 
 
 def read_all(kind: Callable[..., Record], text: str) -> list[Record] | None:
-    """Return the list of named tuples in a text, None when it is none."""
+    """Return the list of named tuples in a text; None unless the text is such a list."""
     values = parse(text)
-    records = [_made(kind, value) for value in values] if isinstance(values, list) else [None]
+    if not isinstance(values, list):
+        return None
+    records = [_made(kind, value) for value in values]
     return None if None in records else typing.cast(list[Record], records)
 
 
 def _made(kind: Callable[..., Record], value: object) -> Record | None:
-    is_one = isinstance(value, list) and list(map(type, value)) == _types_of(kind)
-    return kind(*value) if is_one else None
+    if isinstance(value, list) and list(map(type, value)) == _types_of(kind):
+        return kind(*value)
+    return None
 
 
 @functools.cache

@@ -12,14 +12,14 @@ from typing import NamedTuple
 from .coordination import Coordination
 from .messages import read
 
-#: In which a process has its number, and a clock of its own that says when it began.
+#: The namespaces of a process's number, and of the clock that says when it began.
 _NAMESPACES = ("/proc/self/ns/pid", "/proc/self/ns/time")
 
 
 class Process(NamedTuple):
     """A process, named so that no other is taken for it."""
 
-    host: str  # the kernel that runs, and the namespace in which the number holds; empty where the kernel does not say
+    host: str  # the running kernel, and the namespaces of the number and the time; "" if the kernel does not tell
     number: int
     began: str  # because numbers are used again
 
@@ -36,7 +36,7 @@ class Process(NamedTuple):
 
     @classmethod
     def decode(cls, text: str) -> Process | None:
-        """Return the process in a text of another worker, None when it is none, or its host is not known."""
+        """Return the process in a text of another worker; None if there is none, or its host is unknown."""
         process = read(cls, text)
         return process if process and process.host and process.number > 0 else None
 
@@ -50,7 +50,7 @@ class Process(NamedTuple):
             state, began = _state_of(self.number)
         except FileNotFoundError:
             return True
-        except (OSError, IndexError):
+        except (OSError, IndexError):  # unknown, so not known to be dead
             return False
         return state in "ZX" or began != self.began  # ended, and nobody has asked how yet; or another has its number
 
@@ -68,11 +68,11 @@ class Neighbours:
         self._woken, self._wakes = os.pipe()
 
     def introduce(self) -> None:
-        """Tell the others of this host which process this is."""
+        """Publish this process, for the others of this host."""
         self._coordination.say(self._key, self.own.encode())
 
     def meet(self) -> None:
-        """Take note of the others of this host, soon after the start and then now and then: some come late."""
+        """Note the other workers of this host, often at first and then rarely: some come late."""
         this = self._coordination
         self._num_meetings += 1
         if len(self._found) == this.num_workers - 1 or (self._num_meetings > 20 and self._num_meetings % 16):
@@ -82,11 +82,11 @@ class Neighbours:
                 self._found[worker] = self._near(Process.decode(text))
 
     def _near(self, process: Process | None) -> Process | None:
-        """Return a process of this host, to be heard of when it ends; else None."""
+        """Return a process of this host, and listen for its end; None for one of another host."""
         if process is None or process.host != self.own.host:
             return None
         if hasattr(os, "pidfd_open"):
-            with contextlib.suppress(OSError):  # it has ended, or too many files are open: `dead` sees it later
+            with contextlib.suppress(OSError):  # the process has ended, or too many files are open: `dead` sees its end later
                 self._handles.append(os.pidfd_open(process.number))
         return process
 
@@ -99,7 +99,7 @@ class Neighbours:
         return tuple(worker for worker, process in sorted(dict(self._found).items()) if process is not None and process.is_dead())
 
     def await_death(self, seconds: float) -> None:
-        """Wait until a worker of this host ends, for each one once, or until `wake`; not where the kernel has no such notice."""
+        """Wait until a worker of this host ends, if the kernel tells, or `wake` is called; each end is told once."""
         poll = select.poll()
         for handle in (self._woken, *self._handles):
             poll.register(handle, select.POLLIN)

@@ -1,7 +1,6 @@
-"""What is this process doing right now? Written by every step for almost nothing, read by the guard. No jax here.
+"""What is this process doing right now? Written by each step, read by the guard. No jax here.
 
-The fields are plain attributes, so that a step pays one or two assignments; the guard looks twice a second, and measures for
-how long nothing has changed.
+The fields are plain attributes, so that a step pays one or two assignments; the guard looks twice a second.
 """
 
 from __future__ import annotations
@@ -18,25 +17,24 @@ from .._errors import ContextError
 
 Detail: TypeAlias = str | Callable[[], str]
 
-#: The phase in which a worker wants the next batch of its input, whose pipeline runs in another thread. It may wait for its
-#: own records or for the other workers' input, so nobody is waited for in particular.
+#: The phase of a worker that wants the next batch: the thread that makes it may wait for records, or for other workers' input.
 NEXT_BATCH = "the next batch"
-#: The detail of that phase where it waits for the other workers.
+#: The detail of that phase, if the thread waits for the other workers.
 OTHERS_INPUT = "its own is ready; it waits for the other workers' input"
-#: The phase in which a worker compares the program that it is about to start with those of the others.
+#: The phase in which a worker compares its next program with the other workers'.
 COMPARISON = "the comparison of programs"
 #: The name, in a history, of taking a batch.
 BATCH = "a batch"
-#: Stands in a history for the number of batches, where another thread than the main one takes the steps.
+#: The number of batches in a history, if another thread than the main one takes the steps.
 UNKNOWN = "unknown"
-#: The length of the history that a worker keeps: longer than what any worker does between two looks at the others.
+#: The length of the history that a worker keeps: more entries than any worker adds between two looks at the others.
 SIZE = 4096
 #: How many entries it tells when they differ, and how much of a name.
 _NUM_TOLD, _MAX_NAME = 500, 200
 
 
 class BatchPlace(NamedTuple):
-    """The place of a batch among those that all workers read."""
+    """The place of a batch that all workers read."""
 
     channel: int  # of the iterator
     of_pass: int  # the number of its pass over the data
@@ -51,22 +49,22 @@ class Entry(NamedTuple):
     checksum: int  # of all entries up to it, in order
     step: int  # number of programs of several workers started before
     what: str
-    where: str  # file and line of the user's, of a program
+    where: str  # the user's file and line that started the program
 
 
 class ProgramTrail:
-    """The history of this worker's programs, batches and variables, of which the last entries are kept.
+    """The last entries of the history of this worker's programs, batches and variables.
 
-    All workers must have the same history, but at no common time: each may be ahead of another by many programs. So each compares
-    its own checksum with another worker's of the same number. One thread adds, because the order of two is chance, and would be
-    another on each worker: the sum of one program would go into another one. Others may ask at the same time.
+    All workers must have the same history, but not at one time: a worker may be many programs ahead. So a worker compares its
+    checksum with another worker's of the same number. Only one thread adds: two would add in a different order on each worker,
+    and the sum of one program would go into another. Other threads may read at the same time.
     """
 
     def __init__(self) -> None:
         self._last = (0, 0, 0, "", "")  # the fields of an Entry, which would take twice the time to make
         self._ring = [self._last] * SIZE
-        self._thread: threading.Thread | None = None  # that adds: the one of the user's first program, while it lives
-        self._number_of_thread: int | None = None  # if another one has it now, that one has ended
+        self._thread: threading.Thread | None = None  # the thread that adds: that of the user's first program, while it lives
+        self._number_of_thread: int | None = None  # another thread can have this number only when `_thread` has ended
 
     def take_over(self) -> None:
         """Let this thread add from now on."""
@@ -78,7 +76,7 @@ class ProgramTrail:
         return self._thread is not None and self._thread is not threading.current_thread() and self._thread.is_alive()
 
     def require_this_thread(self, what: str) -> None:
-        """Raise ContextError when another thread than the first one does what all workers must do alike."""
+        """Raise ContextError if this is not the thread that adds; `what` names the operation."""
         if (first := self._thread) is not None and self.is_elsewhere():
             raise ContextError(
                 f"{what!r} was called in the thread {threading.current_thread().name!r}; expected {first.name!r}, which starts "
@@ -95,10 +93,7 @@ class ProgramTrail:
         self._ring[number % SIZE] = self._last = (number + 1, zlib.crc32(digest, checksum), step, what, where)
 
     def take_back(self, before: Entry, is_refused: bool) -> None:
-        """Go back to what was the last entry; where all workers have refused the one after it, nobody gives its number again.
-
-        Others may have heard of it, and would take another entry of this number for a contradiction.
-        """
+        """Remove the entry after `before`; skip its number if all have refused it: for others, a new one would contradict it."""
         self._ring[before.number % SIZE] = (0, 0, 0, "", "")
         self._last = before._replace(number=before.number + is_refused)
 
@@ -107,7 +102,7 @@ class ProgramTrail:
         return Entry(*self._last)
 
     def contradicts(self, number: int, checksum: int) -> bool:
-        """Tell whether this worker had another checksum after the entry of that number; False where that is long ago."""
+        """Tell whether this worker has another checksum at the entry `number`; False if that entry is not kept any more."""
         own_number, own_checksum, *_ = self._ring[(number - 1) % SIZE]
         return own_number == number and own_checksum != checksum
 
@@ -118,21 +113,21 @@ class ProgramTrail:
 
 
 class Habits:
-    """What has followed each program the last time: so all workers expect the same one next, without a message.
+    """The program that followed each program the last time: by it, all workers expect the same next one, without a message.
 
-    A program is expected again, as often as it ran in succession the last time, and then the one that followed it. So nothing is
-    unexpected that repeats, such as a step and a reduction in turns, or epochs of one length with an evaluation after each.
+    A program is expected as often in succession as it ran the last time, and then the program that followed it. So repetitions
+    are expected: a step and a reduction in turns, or epochs of one length with an evaluation after each.
     """
 
     def __init__(self) -> None:
         self.next = b""  # the digest of the expected program
-        # A repeated step is not added, for speed: the digest of a program that is expected again, up to the start of that number.
+        # For speed, repeated steps are not added: this program is expected again, up to the start of that number.
         self.again, self.until = b"", -1
-        self._known: dict[bytes, tuple[int, bytes]] = {}  # of a program: how often it ran in succession, and what followed
+        self._known: dict[bytes, tuple[int, bytes]] = {}  # program -> how often it ran in succession, and what followed
         self._last, self._begun, self._then = b"", 0, b""
 
     def add(self, program: bytes, number: int) -> None:
-        """Note that the program of this digest starts, after a number of others."""
+        """Note that the program of this digest starts, after `number` others."""
         if program != self._last:
             self._known[self._last] = number - self._begun, program
             self._last, self._begun = program, number
@@ -148,10 +143,10 @@ class Phase:
     """What the stepping thread does between programs, for the duration of a `with` block."""
 
     _progress: Progress
-    text: str  # what it does, for a person, such as "saving step 12"
-    detail: Detail  # more about it, which may differ by worker; a function when it changes in the meantime
-    waits: bool  # whether it only waits for other workers; then all of them must come to a phase of the same text
-    is_patient: bool  # whether it may take as long as it likes, as compiling and saving do
+    text: str  # for a person, such as "saving step 12"
+    detail: Detail  # may differ by worker; a function if it changes meanwhile
+    waits: bool  # whether the thread only waits for other workers, which must all come to a phase of the same text
+    is_patient: bool  # whether the phase has no time limit: compiling, saving
 
     def __enter__(self) -> None:
         if self.waits:
@@ -165,7 +160,7 @@ class Phase:
 
 
 class Progress:
-    """What the guard wants to know of the thread that takes the steps."""
+    """The state of the thread that takes the steps, for the guard."""
 
     def __init__(self) -> None:
         self.started = 0  # programs in which other workers take part, of users and of this library
@@ -173,28 +168,28 @@ class Progress:
         self.updates = 0  # runs that have written mirrored variables, as training does and evaluation does not
         self.finished = 0  # started programs that are known to have finished
         self.program = ""  # the name of the one started last
-        # A result of it that nobody donates (it has `is_deleted` and `is_ready`), so that the guard can see whether this process
-        # waits for it; None while the call that starts it has not come back.
+        # A result of that program that nobody donates (it has `is_deleted` and `is_ready`): by it the guard sees whether this
+        # process waits for the program. None until the call that starts the program returns.
         self.witness: Any = None
-        self.phases: tuple[Phase, ...] = ()  # what goes on between programs; the last one is the innermost
+        self.phases: tuple[Phase, ...] = ()  # the last one is the innermost
         self.lock = threading.Lock()  # for changes of `phases`, because input may be read by a thread of the user's
         self.batches = 0  # of distributed datasets, that the main thread has taken
         self.batch: BatchPlace | None = None  # the last of the batches that all workers read
-        # Channel -> the last batch of an iterator whose data ended here, while the others are asked about theirs.
+        # Channel -> the last batch of an iterator whose data has ended, while the other workers are asked about theirs.
         self.data_ends: dict[int, BatchPlace] = {}
         self.trail, self.habits = ProgramTrail(), Habits()
-        self.finish: Callable[[], None] = lambda: None  # waits for programs in flight, and raises what they found
+        self.finish: Callable[[], None] = lambda: None  # waits for programs in flight, and raises their errors
 
     @property
     def step(self) -> int:
-        """The step of messages, as users count them: the runs that train; where nothing is trained, all runs."""
+        """The step number in messages, as users count: the runs that train; if none does, all runs."""
         return self.updates or self.runs
 
     def enter(self, program: str, digest: bytes, is_run: bool = False, where: str = "") -> None:
-        """Note that a program is about to be started: before the call, which itself may wait for the other workers.
+        """Note that a program is about to start, before the call, which may wait for the other workers.
 
-        Its digest is equal on two workers exactly when they may run it together. The thread of a run, a program of the user's,
-        starts all that follow. Set `witness` to a result of it afterwards.
+        Digests are equal on two workers exactly when they may run the program together. With `is_run`, a program of the user's,
+        this thread must start all later programs. Set `witness` to a result afterwards.
         """
         self.witness = None
         self.program = program
@@ -210,7 +205,7 @@ class Progress:
         self.trail.add(what, digest, self.started, where)
 
     def phase(self, text: str, detail: Detail = "", *, waits: bool = False, is_patient: bool = False) -> Phase:
-        """Return a context for what is done between programs, by the thread that takes the steps; see `Phase`."""
+        """Return a context for work between programs, in the thread that takes the steps; see `Phase`."""
         return Phase(self, text, detail, waits, is_patient)
 
     def is_waiting(self) -> bool:
@@ -227,7 +222,7 @@ class Progress:
             return False
 
     def took_batch(self, place: BatchPlace | None, sizes: Sequence[int]) -> None:
-        """Note that a batch was taken, with the rows of all replicas; None has no place among those that all workers read."""
+        """Note that a batch was taken, with the rows of all replicas; `place` is None if workers read different batches."""
         if in_main_thread() and not self.trail.is_elsewhere():  # what other threads take is not in step with the programs
             self.batches += 1
             self.batch = place or self.batch
@@ -235,7 +230,8 @@ class Progress:
 
     def history(self) -> list[str]:
         """Return the number of batches and the history's checksum, for `require_same_history`."""
-        return [str(self.batches) if in_main_thread() else UNKNOWN, f"{self.trail.last.checksum:08x}"]
+        batches = str(self.batches) if in_main_thread() else UNKNOWN
+        return [batches, f"{self.trail.last.checksum:08x}"]
 
     def tell(self) -> str:
         """Return the last entries of the history, for `require_same_history`."""
@@ -243,7 +239,7 @@ class Progress:
 
 
 def in_main_thread() -> bool:
-    """Tell whether this is the main thread: batches of other threads come in an order of chance."""
+    """Tell whether this is the main thread; batches of other threads come in no fixed order."""
     return threading.current_thread() is threading.main_thread()
 
 

@@ -33,13 +33,13 @@ _logger = logging.getLogger("mirrored")
 
 #: The default time for the other workers to start.
 START_SECONDS = 300.0
-#: A worker that the service has not heard of for so long is dead; one that is paused for half of it is not.
+#: After how long without a heartbeat the service takes a worker for dead; a pause of half of it does no harm.
 HEARTBEAT_SECONDS = 10
-#: How long the workers may take to connect after they have met: one that does not come any more has died in between.
+#: How long the workers may take to connect after they have met; who is not there by then has died in between.
 CONNECT_SECONDS, _CONNECT_WARNING_SECONDS = 30.0, 5.0
-#: Worker 0 hosts the service to which the others connect, and so gives up after them.
+#: The additional time of worker 0, which must wait longer than the others, because they connect to its service.
 _CHIEF_SECONDS = 2.0
-#: How long JAX waits at the end for the others, which our own guard has seen ending already.
+#: How long JAX waits at the end for the others, whose end our own guard has already seen.
 SHUTDOWN_SECONDS = 30
 
 
@@ -63,7 +63,7 @@ def current() -> Runtime | None:
 
 @contextlib.contextmanager
 def exit_codes() -> Iterator[None]:
-    """Let a script that ends with an error of its cluster exit with the code that says whether to start it again."""
+    """Let a script whose cluster fails exit with a code that says whether a restart would help."""
     try:
         yield
     except (ClusterConfigError, ClusterStartError):
@@ -84,7 +84,7 @@ def _install_exit_codes() -> None:
 
 
 def attach(options: CommunicationOptions, cluster: Cluster | None = None) -> Runtime | None:
-    """Use the `jax.distributed` that the user has initialised; None when it has one process. A given cluster must be the same."""
+    """Use the user's `jax.distributed`; None if it has one process. A `cluster` must have the same worker and size."""
     worker, num_workers = distributed.place()
     if cluster is not None:
         if (cluster.worker_index, cluster.num_workers) != (worker, num_workers):
@@ -121,7 +121,7 @@ def start(cluster: Cluster, options: CommunicationOptions) -> Runtime | None:
         jax.config.update("jax_enable_recoverability", True)  # else JAX aborts all workers when one is gone; the guard ends them
         _env.MIRRORED_WORKER.set(f"{os.getpid()} {_name_of(cluster)}")  # now: C code of JAX's threads reads the environment
         _env.connect_directly(split_address(cluster.coordinator_address or "")[0])
-        jax.config.update("jax_check_proxy_envs", False)  # it would ask to unset what is not used now
+        jax.config.update("jax_check_proxy_envs", False)  # it would ask to unset a proxy that is now not used
         with distributed.without_warnings():
             _connect(cluster, meeting, min(seconds, CONNECT_SECONDS))
         distributed.listen_at(meeting.host)
@@ -129,7 +129,7 @@ def start(cluster: Cluster, options: CommunicationOptions) -> Runtime | None:
 
 
 def _connect(cluster: Cluster, meeting: Meeting, seconds: float) -> None:
-    """Start `jax.distributed` in a thread of its own: when a worker is missing, JAX aborts the process instead of raising."""
+    """Start `jax.distributed` in a thread: when a worker is missing, JAX aborts the process instead of raising."""
     errors: list[BaseException] = []
 
     def initialize() -> None:
@@ -144,12 +144,12 @@ def _connect(cluster: Cluster, meeting: Meeting, seconds: float) -> None:
                 heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
                 shutdown_timeout_seconds=SHUTDOWN_SECONDS,
             )
-        except BaseException as error:
+        except BaseException as error:  # the thread that waits raises it
             errors.append(error)
 
     thread = threading.Thread(target=initialize, name="mirrored-connect", daemon=True)
     thread.start()
-    deadline = time.monotonic() + seconds + (_CHIEF_SECONDS if cluster.is_chief else 0.0)
+    deadline = time.monotonic() + seconds + _CHIEF_SECONDS * cluster.is_chief
     thread.join(min(seconds, _CONNECT_WARNING_SECONDS))
     if thread.is_alive():
         what = "worker %d waits for all %d workers, which have met, to connect to jax.distributed at %s; is one gone since?"
@@ -167,11 +167,7 @@ def _connect(cluster: Cluster, meeting: Meeting, seconds: float) -> None:
 
 @contextlib.contextmanager
 def starting_devices() -> Iterator[None]:
-    """Be in the phase in which JAX starts this worker's devices, and then waits for the other workers'.
-
-    JAX's keys tell the two apart, so that the guard can name the worker whose devices do not start. JAX has a limit too, which
-    may end before the guard's.
-    """
+    """Enter a phase while JAX starts this worker's devices, and then waits for the other workers': its keys tell which."""
 
     def detail() -> str:  # called by the guard, twice a second
         phase.waits, text = _is_waiting_for_devices()
@@ -192,8 +188,8 @@ def _is_waiting_for_devices() -> tuple[bool, str]:
     worker, num_workers = distributed.place()
     for kind, known in distributed.known_devices():
         if not known.issuperset(range(num_workers)):
-            own = worker in known
-            return own, f"its {kind} devices " + ("are known to the others" if own else "have not started yet")
+            state = "are known to the others" if worker in known else "have not started yet"
+            return worker in known, f"its {kind} devices {state}"
     return False, ""
 
 
@@ -219,7 +215,7 @@ def _name_of(cluster: Cluster) -> str:
 
 
 def _refuse_child(cluster: Cluster) -> None:
-    """Refuse a child process that would be the worker that has started it: it would wait for its parent's port."""
+    """Refuse a child process with the cluster of its parent: it would wait for the parent's port."""
     process, _, name = (_env.MIRRORED_WORKER.get() or "").partition(" ")
     if name == _name_of(cluster) and process != str(os.getpid()):
         raise ClusterConfigError(
@@ -255,7 +251,7 @@ def _versions() -> dict[str, str]:
 
 def _choose_collectives(options: CommunicationOptions) -> None:
     """Tell JAX, or NCCL, which implementation to use; both read it when their backend starts."""
-    is_mpi = options.implementation is CommunicationImplementation.MPI
-    distributed.choose_cpu_collectives("mpi" if is_mpi else "gloo")
+    implementation = "mpi" if options.implementation is CommunicationImplementation.MPI else "gloo"
+    distributed.choose_cpu_collectives(implementation)
     if options.implementation is CommunicationImplementation.RING:
         _env.NCCL_ALGO.set_default("Ring")

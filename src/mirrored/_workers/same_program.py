@@ -1,7 +1,6 @@
-"""Do all workers run the same programs in the same order? Asked before a program that is new, or not expected. No jax here.
+"""Do all workers run the same programs in the same order? Compared before a program that is new, or not expected. No jax here.
 
-Workers that run different programs get wrong numbers without any error, or wait for each other for ever:
-docs/design/failures.md.
+Workers that run different programs compute wrong numbers in silence, or wait for each other for ever: docs/design/failures.md.
 """
 
 from __future__ import annotations
@@ -41,15 +40,14 @@ ONE_DATASET = (
 
 
 def data_ended(worker: int, other: int) -> str:
-    """Say that the data of one worker is shorter than that of another."""
+    """Say that one worker's data is shorter than another's."""
     return f"the data of worker {worker} has ended, and worker {other} has more"
 
 
 class Agreement:
-    """The comparison of programs before they start, where workers may come to different ones.
+    """The comparison of a program with the other workers' before it starts, if it is new or the habits do not expect it.
 
-    That is before a program that is new, or that the habits do not expect; before every start where `checks_order`:
-    MIRRORED_DEBUG=detail.
+    With `checks_order` (MIRRORED_DEBUG=detail), every start is compared.
     """
 
     def __init__(self, coordination: Coordination, progress: Progress = progress) -> None:
@@ -57,16 +55,16 @@ class Agreement:
         self.checks_order = _env.DEBUG.get() == "detail"
 
     def check(self, name: str, text: str, own: bytes, where: str = "") -> None:
-        """See that the program that this worker comes to is the same on all workers, which all come to a comparison.
+        """Compare a program with those of the other workers, which all call this; raise ProgramMismatchError if they differ.
 
-        The text, whose digest is `own`, is equal exactly for programs that workers can run together: no addresses, no places in
-        files. The name and the place, which are shown, may differ.
+        Texts are equal exactly for programs that workers can run together: no addresses, no places in files. `own` is the text's
+        digest. The name and the place, which are shown, may differ.
         """
         this = self._progress
         before = this.trail.last
         with this.phase(COMPARISON, repr(name), waits=True):
             try:
-                # Before it is known: to a worker that does not come here, because it runs what was expected, the guards tell it.
+                # First, so that the guards tell it to a worker that runs the expected program, and does not come here.
                 this.did(name, own, where)
                 self._compare([f"{name[:_MAX_NAME]} ({where})", own.decode(), *this.history()], text)
             except BaseException as error:  # such as Ctrl-C, after which the call may be made again
@@ -75,8 +73,8 @@ class Agreement:
         this.habits.next = own
 
     def _compare(self, entry: list[str], text: str) -> None:
-        seen = [_words(other, len(entry), "?") for other in self._coordination.exchange("agreement", entry)]
-        if any(own != seen[0][1] for _, own, *_ in seen):
+        seen = [_words(answer, len(entry), "?") for answer in self._coordination.exchange("agreement", entry)]
+        if any(key != seen[0][1] for _, key, *_ in seen):
             raise ProgramMismatchError(_mismatch([shown for shown, *_ in seen], self._exchange_excerpts(text)))
         trails = functools.partial(self._coordination.exchange, "agreement", self._progress.tell())
         require_same_history([history for _, _, *history in seen], trails)
@@ -86,15 +84,15 @@ class Agreement:
 
         def differ(count: int) -> bool:
             digests = self._coordination.exchange("agreement", digest(text[:count]))
-            return any(other != digests[0] for other in digests)
+            return any(answer != digests[0] for answer in digests)
 
         longest = max(map(_count, self._coordination.exchange("agreement", len(text))))
-        same = bisect.bisect_left(range(1, longest), True, key=differ)  # so many characters are equal everywhere
-        return [str(other) for other in self._coordination.exchange("agreement", _excerpt(text, same))]
+        num_equal = bisect.bisect_left(range(1, longest), True, key=differ)  # the first characters, on all workers
+        return [str(excerpt) for excerpt in self._coordination.exchange("agreement", _excerpt(text, num_equal))]
 
 
 def _excerpt(text: str, position: int) -> str:
-    """Return the line of a position with those around it, each cut so that the position can be seen."""
+    """Return the line of a position and the lines around it, each cut so that the position can be seen."""
     if position >= len(text):
         return "it has ended before the others"
     lines, number = text.split("\n"), text.count("\n", 0, position)
@@ -103,15 +101,14 @@ def _excerpt(text: str, position: int) -> str:
     for near in range(max(0, number - _LINES_BEFORE), min(len(lines), number + 1 + _LINES_AFTER)):
         begin = max(0, column - _MAX_LINE // 2) if near == number else 0
         line = lines[near][begin : begin + _MAX_LINE]
-        shown.append(("..." if begin else "") + line + ("..." if begin + _MAX_LINE < len(lines[near]) else ""))
+        shown.append("..." * (begin > 0) + line + "..." * (begin + _MAX_LINE < len(lines[near])))
     return "\n".join(shown)
 
 
 def require_same_history(histories: Sequence[Sequence[str]], trails: Callable[[], Sequence[Any]]) -> bool:
-    """Refuse workers that have taken different numbers of batches, or have different histories of programs and variables.
+    """Refuse workers with different numbers of batches, or different histories; tell whether all histories are known.
 
-    Tells whether all are known. Takes each worker's `Progress.history`, and a function that returns their `Progress.tell`: called
-    on all workers where they differ.
+    Takes each worker's `Progress.history`, and a function that returns each worker's `Progress.tell`, called if they differ.
     """
     batches, done = zip(*(_words(history, 2, UNKNOWN) for history in histories), strict=True)
     if UNKNOWN not in batches and len(set(batches)) > 1:
@@ -131,16 +128,16 @@ def _other_number(where: str) -> str:
 
 
 def other_order(texts: Sequence[str]) -> str:
-    """Say since when the workers' histories differ, from each one's `Progress.tell`."""
+    """Say since when the workers' histories differ, given each worker's `Progress.tell`."""
     trails = _trails(texts)
     since, parted = parting(trails)
     if parted == {BATCH}:
         return f"the workers have read different batches, so that results are wrong {since}. {ONE_DATASET}"
     if BATCH in parted:
         return _other_number(since)
-    # Once what was compared first and then started.
+    # A program that was first compared and then started is named once.
     done = {worker: [*dict.fromkeys((entry.step, entry.what) for entry in entries)] for worker, entries in trails.items()}
-    last = {worker: ", ".join(what for _, what in each[-_NUM_SHOWN:]) for worker, each in done.items()}
+    last = {worker: ", ".join(name for _, name in entries[-_NUM_SHOWN:]) for worker, entries in done.items()}
     listed = "; ".join(f"worker {worker}: {escape(names, _MAX_SHOWN)}" for worker, names in last.items())
     return (
         "the workers have run programs in different orders, or with other variables, so that results are wrong "
@@ -150,7 +147,7 @@ def other_order(texts: Sequence[str]) -> str:
 
 
 def is_other_order(texts: Sequence[str]) -> bool:
-    """Tell whether the workers' histories differ, and not only in that one is behind."""
+    """Tell whether the workers' histories differ; not so if one is only behind."""
     return any(map(_contradicts, _rows(_trails(texts))))
 
 
@@ -174,7 +171,7 @@ def parting(trails: Mapping[int, Sequence[Entry]]) -> tuple[str, set[str]]:
 
 
 def _rows(trails: Mapping[int, Sequence[Entry]]) -> list[dict[int, Entry | None]]:
-    """Return for each number that all workers still know the entry of each worker, None of one that has not come to it."""
+    """Return each worker's entry for each number that all still know; None for a worker that has not come to it."""
     by_number = {worker: {entry.number: entry for entry in entries} for worker, entries in trails.items()}
     first = max((min(entries) for entries in by_number.values() if entries), default=1)
     last = max((max(entries) for entries in by_number.values() if entries), default=0)
@@ -194,14 +191,14 @@ def _sides(found: Mapping[int, Entry | None], after: Mapping[int, Entry | None])
     for workers in groups.values():
         entry, then = found[workers[0]], after.get(workers[0])
         what = _shown(entry) if entry else "nothing more"
-        other = ", another of this name" if what in seen else ""
-        sides.append(f"{numbered(workers)}: {what}{other}" + (f", then {_shown(then)}" if then else ""))
+        following = f", then {_shown(then)}" if then else ""
+        sides.append(f"{numbered(workers)}: {what}{', another of this name' * (what in seen)}{following}")
         seen.add(what)
     return "; ".join(sides)
 
 
 def _shown(entry: Entry) -> str:
-    return escape(f"{entry.what} ({entry.where})" if entry.where else entry.what, _MAX_NAME)
+    return escape(entry.what + f" ({entry.where})" * bool(entry.where), _MAX_NAME)
 
 
 def _mismatch(names: Sequence[str], excerpts: Sequence[str]) -> str:
@@ -215,7 +212,7 @@ def _mismatch(names: Sequence[str], excerpts: Sequence[str]) -> str:
 
 
 def _words(value: object, count: int, unknown: str) -> list[str]:
-    """Return the `count` words that another worker has given; `unknown` in place of each where it has given something else."""
+    """Return the `count` words of another worker; `unknown` for each if it has sent something else."""
     return list(map(str, value)) if isinstance(value, list) and len(value) == count else [unknown] * count
 
 

@@ -1,4 +1,4 @@
-"""How does a job end together? One worker calls the roll, and each leaves after those whom its end would hurt. No jax here.
+"""How does a job end together? One worker calls the roll, and all leave, worker 0 last. No jax here.
 
 The first worker to call the roll calls it for all: the others wait for its verdict. A worker that answers compares its history
 with the published ones, and publishes it only where it differs, so that a call needs few messages for any number of workers.
@@ -28,18 +28,18 @@ _logger = logging.getLogger("mirrored")
 
 #: What wakes the guards, and why the job ends.
 CALL, _VERDICT = "guard/call", "guard/verdict"
-#: What a call says: leave; leave, and answer first; all have come to the end.
+#: The texts of a call: leave; answer, and leave; all workers have come to the end.
 _LEAVE, _TELL, DONE = "leave", "tell", "done"
 #: Where workers say that they have heard the call, and that they leave.
 _HERE, _LEFT = "guard/here", "guard/left"
 _CALLERS, _TRAIL = "guard/callers", "guard/trail"
 #: Begins the names of the guard's threads.
 THREADS = "mirrored-guard-"
-#: How long the others have to answer the roll; a worker that calls it later waits twice as long for the first one's verdict.
+#: How long the others have to answer the roll; a second caller waits twice as long for the first one's verdict.
 _ANSWER_SECONDS = 0.6
-#: Whatever blocks while a worker leaves (a full pipe, a dead service) blocks for so long only.
+#: How long leaving may block, on a full pipe or a dead service, before the process exits.
 LAST_RESORT_SECONDS = 3.0
-#: How long the first to know, and worker 0, wait for the others to leave: worker 0 longer, because JAX aborts those who are late.
+#: How long the first to know, and worker 0, wait for the others to leave: worker 0 longer, because JAX aborts late ones.
 _LEAVE_SECONDS, _LAST_LEAVE_SECONDS = 0.6, 1.5
 
 
@@ -57,7 +57,7 @@ class Shutdown:
     # ---- the roll
 
     def lost(self, title: str) -> Verdict:
-        """Find out after an error of a collective which worker was lost: one that does not answer, if no other worker knows."""
+        """Find the worker that was lost, after a collective has failed: ask the kernel, then the verdict, then all workers."""
         try:
             if not self._neighbours.dead():  # else the kernel knows who is lost
                 self._neighbours.meet()
@@ -84,13 +84,13 @@ class Shutdown:
         return Verdict(f"{who} {what}", title, tuple(missing))
 
     def gone(self, lost: Sequence[int], why: str = ": the process is gone", detail: str = "") -> Verdict:
-        """Return the verdict on workers that have ended; of this host, unless it says why else."""
+        """Return the verdict on workers that have ended; `why` says how it was seen, by default by this host's kernel."""
         # When worker 0 is gone the others follow at once, so it is the one to name.
         who = "worker 0, which hosts the coordination service," if 0 in lost else numbered(lost)
         return Verdict(f"lost {who} at step {self._progress.step}{why}", detail, tuple(lost))
 
     def trails(self) -> Sequence[str]:
-        """Ask all workers for their history where it differs from this worker's, before they leave."""
+        """Ask all workers for their histories, before they leave; a worker sends one that differs from those sent."""
         self._call()
         self._coordination.await_workers(_HERE, self._coordination.others, time.monotonic() + _ANSWER_SECONDS)
         return self._coordination.of_all(_TRAIL)
@@ -114,7 +114,7 @@ class Shutdown:
         return None
 
     def known(self, seconds: float = 0.0) -> Verdict | None:
-        """Return the verdict that a worker has published, or publishes so soon."""
+        """Return the verdict that a worker has published, or publishes within `seconds`."""
         text = self._coordination.get(_VERDICT, seconds) if seconds else self._coordination.peek(_VERDICT)
         return None if text is None else Verdict.decode(text)
 
@@ -129,31 +129,31 @@ class Shutdown:
     # ---- leaving
 
     def leave(self, verdict: Verdict, code: int, is_first: bool) -> None:
-        """End this process; `is_first` where no other worker knows why."""
+        """End this process; `is_first` if no other worker knows the reason."""
         if not self.begun.acquire(blocking=False):  # another thread is leaving
             self._stopped.wait(2 * LAST_RESORT_SECONDS)
             return
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # perhaps no thread can be started any more
             self.arm_last_resort(code)
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # a stream may be closed
             _logger.critical("worker %d leaves with code %d: %s", self._coordination.worker, code, verdict)
             if verdict.wants_stacks:
                 _logger.critical("worker %d was here:\n%s", self._coordination.worker, _stacks())
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
         if 0 not in verdict.lost:  # else a call into the service would block
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # the service may end in this moment
                 self._let_others_go(verdict, is_first)
         self._exit(code)
 
     def arm_last_resort(self, code: int) -> None:
-        """End this process in any case, but not yet."""
+        """Exit in LAST_RESORT_SECONDS, even if this thread blocks."""
         timer = threading.Timer(LAST_RESORT_SECONDS, self._exit, (code,))
         timer.daemon = True
         timer.start()
 
     def _let_others_go(self, verdict: Verdict, is_first: bool) -> None:
-        """Wait for the workers that this one's end would hurt: it breaks their collectives, and worker 0's stops the service."""
+        """Wait for others to leave first: this worker's end breaks their collectives, and worker 0's stops the service."""
         others = self._coordination.others - {0, *verdict.lost}
         if is_first and self._coordination.worker:
             deadline = time.monotonic() + _LEAVE_SECONDS
@@ -163,7 +163,7 @@ class Shutdown:
         if self._coordination.worker == 0:
             deadline = time.monotonic() + _LAST_LEAVE_SECONDS
             self._coordination.await_workers(_LEFT, others, deadline)
-            time.sleep(0.05)  # from "I leave" to having left; the workers of other hosts get this moment only
+            time.sleep(0.05)  # from "I leave" to the exit; of workers on other hosts nothing more is seen
             near = self._neighbours.near() & others
             while not near <= set(self._neighbours.dead()) and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -176,7 +176,7 @@ def told_apart(text: str, wants_stacks: bool = False) -> Verdict:
 
 
 def _stacks() -> str:
-    """Return the stacks of all threads but those of the guard."""
+    """Return the stacks of all threads except the guard's."""
     frames, lines = sys._current_frames(), []
     for thread in threading.enumerate():
         if thread.ident in frames and not thread.name.startswith(THREADS) and not isinstance(thread, threading.Timer):

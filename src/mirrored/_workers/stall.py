@@ -16,16 +16,16 @@ from .._text import escape, named, numbered
 from .messages import read
 from .progress import NEXT_BATCH, OTHERS_INPUT, Progress
 
-#: The default of the limit: at least so many seconds, and so many steps.
+#: The default limit: the longer of so many seconds and so many steps.
 MIN_STALL_SECONDS = 300.0
 STALL_STEPS = 20
-#: A worker whose position is as old as this is shown as silent; workers write theirs twice a second.
+#: The age of a position from which its worker is shown as silent; workers write theirs twice a second.
 SILENT_SECONDS = 3.0
-#: For so long two workers must have waited for different things before that is called certain.
+#: How long two workers must have waited for different things until the verdict is certain.
 SETTLED_SECONDS = 2.0
-#: What a worker sent before it ended may take so long to reach the others.
+#: How long the last messages of an ended worker may take to reach the others.
 _ARRIVED_SECONDS = 0.4
-#: A position as old as this may be left behind; only an end is for ever.
+#: The age from which a position may be outdated; only an end is for ever.
 _OLD_SECONDS = 1.0
 _MAX_WORD = 200
 
@@ -35,17 +35,17 @@ class Position(NamedTuple):
 
     beat: int  # counts up while its guard lives
     started: int  # number of programs of several workers that it has started; "step" in messages
-    program: str  # the name of the one started last
-    phase: str  # what it does between programs, or how it has ended; empty when nothing special
-    detail: str  # more about that
+    program: str  # the name of the last one
+    phase: str  # `Phase.text` of what it does between programs, or how it has ended; "" for nothing special
+    detail: str  # `Phase.detail`
     waits: bool  # whether it can go on only with other workers
-    is_patient: bool  # whether what it does may take as long as it likes
+    is_patient: bool  # `Phase.is_patient`
     has_ended: bool  # whether its program has come to its end
-    still: float  # seconds in which nothing of this has changed
+    still: float  # seconds without a change
     done: int  # length of its history of programs, batches and variables
     trail: int  # the checksum of that history
-    batch: list[int]  # the batch taken last of those that all workers read: the first numbers of a `BatchPlace`, or empty
-    ends: list[list[int]]  # the last batches of data that has ended here, while the others are asked about theirs
+    batch: list[int]  # the last batch of a dataset that all workers read: the first numbers of a `BatchPlace`, or empty
+    ends: list[list[int]]  # the last batches of ended data, while the other workers are asked about theirs
 
     @property
     def waits_in_program(self) -> bool:
@@ -53,7 +53,7 @@ class Position(NamedTuple):
 
     @property
     def waits_between(self) -> bool:
-        """Whether it waits for other workers, and not for a program: in a phase that they must come to, or for their input."""
+        """Whether it waits for other workers in no program: in a phase to which all must come, or for their input."""
         return (self.waits and bool(self.phase)) or (self.phase == NEXT_BATCH and self.detail == OTHERS_INPUT)
 
     def encode(self) -> str:
@@ -63,20 +63,22 @@ class Position(NamedTuple):
     def __str__(self) -> str:
         program = escape(self.program, _MAX_WORD)
         step = f"after step {self.started} (program {program!r})" if self.started else "before its first step"
-        phase = escape(self.phase, _MAX_WORD) + (f" ({escape(self.detail, _MAX_WORD)})" if self.detail else "")
+        phase = escape(self.phase, _MAX_WORD) + f" ({escape(self.detail, _MAX_WORD)})" * bool(self.detail)
         if self.has_ended:
-            return f"has ended its program {step}" + (f", by {phase}" if phase else "")
+            return f"has ended its program {step}" + f", by {phase}" * bool(phase)
         if self.waits_in_program:
             where = f"waits in {step.removeprefix('after ')}"
-        elif self.waits or self.phase == NEXT_BATCH:
-            where = f"waits {'at' if self.waits else 'for'} {phase}, {step}"
+        elif self.waits:
+            where = f"waits at {phase}, {step}"
+        elif self.phase == NEXT_BATCH:
+            where = f"waits for {phase}, {step}"
         else:
             where = f"{phase}, {step}" if phase else f"in its own code {step}"
         return f"{where}, for {self.still:.0f} s"
 
 
 def decode(text: str) -> Position | None:
-    """Return the position in a text of another worker, None when it is none."""
+    """Return the position in a text of another worker; None if there is none."""
     position = read(Position, text)
     return position if position and all(map(_is_place, [position.batch, *position.ends])) else None
 
@@ -86,7 +88,7 @@ def _is_place(value: object) -> bool:
 
 
 class Own:
-    """This worker's own position, from one look to the next."""
+    """This worker's position, measured in each round."""
 
     def __init__(self, progress: Progress, stall_seconds: float | None) -> None:
         self._progress, self._stall_seconds = progress, stall_seconds
@@ -95,9 +97,9 @@ class Own:
         self._step_times: collections.deque[float] = collections.deque(maxlen=101)
 
     def measure(self, elapsed: float, has_ended: bool) -> Position:
-        """Return the position, `elapsed` seconds after the last look."""
+        """Return the position, `elapsed` seconds after the last call."""
         progress = self._progress
-        last = progress.trail.last  # before the phase, which says whether others may yet refuse it
+        last = progress.trail.last  # read before the phase, which says whether others may yet refuse this entry
         phases, started, waits = progress.phases, progress.started, progress.is_waiting()
         state = (started, progress.finished, phases, waits, has_ended)
         self._beat += 1
@@ -108,12 +110,14 @@ class Own:
             self._step_times.append(self._since_step / (started - self._started))
             self._started, self._since_step = started, 0.0
         phase, detail = (phases[-1].text, phases[-1].detail) if phases else ("", "")
+        if callable(detail):
+            detail = detail()
         return Position(
             beat=self._beat,
             started=started,
             program=progress.program,
             phase=phase,
-            detail=detail() if callable(detail) else detail,
+            detail=detail,
             waits=waits,
             is_patient=any(phase.is_patient for phase in phases),
             has_ended=has_ended,
@@ -136,13 +140,13 @@ class JobView(NamedTuple):
     """What one worker knows of the job at one moment."""
 
     positions: Mapping[int, Position]
-    silent: Mapping[int, float]  # seconds for which a worker that should speak has not
+    silent: Mapping[int, float]  # worker -> seconds since its position was due
 
     def silence(self, worker: int) -> float:
         return self.silent.get(worker, 0.0)
 
     def __str__(self) -> str:
-        """Return a line for each worker."""
+        """Return a line of text for each worker."""
         lines = []
         for worker, position in sorted(self.positions.items()):
             seconds = self.silence(worker)
@@ -152,13 +156,13 @@ class JobView(NamedTuple):
 
 
 class Others:
-    """What the workers have said, from one look to the next; nobody is expected to speak again within `pause` seconds."""
+    """The positions of the workers, and when each was last heard; a new one is due after `pause` seconds."""
 
     def __init__(self, pause: float = 0.0) -> None:
         self._pause, self._positions, self._unheard = pause, dict[int, Position](), dict[int, float]()
 
     def hear(self, texts: Mapping[int, str], elapsed: float) -> JobView:
-        """Take the positions that workers have written, `elapsed` seconds after the last look."""
+        """Take the positions that workers have written, `elapsed` seconds after the last call."""
         for worker, text in texts.items():
             if position := decode(text):
                 before = self._positions.get(worker)
@@ -170,21 +174,18 @@ class Others:
 
 
 def shorter_data(positions: Mapping[int, Position]) -> tuple[int, int] | None:
-    """Return a worker whose data has ended, and one that has taken a later batch of the same pass; true, however old it is."""
-    for worker, there in positions.items():
-        for channel, of_pass, count in there.ends:
-            for other, position in positions.items():
-                if position.batch[:2] == [channel, of_pass] and position.batch[2] > count:
-                    return worker, other
+    """Return a worker whose data has ended, and one that has taken a later batch of the same pass, however old the news is."""
+    ends = ((worker, end) for worker, position in positions.items() for end in position.ends)
+    for worker, (channel, of_pass, count) in ends:
+        for ahead, position in positions.items():
+            if position.batch[:2] == [channel, of_pass] and position.batch[2] > count:
+                return worker, ahead
     return None
 
 
 def judge_all(view: JobView, limit: float) -> str | None:
-    """Say why one of the workers that wait will wait for ever, or has waited too long; None while there is hope.
-
-    Workers that wait in the same place are one question, of the one that has waited there for the longest time: a thousand
-    workers would be asked about a thousand others.
-    """
+    """Say why some worker will wait for ever, or has waited too long; None while there is hope."""
+    # Of the workers in one place only the one that has waited longest is judged: with a thousand workers, all would take long.
     longest: dict[object, int] = {}
     for worker, here in sorted(view.positions.items()):
         if view.silence(worker) < _OLD_SECONDS and not here.has_ended:
@@ -195,37 +196,40 @@ def judge_all(view: JobView, limit: float) -> str | None:
     return next(filter(None, reasons), None)
 
 
-def judge(own: int, view: JobView, limit: float, sees_all: bool = True) -> str | None:
-    """Say why a worker that waits will wait for ever, or has waited for longer than the limit; None while there is hope.
+def judge(waiting: int, view: JobView, limit: float, sees_all: bool = True) -> str | None:
+    """Say why a waiting worker will wait for ever, or has waited for longer than the limit; None while there is hope.
 
-    Where all that are seen have come to the same place, nobody is late: no verdict, unless the view is of all workers.
+    If all workers in view have come to the same place, nobody is late: then a verdict needs a view of all workers.
     """
-    here = view.positions[own]
+    here = view.positions[waiting]
     if not here.waits and (here.phase != NEXT_BATCH or here.still < SETTLED_SECONDS):  # for a batch it may wait
         return None
-    return _in_vain(own, view) or (_too_long(own, view, sees_all) if here.still >= limit else None)
+    reason = _in_vain(waiting, view)
+    if not reason and here.still >= limit:
+        reason = _too_long(waiting, view, sees_all)
+    return reason
 
 
-def _in_vain(own: int, view: JobView) -> str | None:
-    """Say why a worker will wait for ever: for one that has ended, or that waits for it in turn."""
-    for worker, there in sorted(view.positions.items()):
-        is_old = view.silence(worker) >= _OLD_SECONDS and not there.has_ended
-        if worker != own and not is_old and (reason := _never_meet(view.positions[own], there)):
-            # In the same order whoever says it: first the one that has ended, else the lower number.
-            first, second = sorted((worker, own), key=lambda one: (not view.positions[one].has_ended, one))
+def _in_vain(waiting: int, view: JobView) -> str | None:
+    """Say why a worker will wait for ever: for a worker that has ended, or that waits for it in turn."""
+    for worker, position in sorted(view.positions.items()):
+        is_old = view.silence(worker) >= _OLD_SECONDS and not position.has_ended
+        if worker != waiting and not is_old and (reason := _never_meet(view.positions[waiting], position)):
+            # In the same order on all workers: first the one that has ended, else the lower number.
+            first, second = sorted((worker, waiting), key=lambda worker: (not view.positions[worker].has_ended, worker))
             pair = f"worker {first} {view.positions[first]}, and worker {second} {view.positions[second]}"
             return f"{pair}. {reason}\n{view}"
     return None
 
 
-def _too_long(own: int, view: JobView, sees_all: bool) -> str | None:
-    """Say for whom a worker has waited for longer than the limit; None while one that it waits for may take its time."""
-    here = view.positions[own]
-    others = {worker: there for worker, there in view.positions.items() if worker != own}
+def _too_long(waiting: int, view: JobView, sees_all: bool) -> str | None:
+    """Say for whom a worker has waited for longer than the limit; None while a worker that it waits for may take its time."""
+    here = view.positions[waiting]
+    others = {worker: position for worker, position in view.positions.items() if worker != waiting}
     silent = {worker for worker in others if view.silence(worker) >= SILENT_SECONDS}
-    late = sorted({worker for worker, there in others.items() if _is_late(here, there)} | silent)
+    late = sorted({worker for worker, position in others.items() if _is_late(here, position)} | silent)
     if here.phase == NEXT_BATCH and here.detail != OTHERS_INPUT:  # its own input has given nothing
-        late = sorted([*late, own])
+        late = sorted([*late, waiting])
     if not (late or sees_all) or any(view.positions[worker].is_patient and worker not in silent for worker in late):
         return None
     place = escape(here.phase or f"step {here.started} (program {here.program!r})", _MAX_WORD)
@@ -237,17 +241,18 @@ def _too_long(own: int, view: JobView, sees_all: bool) -> str | None:
 
 
 def _never_meet(here: Position, there: Position) -> str | None:
-    """Say why a worker waits in vain for another one that has ended, or that waits for it in turn."""
+    """Say why a worker waits in vain for another worker that has ended, or that waits for it in turn."""
     still = min(here.still, there.still)
     if there.has_ended:
-        has_arrived = still >= (_ARRIVED_SECONDS if here.waits else SETTLED_SECONDS)
-        is_stuck = here.started > there.started or (here.waits_between and has_arrived)
-        return "All workers must take the same number of steps and batches, and come to the same barriers." if is_stuck else None
+        delay = _ARRIVED_SECONDS if here.waits else SETTLED_SECONDS
+        if here.started > there.started or (here.waits_between and still >= delay):
+            return "All workers must take the same number of steps and batches, and come to the same barriers."
+        return None
     between, other = (here, there) if here.waits_between else (there, here)
     if still < SETTLED_SECONDS or not between.waits_between:
         return None
-    # A worker that waits in a program has met all phases before it, and has taken its batch: so one that waits between
-    # programs has only to start the same program.
+    # A worker that waits in a program has passed all earlier phases, and has taken its batch: one that waits between programs
+    # needs only to start the same program.
     if other.waits_between:
         is_elsewhere = other.phase != between.phase
     else:
@@ -261,7 +266,7 @@ def _never_meet(here: Position, there: Position) -> str | None:
 
 
 def _is_late(here: Position, there: Position) -> bool:
-    """Tell whether another worker has not come to the place where this one waits."""
+    """Tell whether the worker `there` has not yet come to the place where the worker `here` waits."""
     if here.phase != NEXT_BATCH:
         return not there.waits or there.started < here.started
     if there.waits_in_program and there.started > here.started:  # with the batch that this one wants

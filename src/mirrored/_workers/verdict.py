@@ -1,4 +1,4 @@
-"""Why does a job end? The message of the first worker to know, and how it is shown; which errors mean a loss. No jax here."""
+"""Why does a job end? The message of the first worker to know, and the errors that mean a loss. No jax here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Verdict:
 
     title: str  # one line
     detail: str = ""
-    lost: tuple[int, ...] = ()  # workers that cannot hear it
+    lost: tuple[int, ...] = ()  # workers that cannot read it
     wants_stacks: bool = False  # whether the stacks of all threads of all workers help
     code: int = RESTART  # the exit code of workers without an error of their own
 
@@ -44,14 +44,14 @@ class Verdict:
         return escape_titled(self.title, self.detail, MAX_TEXT)
 
 
-#: XLA's errors after another worker's death: a status, and who speaks of it. Their class says nothing: it is JaxRuntimeError,
-#: RuntimeError or ValueError. An error of the program that speaks of a timeout or of NCCL has no status, and is its own failure.
+#: XLA's errors after another worker's death: a status, and the part that reports it. Their class does not tell: JaxRuntimeError,
+#: RuntimeError or ValueError. An error of the program itself that names a timeout or NCCL has no status.
 _LOSS = re.compile(
     r"\b(ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|INTERNAL|UNAVAILABLE|UNKNOWN): "
     r".*(Gloo|NCCL|coordination_service|Getting local topologies failed|GetKeyValue\(\) timed out)",
     re.DOTALL,
 )
-#: Begins what a host callback of the program has raised, in the text of XLA's error.
+#: The beginning of a host callback's exception, in the text of XLA's error.
 _OF_CALLBACK = "Traceback (most recent call last)"
 #: In the texts of errors of a coordination service that is gone.
 _SIGNS_OF_SERVICE_LOSS = ("UNAVAILABLE", "Socket closed", "Connection reset by peer", "Connection refused")
@@ -65,22 +65,22 @@ def last_error() -> BaseException | None:
 
 
 def tells_of_loss(error: BaseException) -> bool:
-    """Tell whether it follows from another worker's death."""
+    """Tell whether an error follows from another worker's death."""
     return isinstance(error, WorkerLostError) or bool(_LOSS.search(_text_of(error).partition(_OF_CALLBACK)[0]))
 
 
 def tells_of_lost_service(error: BaseException) -> bool:
-    """Tell whether an error of a call into the coordination service says that there is none any more."""
+    """Tell whether an error of a call into the coordination service says that the service is gone."""
     return any(sign in _text_of(error) for sign in _SIGNS_OF_SERVICE_LOSS)
 
 
 def title_of(error: BaseException) -> str:
-    """Return its class and the first line of its text, as one line that can be logged."""
+    """Return the class and the first line of an error, as one line for the log."""
     return escape(": ".join(filter(None, (type(error).__name__, _text_of(error).partition("\n")[0]))), MAX_TEXT // 2)
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return the exit code of the program: the error's own, if that is a code of failure."""
+    """Return the program's exit code: that of the error, if it has a code of failure."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     code = getattr(error, "exit_code", FAILED)

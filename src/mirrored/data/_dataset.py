@@ -34,9 +34,9 @@ _logger = logging.getLogger("mirrored")
 class DistributedDataset:
     """A dataset whose batches are divided among the replicas, made by `strategy.distribute_dataset`.
 
-    Iterating yields trees of PerReplica values. It can be iterated again if the dataset can. A pass that makes no step warns,
-    and says why. The length is the number of steps, if the dataset has a length. With `drop_remainder` it must tell the rows of
-    its batches, too: arrays, lists, grain's `batch` and torch's DataLoader do. A function of `map` counts as one that keeps rows.
+    Iterating yields trees of PerReplica values. It can be iterated again if the dataset can. A pass without a step warns, and
+    says why. `len` is the number of steps, if the dataset has a length. With `drop_remainder` the dataset must also know the
+    rows of its batches: arrays, lists, grain's `batch` and torch's DataLoader do. `map` counts as a function that keeps them.
 
     >>> dataset = strategy.distribute_dataset([{"x": np.arange(3)}])
     >>> for batch in dataset:
@@ -86,7 +86,7 @@ class DistributedDataset:
         return self._with(("take", check_int("take got", count, 0, "the number of steps")))
 
     def repeat(self, count: int | None = None) -> DistributedDataset:
-        """Go through the steps `count` times, or endlessly; each pass begins like a new iterator, in its own order.
+        """Repeat the steps `count` times, or endlessly; each pass begins like a new iterator, in its own order.
 
         An iterator's position says which pass it is in. An endless loop needs its own end:
 
@@ -123,14 +123,14 @@ class DistributedDataset:
 
     def _num_steps_of_pass(self) -> int:
         kind, dataset = kind_of(self._plan.dataset), self._plan.dataset
-        num_replicas, drops = self._mesh.num_replicas, self._options.drop_remainder
+        needed = self._mesh.num_replicas if self._options.drop_remainder else 1  # how many replicas must get rows
         if self._plan.kind == "DATA":
-            return kind.num_batches(dataset, num_replicas if drops else 1)
+            return kind.num_batches(dataset, needed)
         if self._plan.kind != "FUNCTION" or self._worker.count > 1:
             raise TypeError("the number of steps is not known before the end: the workers read datasets of their own.")
         rows = kind.num_rows(dataset) or [1] * kind.num_batches(dataset, 1)
-        groups = itertools.batched(rows, num_replicas)  # in each step every replica takes one element
-        return sum(min(group) > 0 and len(group) == num_replicas if drops else any(group) for group in groups)
+        groups = itertools.batched(rows, self._mesh.num_replicas)  # in each step every replica takes one element
+        return sum(sum(map(bool, group)) >= needed for group in groups)
 
     def __repr__(self) -> str:
         return f"DistributedDataset({type(self._plan.dataset).__name__} on {self._mesh.num_replicas} replicas)"
@@ -141,11 +141,9 @@ class DistributedDataset:
 
     def describe(self) -> str:
         """Say in one line how the rows reach the replicas, and why so."""
-        rule = (
-            "rows are dropped so that all replicas get the same number"
-            if self._options.drop_remainder
-            else "every row is used, also when the replicas get different numbers"
-        )
+        rule = "every row is used, also when the replicas get different numbers"
+        if self._options.drop_remainder:
+            rule = "rows are dropped so that all replicas get the same number"
         return f"{type(self._plan.dataset).__name__}: {self._plan.how}; {rule}; {self._options.prefetch} batches ahead"
 
     def _report_dropped(self, dropped: int, num_rows: int) -> None:
@@ -180,7 +178,7 @@ def check_dataset(dataset: object, verb: str, policy: AutoShardPolicy | str = Au
         )
     if isinstance(dataset, collections.abc.Iterator):
         name = getattr(dataset, "__name__", "")
-        name = name if name.isidentifier() else "make_batches"
+        name = name if name.isidentifier() else "make_batches"  # "<genexpr>" is no name
         raise TypeError(
             f"{verb} got {shown(dataset)}, an iterator that can be used only once; a second epoch would be empty. Pass the "
             f"function that makes one for each epoch, without calling it: {name}; or with arguments lambda: {name}(...)."
@@ -192,12 +190,12 @@ def check_dataset(dataset: object, verb: str, policy: AutoShardPolicy | str = Au
             f"example {example}, or a function that makes an iterator."
         )
     shared_by_user = verb == "distribute_datasets_from_function" or policy is AutoShardPolicy.OFF
-    if reason := kind.why_no_batches(dataset, verb, size) or (None if shared_by_user else _why_share(dataset)):
+    if reason := kind.why_no_batches(dataset, verb, size) or (not shared_by_user and _why_share(dataset)):
         raise ValueError(f"{verb} expected {batches}, and {type(dataset).__name__} {reason}")
 
 
 def _why_share(dataset: object) -> str | None:
-    """Say which share of the rows a loader yields, as with torch.distributed; None if it yields all."""
+    """Say which share of the rows a loader yields that has a sampler for torch.distributed; None if it yields all rows."""
     batch_sampler = getattr(dataset, "batch_sampler", None)
     for sampler in (getattr(dataset, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
         count, rank = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)

@@ -103,10 +103,10 @@ class DistributedIterator:
             except BaseException as error:
                 if not isinstance(error, KeyboardInterrupt) or not self._goes_on():
                     self._is_closed = True
-                    is_end, passes = isinstance(error, StopIteration), self._passes
-                    self._failure = self._failure or ("" if is_end else repr(error))
-                    if is_end and passes is not None and passes.why_no_step:
-                        user_code.warn(f"no step was made in a pass over the dataset. {passes.why_no_step}")
+                    if not isinstance(error, StopIteration):
+                        self._failure = self._failure or repr(error)
+                    elif self._passes is not None and self._passes.why_no_step:
+                        user_code.warn(f"no step was made in a pass over the dataset. {self._passes.why_no_step}")
                 raise
             finally:
                 if self._is_closed:  # by this thread, or meanwhile by another
@@ -128,7 +128,8 @@ class DistributedIterator:
         batches = self._started()
         if self._channel is None:
             return next(batches)
-        with progress.phase(NEXT_BATCH, self._channel.describe if in_main_thread() else "in a thread of the program"):
+        where = self._channel.describe if in_main_thread() else "in a thread of the program"
+        with progress.phase(NEXT_BATCH, where):
             batch, step = next(batches)
         progress.took_batch(step.place, step.sizes)
         return batch, step
@@ -149,19 +150,16 @@ class DistributedIterator:
         if isinstance(position, Exception):
             raise position
         worker, source, policy = self._layout.worker, json.loads(position), self._plan.kind
-        policy = "FILE" if isinstance(source, dict) and BY_FILE in source else policy  # perhaps only in this pass
-        sizes = self._sizes(policy)
-        return {
-            "version": _VERSION,
-            "policy": policy,
-            "worker": None if policy == "DATA" else [worker.index, worker.count],
-            "source": source,
-            **({"sizes": sizes} if sizes else {}),
-            **extra,
-        }
+        if isinstance(source, dict) and BY_FILE in source:
+            policy = "FILE"  # perhaps only in this pass
+        whose = None if policy == "DATA" else [worker.index, worker.count]
+        state = {"version": _VERSION, "policy": policy, "worker": whose, "source": source}
+        if sizes := self._sizes(policy):
+            state["sizes"] = sizes
+        return state | extra
 
     def _sizes(self, policy: str) -> list[int]:
-        """Return the sizes of the batches that a position under this policy counts, or by file those of all."""
+        """Return the batch sizes on which a position under this policy depends."""
         dataset = self._plan.dataset
         return kind_of(dataset).counted_sizes(dataset, policy == "FILE", list(self._plan.sizes))
 
@@ -233,18 +231,21 @@ class DistributedIterator:
             if self._batches is None:
                 passes, worker = self._open(), self._layout.worker.for_iterator(is_noted=in_main_thread())
                 self._channel = worker.channel
-                layout = dataclasses.replace(self._layout, worker=worker, lookahead=_LOOKAHEAD if self._prefetch else 1)
+                lookahead = _LOOKAHEAD if self._prefetch else 1
+                layout = dataclasses.replace(self._layout, worker=worker, lookahead=lookahead)
                 batches = _batches(passes.steps(layout), self._mesh, layout, self._elements)
                 self._batches = Ahead(self, batches, passes.close, self._prefetch, worker.close) if self._prefetch else batches
             return self._batches
 
     def _source_of(self, state: dict[str, Any]) -> Any:
-        """Return the position of the source in a checked state, by which this worker goes on."""
+        """Return the position from which this worker's source goes on, given a checked state."""
         plan, worker = self._plan, self._layout.worker
         if not plan.goes_on_by_file(state["policy"]):
             return state["source"]
         parts = parts_of(plan.dataset, state)
-        return {BY_FILE: parts if state["worker"] else dealt(plan.dataset, parts, worker.index, worker.count)}
+        if not state["worker"]:  # one position of all workers
+            parts = dealt(plan.dataset, parts, worker.index, worker.count)
+        return {BY_FILE: parts}
 
     def _checked(self, state: object) -> dict[str, Any]:
         """Return a state without the source's position; refuse a state that does not fit this iterator."""
@@ -279,12 +280,13 @@ class DistributedIterator:
         if not all(type(value) is int and value >= 0 for value in extra.values()):
             raise ValueError(f"the state holds {extra}; expected numbers of rows.")
         extra.pop("rows", None)  # see `_source_of`
-        places = check_places(state.get("places", []), self._elements.limits)
-        return {**extra, "places": places} if places else extra
+        if places := check_places(state.get("places", []), self._elements.limits):
+            extra["places"] = places
+        return extra
 
 
 def joined(iterator: DistributedIterator, by_worker: list[Any]) -> Any:
-    """Return the state by which this worker goes on, of those of another number of workers."""
+    """Return the state from which this worker goes on, given the states of workers that were more or fewer."""
     is_by_file = isinstance(by_worker[0], dict) and by_worker[0].get("policy") == "FILE"
     if not is_by_file or not isinstance(iterator, DistributedIterator) or not iterator._plan.goes_on_by_file("FILE"):
         return by_worker[0]  # perhaps refused; an iterator of another library decides itself
@@ -300,7 +302,7 @@ def num_workers_of(iterator: DistributedIterator) -> int:
 
 
 def expect_saves(iterator: DistributedIterator) -> None:
-    """Let the iterator raise at the first batch without a position: before its first batch, a loader may not know it."""
+    """Let the iterator raise at the first batch without a position; a loader may have none before its first batch."""
     iterator._is_saved = True
 
 
@@ -309,19 +311,21 @@ def _batches(steps: Steps, mesh: ReplicaMesh, layout: LocalReplicas, elements: E
     is_planned = isinstance(mesh, PlannedMesh)
     cut = None if is_planned and _process.what_if.rows else elements.uneven_end(layout)
     origin = Origin(elements.plan.token, elements.plan.is_auto_by_file)
-    before_last = origin if cut is None else origin._replace(last_sizes=tuple(split_sizes(cut.rest, layout.num_replicas)))
+    whole: dict[int, Origin] = {}  # rows of a batch before an uneven last one -> its origin
+    if cut is not None:
+        whole[cut.batch_size] = origin._replace(last_sizes=tuple(split_sizes(cut.rest, layout.num_replicas)))
     try:
         for step in steps:
             elements.note(step.stacked)
             step = _planned(step) if is_planned else step
-            is_before = cut is not None and sum(step.sizes) == cut.batch_size
-            yield _to_devices(step, mesh, layout, before_last if is_before else origin), dataclasses.replace(step, stacked=None)
+            # Without a name for the batch: it would hold the batch's memory until the next one is made.
+            yield _to_devices(step, mesh, layout, whole.get(sum(step.sizes), origin)), dataclasses.replace(step, stacked=None)
     finally:
         layout.worker.close()  # even if the program leaves the loop: else its messages stay until the program ends
 
 
 def _planned(step: Step) -> Step:
-    """Return a step of a plan, with as many rows as `mirrored plan --rows` says; note how many it has without."""
+    """Return a plan's step with the rows of `mirrored plan --rows`; without this option, note the step's own number of rows."""
     if not (rows := _process.what_if.rows):
         _process.what_if.given_rows = max(step.sizes)
         return step
@@ -334,7 +338,8 @@ def _to_devices(step: Step, mesh: ReplicaMesh, layout: LocalReplicas, origin: Or
     leaves, treedef = jax.tree.flatten(step.stacked)
     is_alone = layout.worker.count == 1  # then one call brings all of them
     arrays = mesh.put(leaves, mesh.stacked) if is_alone else [placement.stack(mesh, leaf) for leaf in leaves]
-    is_even = len(set(step.sizes)) == 1
-    shapes = [None if is_even else tuple((size, *array.shape[2:]) for size in step.sizes) for array in arrays]
-    values = [PerReplica(array, true, None, origin) for array, true in zip(arrays, shapes, strict=True)]
+    if len(set(step.sizes)) == 1:
+        return jax.tree.unflatten(treedef, [PerReplica(array, None, None, origin) for array in arrays])
+    shapes = [tuple((size, *array.shape[2:]) for size in step.sizes) for array in arrays]
+    values = [PerReplica(array, by_replica, None, origin) for array, by_replica in zip(arrays, shapes, strict=True)]
     return jax.tree.unflatten(treedef, values)

@@ -20,7 +20,7 @@ from ._sources.kinds import kind_of
 from ._sources.open import Position, Source
 from ._sources.verbs import Limit, PerReplicaSpec, limited, num_passes_left, spec_of_batch
 
-#: So many batches in a row that are dropped whole are an error: an endless dataset would be read for ever.
+#: More batches dropped in a row are an error: an endless dataset would be read for ever.
 _MAX_DROPPED = 1000
 
 
@@ -34,9 +34,10 @@ class Elements:
     _specs: list[PyTree] = dataclasses.field(default_factory=list, init=False, compare=False)
 
     def uneven_end(self, layout: LocalReplicas) -> Cut | None:
-        """Return how a pass is cut, if the steps reach a last batch whose replicas have different numbers of rows."""
-        is_known = self.plan.kind == "DATA" and not (layout.drop_remainder or self.maps)  # a map may change the number of rows
-        cut = kind_of(self.plan.dataset).cut(self.plan.dataset) if is_known else None
+        """Return how a pass is cut into batches, if its last batch is uneven: replicas get different numbers of rows."""
+        if self.plan.kind != "DATA" or layout.drop_remainder or self.maps:  # a map may change the number of rows
+            return None
+        cut = kind_of(self.plan.dataset).cut(self.plan.dataset)
         if cut is None or not cut.rest % layout.num_replicas:
             return None
         is_left_out = any(kind == "take" and count is not None and count < cut.num_batches for kind, count in self.limits)
@@ -74,7 +75,7 @@ class Passes:
     """The passes of one iterator, one source after the other."""
 
     def __init__(self, elements: Elements, state: object, extra: dict[str, Any]) -> None:
-        """Open the first source, at its beginning or at a position `state`; `extra` is the rest of that state."""
+        """Open the first source, at its beginning or at the position `state`; `extra` is the rest of that state."""
         self._elements, self._extra = elements, extra
         self._is_resumed = state is not None
         self._source = elements.plan.open(state, elements.maps)
@@ -84,8 +85,7 @@ class Passes:
         self.why_no_step = ""  # why a pass that began at its beginning made no step, if one did not
         self._later = elements.plan  # for the passes after the first
         if elements.limits:
-            # The thread that reads ahead begins these passes at any moment. The order of shuffled rows depends on their
-            # numbers, so they get them now, before another iterator takes some.
+            # Numbered now, as the order of shuffled rows depends on it: the thread begins them later, after other iterators'.
             dataset, num_passes = elements.plan.dataset, num_passes_left(elements.limits, self._places) - 1
             self._later = dataclasses.replace(elements.plan, dataset=kind_of(dataset).for_later(dataset, num_passes))
 
@@ -93,10 +93,11 @@ class Passes:
         """Yield the steps of all passes, with the counts of the limits: all workers count alike, and so end together."""
 
         def start(is_first: bool) -> Steps:
+            extra = self._extra if is_first else {}
             if not is_first:
                 self._source.close()
                 self._source = self._later.open(maps=self._elements.maps)
-            steps = self._elements.plan.steps(self._source, noting, self._extra if is_first else {})
+            steps = self._elements.plan.steps(self._source, noting, extra)
             self._dropped.clear()
             return self._watched(steps, layout, is_whole=not (is_first and self._is_resumed))
 
@@ -111,7 +112,9 @@ class Passes:
 
         noting, places = dataclasses.replace(layout, on_drop=note_dropped), self._places
         for step in limited(start, self._elements.limits, places):
-            yield dataclasses.replace(step, extra={**step.extra, "places": list(places)}) if places else step
+            if places:
+                step = dataclasses.replace(step, extra={**step.extra, "places": list(places)})
+            yield step
 
     def _watched(self, steps: Steps, layout: LocalReplicas, is_whole: bool) -> Steps:
         """Yield a pass's steps; if there are none in a whole pass, note why."""
@@ -125,7 +128,7 @@ class Passes:
             self.why_no_step = self._why(layout)
 
     def _why(self, layout: LocalReplicas) -> str:
-        """Say why a pass made no step; "" if that was asked for."""
+        """Say why a pass made no step; "" if the user asked for none."""
         if self._dropped:
             return (
                 f"mr.InputOptions(drop_remainder=True) drops a batch in which some of the {layout.num_replicas} replicas would "

@@ -14,7 +14,7 @@ import jax
 
 T = TypeVar("T")
 
-#: How long closing waits for a thread inside the user's pipeline; the thread ends when the pipeline returns.
+#: How long `close` waits for a thread inside the user's pipeline; a slower thread ends when the pipeline returns.
 MAX_WAIT_SECONDS = 5.0
 
 
@@ -62,7 +62,7 @@ class Ahead(Generic[T]):
         try:
             items.close()
             close()
-        except BaseException as error:
+        except BaseException as error:  # the first error is the one to raise
             failure = failure or error
         with self._changed:
             self._is_finished = True

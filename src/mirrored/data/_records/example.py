@@ -16,8 +16,8 @@ from .value_places import ValuePlaces, find_layout
 
 #: For fewer records of one length, finding the places of their values costs more than parsing them.
 MIN_RECORDS = 8
-#: Limits of the kept layouts, 96 MiB together: record lengths; layouts tried for each length (features may change their order,
-#: or records of one length differ in more than their values); bytes of a record.
+#: Limits of the kept layouts, 96 MiB together: record lengths; layouts tried for each length, as features may change their order
+#: and records of one length may differ in more than their values; bytes of a record.
 MAX_LENGTHS, MAX_LAYOUTS, MAX_RECORD_BYTES = 16, 6, 1 << 20
 #: How many protobuf messages are held at a time; each is a copy of its record.
 MESSAGES = 64
@@ -26,13 +26,11 @@ MESSAGES = 64
 def parse_example(records: bytes | Sequence[bytes], spec: Mapping[str, Feature]) -> dict[str, Any]:
     """Parse a serialized `tf.train.Example`, or a whole batch of them, into numpy arrays.
 
-    Whole batches are many times faster than single records: if records of one length differ only in their values, the
-    values of all are cut out at once. The results are the same.
+    A whole batch is parsed many times faster than its records one by one, with the same results.
 
     Args:
         records: one record, or a list of records, as `mr.data.tfrecord_dataset(files).batch(n)` yields.
-        spec: the features to read: for each name, an `mr.data.FixedLenFeature` or an `mr.data.VarLenFeature`. Other features
-            are ignored.
+        spec: for the name of each feature to read, an `mr.data.FixedLenFeature` or an `mr.data.VarLenFeature`.
 
     Returns:
         for each name, an array with the feature's shape; for a list of records it has a leading axis. A
@@ -131,7 +129,7 @@ class _Batch:
         try:
             return read(self._wanted[name], [features.get(name)])
         except ValueError as problem:
-            present = ", ".join(sorted(other for other in features if features[other].WhichOneof("kind"))) or "none"
+            present = ", ".join(sorted(name for name in features if features[name].WhichOneof("kind"))) or "none"
             raise ValueError(f"{self._title.format(row)}, feature {name!r}: {problem} (Its features: {present}.)") from problem
 
     def _assign(self, name: str, rows: np.ndarray, values: np.ndarray | Sequence[np.ndarray]) -> None:
@@ -146,16 +144,17 @@ class _Batch:
             result[rows] = values
 
     def _parse_alike(self, rows: np.ndarray) -> np.ndarray:
-        """Parse records of one length that differ only in their values; return the rows that are still to be parsed."""
-        length = len(self._records[rows[0]]) if len(rows) >= MIN_RECORDS else 0
-        if not 0 < length <= MAX_RECORD_BYTES:
+        """Parse records of one length that differ only in their values; return the rows of the others."""
+        if len(rows) < MIN_RECORDS or not 0 < len(self._records[rows[0]]) <= MAX_RECORD_BYTES:
             return rows
+        length = len(self._records[rows[0]])
         matrix = np.frombuffer(b"".join(self._records_of(rows)), np.uint8).reshape(len(rows), length)
         bools = {name for name, feature in self._wanted.items() if feature.dtype == bool}
         known, tried = _layouts_of(length), 0
         while len(rows) >= MIN_RECORDS and tried < MAX_LAYOUTS:
             is_new = tried == len(known)
-            layout = _layout_of(self._records[rows[0]]) if is_new else known[tried]
+            record = self._records[rows[0]]
+            layout = find_layout(record, _features_of(record)) if is_new else known[tried]
             tried += 1
             matching = np.zeros(len(rows), bool) if layout is None else layout.matches(matrix, bools)
             if is_new and matching.sum() < MIN_RECORDS:
@@ -189,13 +188,8 @@ def _allocate(feature: Feature, num_records: int) -> Any:
 
 @functools.lru_cache(maxsize=MAX_LENGTHS)
 def _layouts_of(length: int) -> list[ValuePlaces | None]:
-    """Return the growing list of layouts tried for records of a length; None stands for one that fitted too few."""
+    """Return the growing list of layouts tried for records of a length, with None for a layout that fitted too few."""
     return []
-
-
-def _layout_of(record: bytes) -> ValuePlaces | None:
-    features = _features_of(record)
-    return None if features is None else find_layout(record, features)
 
 
 def _features_of(record: bytes) -> Any:
@@ -210,9 +204,8 @@ def make_example(features: Mapping[str, Any]) -> bytes:
     """Serialize a `tf.train.Example`.
 
     Args:
-        features: by name: bytes or a list of bytes for a bytes_list (an image is `image.tobytes()`, a string
-            `text.encode()`); floats for a float_list, rounded to float32; ints or bools for an int64_list. Arrays are
-            flattened in row-major order.
+        features: by name: bytes or a list of bytes (`image.tobytes()`, `text.encode()`) for a bytes_list; floats, rounded to
+            float32, for a float_list; ints or bools for an int64_list. Arrays are flattened in row-major order.
 
     >>> record = mr.data.make_example({"label": 3, "weights": np.array([0.5, 0.25])})
     >>> mr.data.parse_example(record, {"weights": mr.data.FixedLenFeature((2,), np.float32)})
@@ -237,7 +230,9 @@ def _elements(name: str, value: Any) -> tuple[str, list[Any]]:
     """Return the kind of list that a value needs, and the elements of the list."""
     refuse_mask(value, lambda: f"feature {name!r} is")
     is_list, holds_objects = isinstance(value, list | tuple), isinstance(value, np.ndarray) and value.dtype == object
-    elements = value.ravel().tolist() if holds_objects else list(value) if is_list else [value]
+    elements = list(value) if is_list else [value]
+    if holds_objects:
+        elements = value.ravel().tolist()
     if (elements or holds_objects) and all(isinstance(element, bytes) for element in elements):
         return "bytes_list", elements
     array = np.asarray(value)

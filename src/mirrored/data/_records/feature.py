@@ -22,10 +22,9 @@ class FixedLenFeature:
 
     Attributes:
         shape: the feature's shape in one record; the values are in row-major order.
-        dtype: `bytes` for the unchanged elements of a bytes_list, in an array of objects. np.float32 for a
-            float_list; any integer dtype, or bool, for an int64_list, whose values must fit in it. A numeric dtype
-            decodes a bytes_list of one element, which must hold the bytes of an array of this shape and dtype, as
-            `array.tobytes()` returns them (`tf.io.decode_raw`).
+        dtype: `bytes` for the elements of a bytes_list, in an array of objects; np.float32 for a float_list; an integer dtype or
+            bool, which must hold the values, for an int64_list. A numeric dtype decodes a bytes_list of one element, the bytes
+            of an array of this shape and dtype, as of `array.tobytes()` (`tf.io.decode_raw`).
         default_value: a number or an array of `shape`, for records without the feature. Without it they are an error.
 
     >>> mr.data.FixedLenFeature((28, 28, 1), np.uint8).shape
@@ -93,10 +92,7 @@ Feature = FixedLenFeature | VarLenFeature
 
 
 def read(feature: Feature, column: Sequence[Any]) -> np.ndarray:
-    """Return a feature of some records, as parsed by protobuf (None if missing), as one array with one axis.
-
-    Reading records together takes half the time. They must be alike: the first one's kind counts for all, and its default.
-    """
+    """Return a feature of records that are alike, each as parsed by protobuf or None if missing, as one flat array."""
     kind = column[0].WhichOneof("kind") if column[0] is not None else None
     if kind is None:
         return _default_of(feature)
@@ -114,8 +110,10 @@ def _convert(elements: Sequence[Any], dtype: Any) -> np.ndarray:
     """Make an array of a list's elements; raise ValueError if an integer dtype cannot hold one of them."""
     if dtype is bytes:
         return _objects(elements)
-    values = np.array(elements, np.int64 if dtype.kind in "biu" else dtype)
-    if dtype.kind in "biu" and dtype != np.int64:
+    if dtype.kind not in "biu":
+        return np.array(elements, dtype)
+    values = np.array(elements, np.int64)
+    if dtype != np.int64:
         low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
         wrong = values[(values < low) | (values > high)]
         if wrong.size:

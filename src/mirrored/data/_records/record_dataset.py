@@ -91,14 +91,14 @@ class TFRecordIterator(grain.DatasetIterator):
         return taken
 
     def _hold(self, start: Place, records: list[bytes], ends: list[int]) -> None:
-        """Keep a chunk's records, the place of the first, and the byte where each ends."""
-        self._start, self._found, self._ends = start, records, ends
+        """Keep a chunk's records, the place of the first, and the first byte of each and of the next chunk."""
+        self._start, self._found, self._offsets = start, records, [start[2], *ends]
         self._next = 0
 
     def _position(self) -> Place:
         """Return the place of the next record that will be handed out."""
-        file, record, offset = self._start
-        return file, record + self._next, self._ends[self._next - 1] if self._next else offset
+        file, record, _ = self._start
+        return file, record + self._next, self._offsets[self._next]
 
     def _go_to(self, place: Place) -> None:
         self._chunks.close()

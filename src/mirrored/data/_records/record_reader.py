@@ -1,7 +1,6 @@
 """Reads the TFRecord format: yields records from files in order, each only after its checks.
 
-A frame around each record has its length (8 bytes, little endian), a checksum of the length, and a checksum of its data.
-docs/design/tfrecord.md explains why the reader works on chunks, its checks and its speed.
+docs/design/tfrecord.md explains the format, why the reader works on chunks, its checks and its speed.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ FOOTER = struct.Struct("<I")
 KNOWN_HEADERS = 1024
 #: Compression -> zlib's number for it.
 WINDOW_BITS = {"GZIP": 16 + zlib.MAX_WBITS, "ZLIB": zlib.MAX_WBITS}
-#: The first bytes of files that zlib has written.
-ZLIB_MAGIC = (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
+#: The first bytes of a compressed file -> its compression.
+MAGIC = {b"\x1f\x8b": "GZIP", **dict.fromkeys((b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda"), "ZLIB")}
 
 #: The place of a record: the number of its file, its number in the file, its first byte there (decompressed).
 Place: TypeAlias = tuple[int, int, int]
@@ -46,7 +45,7 @@ Place: TypeAlias = tuple[int, int, int]
 def read_files(
     files: Sequence[str], place: Place, compression: str | None, max_record_bytes: int
 ) -> Generator[tuple[Place, list[bytes], list[int]]]:
-    """Yield the files' records in order, by chunks, with the place of a chunk's first record and the byte where each ends."""
+    """Yield chunks of the files' records, in order: the place of the first record, the records, the byte after each."""
     first, record, offset = place
     for file, path in enumerate(files[first:], first):
         with contextlib.closing(_read_chunks(path, record, offset, compression, max_record_bytes)) as chunks:
@@ -60,10 +59,10 @@ def read_files(
 def _read_chunks(
     path: str, record: int, offset: int, compression: str | None, max_record_bytes: int
 ) -> Generator[tuple[list[bytes], list[int]]]:
-    """Yield a file's records from a position on, by chunks, with the byte where each ends."""
+    """Yield chunks of a file's records from a position on: the records, and the byte after each."""
 
     def fault(problem: str, or_later: str = "") -> TFRecordError:
-        place = f"at byte {offset}{or_later}{' of what it decompresses to' if compression else ''}"
+        place = f"at byte {offset}{or_later}" + " of what it decompresses to" * bool(compression)
         return TFRecordError(f"{path}: record {record}, {place}: {problem}")
 
     known: dict[bytes, int] = {}
@@ -143,7 +142,7 @@ def _find_frames(buffer: bytes, known: dict[bytes, int], max_record_bytes: int) 
 
 
 def _count_equal(buffer: bytes, start: int, frame: int, header: bytes) -> int:
-    """Count the consecutive whole frames from `start` on that begin with this header: return 1, or find many at once."""
+    """Count the consecutive whole frames from `start` on that begin with `header`; return 1 unless there are many."""
     ahead = start + (MANY_FRAMES - 1) * frame
     if buffer[start + frame : start + frame + HEADER.size] != header or buffer[ahead : ahead + HEADER.size] != header:
         return 1
@@ -159,11 +158,12 @@ def _count_equal(buffer: bytes, start: int, frame: int, header: bytes) -> int:
 def _header_problem(header: bytes, length: int, checksum: int, max_record_bytes: int) -> str | None:
     expected = masked(crc32c()(header[:8]))
     if checksum != expected:
-        looks = "GZIP" if header[:2] == b"\x1f\x8b" else "ZLIB" if header[:2] in ZLIB_MAGIC else None
+        file = "The file"
+        if header[:2] in MAGIC:
+            file = f"This looks like the start of a compressed file: compression={MAGIC[header[:2]]!r}. Else it"
         return (
-            f"its length is damaged: the checksum is {checksum:#010x}, expected {expected:#010x}. "
-            + (f"This looks like the start of a compressed file: compression={looks!r}. Else it " if looks else "The file ")
-            + "is not a TFRecord file, or it was damaged: write it again, or leave it out of files."
+            f"its length is damaged: the checksum is {checksum:#010x}, expected {expected:#010x}. {file} is not a TFRecord file, "
+            "or it was damaged: write it again, or leave it out of files."
         )
     if length > max_record_bytes:
         return (
@@ -272,10 +272,11 @@ def _read(stream: io.FileIO | _Inflated, count: int, begun: bytes = b"") -> byte
 
 
 def _read_long(stream: io.FileIO | _Inflated, begun: bytes, missing: int) -> tuple[bytes, int, str | None]:
-    """Return a record longer than a chunk, how many bytes its frame lacks at the end of the file, and its fault."""
+    """Return a record longer than a chunk, the bytes that its frame lacks at the end of the file, and its fault."""
     length = len(begun) - HEADER.size + missing - FOOTER.size
     record, footer = _read(stream, length, begun[HEADER.size :]), _read(stream, FOOTER.size)
     if missing := length + FOOTER.size - len(record) - len(footer):
         return b"", missing, None
     computed, (stored,) = masked(crc32c()(record)), FOOTER.unpack(footer)
-    return record, 0, None if computed == stored else _damage(length, computed, stored)
+    problem = None if computed == stored else _damage(length, computed, stored)
+    return record, 0, problem

@@ -27,17 +27,14 @@ def tfrecord_dataset(
 ) -> grain.IterDataset[bytes]:
     """Read the records of TFRecord files as a grain dataset of bytes, and check every checksum.
 
-    `dataset.batch(n)` yields lists of n records, also across files, at a small part of grain's cost for each element;
-    pass the lists to `mr.data.parse_example`. Everything else is grain's: `.map`, `.filter`, `.seed`, `.mp_prefetch`, and
-    iterators with `get_state()` and `set_state()`.
+    `dataset.batch(n)` yields lists of n records, also across files, for `mr.data.parse_example`. Everything else is grain's:
+    `.map`, `.filter`, `.seed`, `.mp_prefetch`, and iterators with `get_state()` and `set_state()`.
 
     Args:
-        files: a path; a list of paths; or a pattern such as `"train-*.tfrecord"`, whose files are read in sorted order, with
-            `**` for any folders.
+        files: a path, a list of paths, or a pattern such as `"train-*.tfrecord"` or `"**/*.tfrecord"`, read in sorted order.
         compression: None, "GZIP" or "ZLIB": how each file was written. It is never guessed.
-        max_record_bytes: a longer record is an error. A damaged or hostile file can claim any length; the reader compares it
-            with this limit before it allocates memory. Besides the records that it has handed out, the reader needs little
-            more memory than this, whatever a file claims or decompresses to.
+        max_record_bytes: a longer record is an error, raised before memory is allocated: a damaged or hostile file can claim
+            any length. Beside the records that it has handed out, the reader needs little more memory than this.
 
     Raises:
         FileNotFoundError: a file does not exist, or no file matches.

@@ -1,7 +1,4 @@
-"""Finds the places of values in a serialized Example: records that differ only there need not be parsed one by one.
-
-docs/design/tfrecord.md argues why this is sound for any bytes.
-"""
+"""Finds the places of values in a serialized Example; docs/design/tfrecord.md argues why this is sound for any bytes."""
 
 from __future__ import annotations
 
@@ -28,29 +25,31 @@ class ValuePlaces:
 
     features: Mapping[str, Any]  # as protobuf reads them; looking up a missing name would add it
     kinds: dict[str, str]  # feature -> the kind of list that holds its values
-    #: Feature -> one span for all its numbers, or one for each element of a bytes_list. A feature without spans is the same
-    #: in all records that match.
+    #: Feature -> one span for all its numbers, or one for each element of a bytes_list; a feature without spans is constant.
     spans: dict[str, list[Span]]
     fixed: list[tuple[Span, np.ndarray]]  # the spans between the values, with the bytes that all matching records share
 
     def matches(self, records: np.ndarray, bools: Collection[str] = ()) -> np.ndarray:
-        """Tell for each row of uint8[num_records, size] whether the layout fits it, and the features `bools` are 0 or 1."""
+        """Tell for each row of uint8[num_records, size] whether the layout fits, and its features `bools` are 0 or 1."""
         matching = np.ones(len(records), bool)
         for (start, stop), expected in self.fixed:
             matching &= (records[:, start:stop] == expected).all(axis=1)
         for name, spans in self.spans.items():
             if self.kinds[name] == "int64_list":  # one byte for each value
                 [(start, stop)] = spans
-                matching &= (records[:, start:stop] < (2 if name in bools else 0x80)).all(axis=1)
+                limit = 2 if name in bools else 0x80
+                matching &= (records[:, start:stop] < limit).all(axis=1)
         return matching
 
 
 class _UnusualError(Exception):
-    """A record has a form that the format allows but no writer uses: protobuf must parse it, because it has no places."""
+    """A record has a form that the format allows but no writer uses: only protobuf can parse it."""
 
 
-def find_layout(record: bytes, features: Mapping[str, Any]) -> ValuePlaces:
-    """Find the places of values in a record; `features` is its parse by protobuf, in which ints with places are set to zero."""
+def find_layout(record: bytes, features: Mapping[str, Any] | None) -> ValuePlaces | None:
+    """Find the places of values in a record, given its `features` by protobuf; set those ints to zero that have a place."""
+    if features is None:  # no Example
+        return None
     kinds = {name: kind for name, feature in features.items() if (kind := feature.WhichOneof("kind"))}
     try:
         spans = _find_spans(record, kinds)
@@ -69,13 +68,13 @@ def find_layout(record: bytes, features: Mapping[str, Any]) -> ValuePlaces:
 def _find_spans(record: bytes, kinds: Mapping[str, str]) -> dict[str, list[Span]]:
     """Return the spans of each feature's values: an Example holds Features, which hold an entry for each name."""
     found: dict[str, list[Span]] = {}
-    for example_tag, features in _fields(record, (0, len(record))):
-        for tag, entry in _fields(record, features) if example_tag == FIRST else ():
-            (start, stop), feature = _require(_fields(record, entry), [FIRST, SECOND])
-            name = record[start:stop].decode()
-            if tag != FIRST or name in found:
-                raise _UnusualError
-            found[name] = _find_values(record, feature, kinds.get(name))
+    parts = [payload for tag, payload in _fields(record, (0, len(record))) if tag == FIRST]
+    for tag, entry in itertools.chain(*(_fields(record, features) for features in parts)):
+        (start, stop), feature = _require(_fields(record, entry), [FIRST, SECOND])
+        name = record[start:stop].decode()
+        if tag != FIRST or name in found:
+            raise _UnusualError
+        found[name] = _find_values(record, feature, kinds.get(name))
     return {name: spans for name, spans in found.items() if spans}
 
 
@@ -85,11 +84,13 @@ def _find_values(record: bytes, feature: Span, kind: str | None) -> list[Span]:
         return []
     [values] = _require(_fields(record, feature), [LISTS[kind]])
     elements = _fields(record, values)
-    spans = _require(elements, [FIRST] * (len(elements) if kind == "bytes_list" else 1))
-    is_usual = all(start < stop for start, stop in spans)
-    if is_usual and kind == "int64_list":
-        is_usual = max(record[slice(*spans[0])]) < 0x80
-    return spans if is_usual else []
+    num_fields = len(elements) if kind == "bytes_list" else 1
+    spans = _require(elements, [FIRST] * num_fields)
+    if not all(start < stop for start, stop in spans):
+        return []
+    if kind == "int64_list" and max(record[slice(*spans[0])]) >= 0x80:
+        return []
+    return spans
 
 
 def _fields(record: bytes, message: Span) -> list[tuple[int, Span]]:

@@ -1,4 +1,4 @@
-"""Lets workers that read input together agree on their steps, and check that they read the same batches."""
+"""Agrees on the steps of workers that read input together, and checks that they read the same batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MAX_SHOWN = 1000
 
 @dataclasses.dataclass(frozen=True)
 class InputWorker:
-    """This worker, among those that read the input together."""
+    """This worker, and its connection to the others that read the input with it."""
 
     index: int = 0
     count: int = 1  # the number of workers, W; each has equally many replicas, in worker order
@@ -73,24 +73,26 @@ class CommonStep:
     num_ended: int  # the number of workers without more rows
 
 
-def agree(worker: InputWorker, own: Sequence[OwnStep], has_ended: bool, like: PyTree, num_local: int) -> list[CommonStep]:
-    """Tell the other workers this worker's next steps, each until it is taken; return the steps that all can take now."""
-    # `like` is an earlier batch without rows, for a worker whose data has ended. An empty list means that all have ended.
+def agree(worker: InputWorker, ahead: Sequence[OwnStep], has_ended: bool, like: PyTree, num_local: int) -> list[CommonStep]:
+    """Exchange the workers' next steps, of this worker `ahead`; return the steps that all can take now, none at the end."""
+    # `like` is an earlier batch without rows, for a worker whose data has ended. A step is told again until it is taken.
     if worker.count == 1:
-        return [CommonStep(tuple(step.sizes(num_local)), step.like, 0) for step in own]
-    messages = worker.exchange({"steps": [[step.sizes(num_local), _encode(step.like)] for step in own], "ended": has_ended})
+        return [CommonStep(tuple(step.sizes(num_local)), step.like, 0) for step in ahead]
+    messages = worker.exchange({"steps": [[step.sizes(num_local), _encode(step.like)] for step in ahead], "ended": has_ended})
     counts = [len(message["steps"]) for message in messages if not message["ended"]]
     by_step = itertools.zip_longest(*(message["steps"] for message in messages))
     steps: list[CommonStep] = []
-    for number, every in enumerate(itertools.islice(by_step, min(counts, default=None))):
-        steps.append(_common_step(every, own[number].like if number < len(own) else like, num_local))
+    for number, reports in enumerate(itertools.islice(by_step, min(counts, default=None))):
+        if number < len(ahead):
+            like = ahead[number].like
+        steps.append(_common_step(reports, like, num_local))
         like = steps[-1].like
     return steps
 
 
-def _common_step(every: Sequence[Any], like: PyTree, num_local: int) -> CommonStep:
-    """Join what the workers told about a step, sizes and kinds of rows; None stands for a worker whose data has ended."""
-    kinds = {index: told[1] for index, told in enumerate(every) if told is not None}
+def _common_step(reports: Sequence[Any], like: PyTree, num_local: int) -> CommonStep:
+    """Join the workers' reports of a step, sizes and kinds of rows; a worker whose data has ended reports None."""
+    kinds = {index: report[1] for index, report in enumerate(reports) if report is not None}
     first = next(iter(kinds))
     for index, kind in kinds.items():
         if kind is not kinds[first] and kind != kinds[first]:  # equal messages are often one object
@@ -99,8 +101,8 @@ def _common_step(every: Sequence[Any], like: PyTree, num_local: int) -> CommonSt
                 f"{_show(kind)}. Structure, dtypes and shapes must be the same apart from the number of rows. Batches that are "
                 "padded to their own longest row need mr.InputOptions(auto_shard_policy='data'): then all read the same ones."
             )
-    sizes = tuple(size for told in every for size in (told[0] if told else (0,) * num_local))
-    return CommonStep(sizes, _decode(kinds[first], like), len(every) - len(kinds))
+    sizes = itertools.chain.from_iterable(report[0] if report else (0,) * num_local for report in reports)
+    return CommonStep(tuple(sizes), _decode(kinds[first], like), len(reports) - len(kinds))
 
 
 class SameBatches:
@@ -125,10 +127,10 @@ class SameBatches:
         if batch is None:
             progress.data_ends[self._number] = self.place
         if batch is None or not self._worker.is_noted or self._num_batches == 1:
-            every = self._worker.exchange([batch is None, self._num_batches, num_rows, _kinds(batch), self._checksum])
-            for index, other in enumerate(every):
-                if other != every[0]:
-                    raise ValueError(f"{_difference(every[0], other, index)}. {ONE_DATASET}")
+            reports = self._worker.exchange([batch is None, self._num_batches, num_rows, _kinds(batch), self._checksum])
+            for index, report in enumerate(reports):
+                if report != reports[0]:
+                    raise ValueError(f"{_difference(reports[0], report, index)}. {ONE_DATASET}")
         progress.data_ends.pop(self._number, None)
         return batch is not None
 
@@ -136,14 +138,15 @@ class SameBatches:
 def _difference(first: Sequence[Any], other: Sequence[Any], worker: int) -> str:
     """Say how the batches of another worker differ from those of worker 0."""
     if first[:2] != other[:2]:
-        is_shorter = (other[1], not other[0]) < (first[1], not first[0])
-        return data_ended(*((worker, 0) if is_shorter else (0, worker)))
+        if (other[1], not other[0]) < (first[1], not first[0]):  # fewer batches, or as many and the end
+            return data_ended(worker, 0)
+        return data_ended(0, worker)
     if first[2] != other[2]:
         return f"the next batch of worker 0 has {first[2]} rows, and that of worker {worker} {other[2]}"
     if first[3] != other[3]:
         kinds = f"{escape(first[3], _MAX_SHOWN)} and that of worker {worker} {escape(str(other[3]), _MAX_SHOWN)}"
         return f"the rows of the next batch of worker 0 are {kinds}"
-    batches = "the next batches" if not first[0] else "the batches, since the first,"
+    batches = "the batches, since the first," if first[0] else "the next batches"
     return f"{batches} of worker 0 and worker {worker} hold different records"
 
 
@@ -174,8 +177,9 @@ def _show(rows: dict[str, Any]) -> str:
 def _decode(rows: dict[str, Any], like: PyTree) -> PyTree:
     """Make a batch without rows from another worker's `_encode`, in the structure of `like` if there is one."""
     leaves = [np.zeros((0, *shape), dtype) for dtype, shape in rows["leaves"]]
-    treedef = jax.tree.structure(_from_skeleton(rows["skeleton"]) if like is None else like)
-    return jax.tree.unflatten(treedef, leaves)
+    if like is None:
+        like = _from_skeleton(rows["skeleton"])
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 def _skeleton(tree: PyTree) -> Any:
@@ -183,7 +187,9 @@ def _skeleton(tree: PyTree) -> Any:
         return {"dict": [[key, _skeleton(child)] for key, child in tree.items()]}
     if type(tree) in (list, tuple):
         return {type(tree).__name__: [_skeleton(child) for child in tree]}
-    return None if tree is None else 0 if isinstance(tree, np.ndarray) else {"class": type(tree).__name__}
+    if isinstance(tree, np.ndarray):
+        return 0
+    return None if tree is None else {"class": type(tree).__name__}
 
 
 def _from_skeleton(skeleton: dict[str, Any] | int | None) -> PyTree:

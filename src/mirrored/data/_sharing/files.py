@@ -1,4 +1,4 @@
-"""Divides a dataset by file: each worker reads its parts, one after the other, and any number of workers can go on.
+"""Divides a dataset by file: each worker reads its parts one after the other, and any number of workers can resume.
 
 A part is a pass over some files: their numbers (or the first, None, and the step), its state (None: not begun), how many rows
 of the next batch are taken, and how many of its files are begun (None: the pipeline cannot be cut between files).
@@ -23,14 +23,14 @@ BY_FILE = "by_file"
 
 
 def share_of(dataset: object, first: int, step: int, state: object = None, rows: int = 0) -> Part:
-    """Return the part of the files `first`, `first + step`, ..., perhaps from a state on, after so many rows."""
+    """Return the part of the files `first`, `first + step`, ..., from a state on, after `rows` rows of its next batch."""
     kind = kind_of(dataset)
     begun = None if rows else kind.num_begun(dataset, state)  # the batch of these rows may end in a later file
     return {"files": [first, None, step], "of": kind.num_files(dataset), "state": state, "rows": rows, "begun": begun}
 
 
 def parts_of(dataset: object, state: dict[str, Any]) -> list[Part]:
-    """Return the parts in an iterator's state; it may be from before there were parts, or from one that read all files."""
+    """Return the parts in an iterator's state; an older state, or that of an iterator over all files, is one part."""
     source, (first, step) = state["source"], state["worker"] or (0, 1)
     if not isinstance(source, dict) or BY_FILE not in source:
         return [share_of(dataset, first, step, source, state.get("rows", 0))]
@@ -40,7 +40,7 @@ def parts_of(dataset: object, state: dict[str, Any]) -> list[Part]:
 
 
 def dealt(dataset: object, parts: Iterable[Part], worker: int, num_workers: int) -> list[Part]:
-    """Return a worker's parts, of all that some other number of workers had: begun ones stay whole, other files are dealt."""
+    """Deal the parts of all former workers anew, and return one worker's: begun parts stay whole, other files go one by one."""
     count = kind_of(dataset).num_files(dataset)
     whole: list[Part] = []
     free: list[int] = []
@@ -72,16 +72,18 @@ class OwnFiles:
         self._before: Any = None  # the state of the first part before its last batch
         for part in parts:
             files, count = part["files"], kind.num_files(dataset)
-            if None not in files and part["of"] != count:
+            if None in files:
+                files = slice(*files)
+            elif part["of"] != count:
                 raise ValueError(
                     f"the state is of {part['of']} files, and the dataset has {count}; make the dataset of the same files, in "
                     "the same order, as when the state was saved."
                 )
-            mine = kind.only_files(dataset, slice(*files) if None in files else files)
+            mine = kind.only_files(dataset, files)
             self._open.append((dict(part), mine, open_source(mine, part["state"], maps)))
 
     def batches(self) -> Iterator[tuple[PyTree, int]]:
-        """Yield each batch with rows, and how many of its rows were taken before."""
+        """Yield each batch that has rows, and how many of its rows were taken before."""
         while self._open:
             part, mine, source = self._open[0]
             part["state"] = _state_of(source)
@@ -97,7 +99,7 @@ class OwnFiles:
             source.close()
 
     def position(self, rows: int = 0) -> Position:
-        """Return the position after the last batch, or after so many rows of it, as JSON."""
+        """Return the position after the last batch, or after its first `rows` rows, as JSON."""
         parts = [part for part, *_ in self._open]
         if rows:
             parts[0] = {**parts[0], "state": self._before, "rows": rows}

@@ -23,16 +23,11 @@ class SharingPlan:
     dataset: Any
     kind: str  # the chosen policy, or "FUNCTION" if each worker has its own dataset
     how: str  # the same in words, with the reason if AUTO chose it
-    sizes: tuple[int, ...] = ()  # that the function was told, of per-replica batches
-    share: tuple[int, int] = (0, 1)  # this worker's number, and how many there are
-    by_file: AutoShardPolicy | None = None  # the policy, if it lets some number of workers divide a dataset by file
+    sizes: tuple[int, ...] = ()  # the per-replica batch sizes that the user's function asked for
+    share: tuple[int, int] = (0, 1)  # this worker's number, and the number of workers
+    by_file: AutoShardPolicy | None = None  # the policy, if it allows several workers to divide a dataset by file
     is_auto_by_file: bool = False  # whether AUTO chose to divide the data by file
     token: object = dataclasses.field(default_factory=object, repr=False, compare=False)  # identifies the dataset in its batches
-
-    @property
-    def is_same_for_all(self) -> bool:
-        """Whether all workers read the same batches, so that a position holds for any number of workers."""
-        return self.kind == "DATA"
 
     def open(self, state: Any = None, maps: Sequence[Callable[..., PyTree]] = ()) -> Source | OwnFiles:
         """Open this worker's data, at its beginning or at a position."""
@@ -46,12 +41,13 @@ class SharingPlan:
         """Return this worker's steps, from an open source's position on."""
         if isinstance(source, OwnFiles):
             return in_step(rows_of_own_files(source, layout, extra), source, layout)
-        if self.is_same_for_all:
+        if self.kind == "DATA":  # all workers read the same batches
             return rows_of_every_batch(source, layout)
-        return in_step((own_batches if self.kind == "OFF" else one_element_each)(source, layout), source, layout)
+        own_steps = own_batches if self.kind == "OFF" else one_element_each
+        return in_step(own_steps(source, layout), source, layout)
 
     def goes_on_by_file(self, policy: str) -> bool:
-        """Tell whether a position that was saved under this policy goes on by file, perhaps for the rest of its pass only."""
+        """Tell whether reading resumes by file from a position saved under `policy`, at least for the rest of its pass."""
         if policy == self.kind or {policy, self.kind} != {"FILE", "DATA"}:
             return policy == self.kind == "FILE"
         is_auto = self.by_file is AutoShardPolicy.AUTO
@@ -61,7 +57,7 @@ class SharingPlan:
 def make_plan(
     dataset: Any, policy: AutoShardPolicy | str, worker: InputWorker, num_replicas: int, drop_remainder: bool = False
 ) -> SharingPlan:
-    """Choose how to divide a dataset of global batches; refuse `FILE` where it would lose, repeat or mispair records."""
+    """Choose how to divide a dataset of global batches; refuse `FILE` if it would lose, repeat or mispair records."""
     policy = AutoShardPolicy.parse(policy, "auto_shard_policy")
     parts = f"each global batch is cut into {num_replicas} contiguous parts, in replica order"
     kind, is_auto, share = kind_of(dataset), policy is AutoShardPolicy.AUTO, (worker.index, worker.count)

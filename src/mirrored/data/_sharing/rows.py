@@ -16,6 +16,8 @@ from ..._replicas.per_replica import PerReplica
 from ..._text import shown
 from ..._typing import PyTree
 
+_PARSE = "Parse records of files in batches: dataset.batch(n).map(lambda records: mr.data.parse_example(records, spec)). "
+
 
 def split_sizes(num_rows: int, num_replicas: int) -> list[int]:
     """Return the number of rows of each replica, in order: the first `n mod R` replicas get one more than the others.
@@ -45,8 +47,7 @@ def reshape_rows(batch: PyTree, start: int, num_replicas: int, num_rows: int) ->
 
 def stack_rows(parts: Sequence[PyTree], num_rows: int) -> PyTree:
     """Stack the replicas' rows as new arrays `[L, num_rows, ...]`, padded with zeros at the end."""
-    # The arrays are new, because a source may refill its buffer before the transfer to the devices reads it (on the CPU, the
-    # device's array may even be the buffer).
+    # New arrays: a source may refill its buffer before the transfer reads it. On the CPU a device's array may be the buffer.
 
     def stack(*rows: np.ndarray) -> np.ndarray:
         dtype = jax.dtypes.canonicalize_dtype(rows[0].dtype)
@@ -71,10 +72,10 @@ def require_same_rows(parts: Sequence[PyTree], title: str) -> None:
     """Refuse batches that differ in more than the number of rows; `title` names them in the error."""
     rows = [jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape[1:])}", part) for part in parts]
     first = jax.tree.flatten(rows[0])  # flattened, because the text of a batch class may contain an address
-    for number, other in enumerate(rows):
-        if jax.tree.flatten(other) != first:
+    for number, kinds in enumerate(rows):
+        if jax.tree.flatten(kinds) != first:
             raise ValueError(
-                f"{title} have rows of different structure, dtype or shape: {rows[0]}, and number {number} {other}. "
+                f"{title} have rows of different structure, dtype or shape: {rows[0]}, and number {number} {kinds}. "
                 "Pad the rows to one shape in the pipeline."
             )
 
@@ -110,7 +111,7 @@ def _why_scalar(arrays: PyTree, given: str, advice: str) -> str:
         what, advice = "a list of numbers", "To Python it is one scalar beside the other: make an array of it, np.array(numbers)."
     else:
         what = "a scalar"
-        if any(not isinstance(other, list) and other.ndim for _, other in leaves):
+        if any(not isinstance(leaf, list) and leaf.ndim for _, leaf in leaves):
             advice += (
                 " If it is one value for all rows, write np.full(num_rows, value), or give it to the step beside the batch: "
                 "strategy.run(step, args=(batch, value))."
@@ -137,15 +138,13 @@ def to_numpy(batch: PyTree) -> PyTree:
         array = np.asarray(leaf)
         array = array.astype(array.dtype.newbyteorder("="), copy=False)  # from files of other byte orders, such as IDX
         if not is_numeric(array.dtype) or array.dtype.char in "gG":  # of 16 bytes
-            parse = (
-                "Parse records of files in batches: dataset.batch(n).map(lambda records: mr.data.parse_example(records, spec)). "
-            )
-            raise TypeError(
-                f"the dataset yielded {type(leaf).__name__} of dtype {array.dtype}{_at(path)}, which no device can hold. "
-                f"{parse if array.dtype.kind == 'S' else ''}Encode it as numbers, or leave it out of the batch."
-                + "\nIf it holds arrays, write @jax.tree_util.register_dataclass above the class."
-                * dataclasses.is_dataclass(leaf)
-            )
+            advice = "Encode it as numbers, or leave it out of the batch."
+            if array.dtype.kind == "S":
+                advice = _PARSE + advice
+            if dataclasses.is_dataclass(leaf):
+                advice += "\nIf it holds arrays, write @jax.tree_util.register_dataclass above the class."
+            kind = f"{type(leaf).__name__} of dtype {array.dtype}{_at(path)}"
+            raise TypeError(f"the dataset yielded {kind}, which no device can hold. {advice}")
         check_range(array, lambda: f"the dataset yielded{_at(path)}")
         return array
 

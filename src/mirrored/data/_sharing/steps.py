@@ -35,14 +35,14 @@ class LocalReplicas:
     worker: InputWorker
     drop_remainder: bool = False  # drop rows rather than give replicas different numbers of them
     on_drop: Callable[[int, int], None] = lambda num_dropped, num_rows: None
-    lookahead: int = 1  # how many steps workers with their own batches tell each other at once, and hold
+    lookahead: int = 1  # of workers with their own batches: how many steps they exchange at once, and hold
 
     @property
     def num_local(self) -> int:
         return self.num_replicas // self.worker.count
 
     def kept(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Return how many of these rows the replicas take: all, or with `drop_remainder` equally many."""
+        """Return how many rows each replica takes of `sizes`: all, or with `drop_remainder` equally many."""
         kept = (min(sizes),) * self.num_replicas if self.drop_remainder else tuple(sizes)
         if sum(kept) < sum(sizes):
             self.on_drop(sum(sizes) - sum(kept), sum(sizes))
@@ -77,7 +77,7 @@ def rows_of_every_batch(source: Source, layout: LocalReplicas) -> Steps:
 
 
 def in_step(own: Iterator[OwnStep], source: Source | OwnFiles, layout: LocalReplicas) -> Steps:
-    """Let all workers take as many steps as the worker with the most rows; at the end, the others' replicas get no rows."""
+    """Yield equally many steps on all workers; when a worker's data has ended, its replicas get no rows."""
     like, last = None, OwnStep([], source.position())
     ahead, count = _ReadAhead(own), 1  # 1, so that the first batch need not wait for others
     while True:
@@ -100,23 +100,25 @@ def in_step(own: Iterator[OwnStep], source: Source | OwnFiles, layout: LocalRepl
 
 
 def own_batches(source: Source, layout: LocalReplicas) -> Iterator[OwnStep]:
-    """Divide each batch of this worker's own stream among its own replicas."""
+    """Divide each batch of this worker's stream among this worker's replicas."""
     for batch in source:
-        arrays = to_numpy(batch) if source.is_owned or layout.lookahead == 1 else copied(to_numpy(batch))
+        arrays = to_numpy(batch)
+        if layout.lookahead > 1 and not source.is_owned:  # the source may refill its buffer before the step is taken
+            arrays = copied(arrays)
         sizes = split_sizes(count_rows(arrays), layout.num_local)
         if sizes[0]:
             yield OwnStep(split_rows(arrays, sizes), source.position())
 
 
 def one_element_each(source: Source, layout: LocalReplicas) -> Iterator[OwnStep]:
-    """Give each of this worker's replicas the next element of the worker's own stream; at the end some get none."""
+    """Give each of this worker's replicas the next element of the worker's stream; at the end some get none."""
     while elements := [copied(to_numpy(e)) for e in itertools.islice(source, layout.num_local)]:
         require_same_rows(elements, "the elements of one step")
         yield OwnStep(elements, source.position())
 
 
 def rows_of_own_files(source: OwnFiles, layout: LocalReplicas, extra: dict[str, int]) -> Iterator[OwnStep]:
-    """Take this worker's share of each global batch from its own files, across the borders of their batches."""
+    """Take this worker's share of each global batch from its files, across the borders of their batches."""
     batches = source.batches()
     first = list(itertools.islice(batches, 1))
     own_size = sum(count_rows(batch) for batch, _ in first)  # 0 without a batch
@@ -141,7 +143,7 @@ def _regroup(source: OwnFiles, batches: Iterable[tuple[PyTree, int]], share: int
             missing -= stop - start
             start = stop
             if not missing:
-                yield join_rows(parts), source.position(start if start < num_rows else 0)
+                yield join_rows(parts), source.position(start % num_rows)  # 0: after the whole batch
                 parts, missing = [], share
     if parts:
         yield join_rows(parts), source.position()

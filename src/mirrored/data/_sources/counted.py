@@ -1,4 +1,4 @@
-"""Batches in memory, given by number, or by a function: their position is the number of batches taken."""
+"""Batches from a list, a sequence or a function: their position is the number of batches taken."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .verbs import rows_of
 
 
 class CountedBatches:
-    """An iterator over the batches of another one; its position is the number of batches that were taken."""
+    """An iterator that counts the batches of another iterator; its position is the number of batches taken."""
 
     def __init__(self, batches: Iterator[PyTree]) -> None:
         self._batches = batches
@@ -118,7 +118,7 @@ def is_by_number(dataset: object) -> bool:
 
 
 def _is_sequence(dataset: object) -> bool:
-    """Tell whether a dataset gives batches by number, and has no order of its own, an `__iter__`."""
+    """Tell whether a dataset gives batches by number, and has no `__iter__` with another order."""
     # Python would ask until an IndexError, which slices of arrays, such as `x[n * i : n * (i + 1)]`, never raise.
     own = getattr(type(dataset), "__iter__", None)
     return is_by_number(dataset) and own in (None, *(kind.__iter__ for kind in (list, tuple, collections.deque, Sequence)))
@@ -129,7 +129,7 @@ def _cut_in_memory(batches: Sequence[PyTree]) -> Cut | None:
     return Cut(size * (len(batches) - 1) + last, size, len(batches)) if 0 < last <= size else None
 
 
-#: What can be iterated, and yields no batches.
+#: Iterables that yield no batches.
 _NO_DATASETS = (str, bytes, collections.abc.Mapping, np.ndarray, jax.Array)
 
 

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 #: grain reads 500 elements ahead by default; here each is a global batch.
 _NUM_BATCHES_AHEAD = 16
 
-#: Transformations that treat a record, or a run of records, the same whatever other files there are. Others may not: they are
-#: sharded by file only if the user says `FILE`.
+#: Transformations whose result for a record does not depend on other files; with others, only the user can choose `FILE`.
 _FILE_BY_FILE = {
     "BatchIterDataset", "BestFitPackIterDataset", "CacheIterDataset", "ConcatThenSplitIterDataset", "FilterIterDataset",
     "FirstFitPackIterDataset", "FlatMapIterDataset", "MapIterDataset", "ProcessPrefetchIterDataset", "RandomMapIterDataset",
@@ -33,7 +32,7 @@ _FILE_BY_FILE = {
 #: Transformations that keep nothing of a record for a later one: their state is that of the dataset before them.
 _BY_RECORD = {"BatchIterDataset", "FilterIterDataset", "MapIterDataset", "ThreadPrefetchIterDataset", "WithOptionsIterDataset"}
 
-#: Transformations whose elements have the rows of their sources': they give each equally often, or leave some out.
+#: Transformations that keep the rows of each element of their sources; they repeat all equally often, or leave some out.
 _KEEP_ROWS = {
     "ConcatenateMapDataset", "MapMapDataset", "MapWithIndexMapDataset", "RandomMapMapDataset", "RepeatMapDataset",
     "ShuffleMapDataset", "WindowShuffleMapDataset", "WithOptionsMapDataset", "_WithSeedMapDataset",
@@ -98,13 +97,8 @@ def _kind(node: object) -> str:
     return type(node).__name__ if type(node).__module__.startswith("grain.") else ""
 
 
-def _length(dataset: Pipeline) -> int:
-    """Return the number of elements: a filter drops some, and does not say how many."""
-    return length_of(dataset, is_known=not any(type(node).__name__ == "FilterMapDataset" for node in _nodes(dataset)))
-
-
 def _num_smaller(dataset: grain.MapDataset[PyTree], num_rows: int) -> int | None:
-    """Return how many elements are batches of fewer rows, read off each last `batch`; None if the pipeline does not tell."""
+    """Return how many elements have fewer than `num_rows` rows, by the pipeline's last `batch`; None if it does not tell."""
     name, parents, count = type(dataset).__name__, dataset.parents, len(dataset)
     if name in _KEEP_ROWS | _LEAVE_OUT:
         found = [number for parent in parents if (number := _num_smaller(parent, num_rows)) is not None]
@@ -129,13 +123,13 @@ def _nodes(dataset: Pipeline) -> Iterator[Pipeline]:
 
 
 def _batch_sizes(dataset: Pipeline, of_all: bool) -> list[int]:
-    """Return the sizes of a pipeline's batches: `of_all`, or only of those that a position counts, a MapDataset's elements."""
+    """Return a pipeline's batch sizes: all, or only those of MapDatasets, whose elements a position counts."""
     counted = [node for node in _nodes(dataset) if of_all or isinstance(node, sys.modules["grain"].MapDataset)]
     return [int(size) for node in counted for size in re.findall(r"batch_size=(\d+)", str(node))]
 
 
 def _why_not_by_file(dataset: Pipeline, num_workers: int, is_certain: bool) -> str | None:
-    """Return why workers cannot divide a pipeline's files, or None; if it must be certain, unknown steps are a reason."""
+    """Return why workers cannot divide a pipeline's files, or None; with `is_certain`, an unknown step is a reason."""
     if is_certain and any("drop_remainder=True" in str(node) for node in _nodes(dataset)):
         return "drop_remainder=True leaves records out once, and by file each worker would leave out some of its own"
     node = dataset
@@ -153,8 +147,7 @@ def _why_not_by_file(dataset: Pipeline, num_workers: int, is_certain: bool) -> s
     files = getattr(node, "files", None)
     if files is not None:
         return None if len(files) >= num_workers else f"there are {len(files)} files for {num_workers} workers"
-    # grain's own sources do not say how many files they have, but with too few files the last worker gets none: then grain
-    # raises an IndexError.
+    # grain's own sources do not count their files. With too few of them the last worker gets none: an IndexError of grain.
     last = iter(_only_files(node, slice(num_workers - 1, None, num_workers)))
     with contextlib.closing(last), contextlib.suppress(StopIteration, IndexError):
         next(last)
@@ -183,13 +176,15 @@ def _only_files(dataset: Pipeline, these: slice | list[int]) -> Pipeline:
 
 
 def _num_begun(dataset: Pipeline, state: dict[str, int] | None) -> int | None:
-    """Return how many files a pass has begun, if its state is only the place of the next record in our own files."""
+    """Return how many files a pass has begun; None if its state holds more than the place of the next record."""
     *steps, root = _nodes(dataset)
     is_plain = {_kind(node) for node in steps} <= _BY_RECORD and type(root).__name__ == "TFRecordDataset"
     if not is_plain or any("drop_remainder=True" in str(node) for node in [*steps, root]):
         return None
+    if state is None:
+        return 0
     is_place = isinstance(state, dict) and {"file", "record"} <= state.keys()
-    return 0 if state is None else state["file"] + (state["record"] > 0) if is_place else None
+    return state["file"] + (state["record"] > 0) if is_place else None
 
 
 def _reads_files(node: object) -> bool:
@@ -201,7 +196,8 @@ GRAIN = SourceKind(
     is_one=_is_pipeline,
     start=_start,
     why_no_batches=_why_no_batches,
-    length=_length,
+    # A filter drops some elements, and does not say how many.
+    length=lambda dataset: length_of(dataset, all(type(node).__name__ != "FilterMapDataset" for node in _nodes(dataset))),
     num_smaller=_num_smaller,
     sample=_start,
     counted_sizes=lambda dataset, is_by_file, asked: asked or _batch_sizes(dataset, of_all=is_by_file),

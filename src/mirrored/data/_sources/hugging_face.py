@@ -1,4 +1,4 @@
-"""Datasets of Hugging Face, which is never imported: rows, which are lists by default, and streams."""
+"""Datasets and streams of Hugging Face, which is never imported; by default their rows are lists."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ARRAYS_BY_ROW = {"Array2D", "Array3D", "Array4D", "Array5D", "Image"}
 
 
 class _StreamPass(OwnPosition):
-    """A pass over a copy of a stream: the user's own would begin every pass at the position that it was given."""
+    """A pass over a copy of a stream: after `load_state_dict` a stream begins every pass at that position."""
 
     def __init__(self, stream: Any) -> None:
         super().__init__(stream.with_format("numpy"))
@@ -34,8 +34,8 @@ def _has_format(dataset: object) -> bool:
 
 
 def _why_no_batches(dataset: object, verb: str, size: str) -> str | None:
-    features = getattr(dataset, "features", None)
-    for name, feature in features.items() if isinstance(features, dict) else ():
+    features = getattr(dataset, "features", None) or {}  # a stream may not know them
+    for name, feature in features.items():
         kind, length = type(feature).__name__, getattr(feature, "length", -1)
         if kind in _ARRAYS_BY_ROW or (kind in ("Sequence", "List", "LargeList") and length > 0):
             return (

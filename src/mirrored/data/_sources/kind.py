@@ -1,4 +1,4 @@
-"""The record of a kind of datasets: what the input asks about one. docs/design/doors.md says how to add a kind."""
+"""The record of a kind of datasets: its answers to the input's questions. docs/design/doors.md says how to add a kind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Cut(NamedTuple):
 
     @property
     def rest(self) -> int:
-        """The rows of the last batch, if it is not like those before it; else 0."""
+        """The rows of the last batch, if it has fewer than the others; else 0."""
         complete, rest = divmod(self.num_rows, self.batch_size)
         return rest if 0 < complete < self.num_batches else 0
 
@@ -31,7 +31,7 @@ def _name(dataset: object) -> str:
 
 
 def nothing(*_: object) -> None:
-    """Answer a question that a kind has no answer to."""
+    """Answer None, for a kind of datasets that does not know."""
 
 
 def length_of(dataset: object, is_known: bool = True) -> int:
@@ -43,7 +43,7 @@ def length_of(dataset: object, is_known: bool = True) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class SourceKind:
-    """What the input asks about a dataset of one kind. The defaults are the answers for any iterable of batches."""
+    """The answers of a kind of datasets to the input's questions; the defaults are those of any iterable of batches."""
 
     is_one: Callable[[Any], bool]  # recognizes a dataset, without importing its library
     start: Callable[[Any], Iterator[PyTree]]  # begins a pass; its `get_state` and `set_state`, if any, are the position
@@ -51,26 +51,26 @@ class SourceKind:
     keeps_arrays: bool = False  # the dataset holds what it yields: a function that may change its argument gets a copy
     yields_new_arrays: Callable[[Any], bool] = lambda dataset: False  # nobody else holds what it yields
     sample: Callable[[Any], Iterator[PyTree] | None] = nothing  # yields a batch, and leaves later passes as they are
-    for_later: Callable[[Any, int], Any] = lambda dataset, num_passes: dataset  # the dataset for so many passes after this one
-    # The number of rows that a position counts as one batch, given those that the user's function asked for.
+    for_later: Callable[[Any, int], Any] = lambda dataset, num_passes: dataset  # the dataset of the `num_passes` passes to come
+    # The batch sizes on which a position depends, given those that the user's function asked for.
     counted_sizes: Callable[[Any, bool, list[int]], list[int]] = lambda dataset, is_by_file, asked: asked
-    # How workers divide its files. A reason why so many workers cannot; if it must be certain, unknown steps are one.
+    # How workers divide its files. Why this number of workers cannot; if the answer must be certain, an unknown step is a reason.
     why_not_by_file: Callable[[Any, int, bool], str | None] = lambda dataset, *_: f"{_name(dataset)} is no dataset of files"
     num_files: Callable[[Any], int | None] = nothing  # None: the dataset does not tell
     # The same pipeline over these files: a list if `num_begun` knows.
     only_files: Callable[[Any, slice | list[int]], Any] = nothing
     num_begun: Callable[[Any, Any], int | None] = nothing  # at a state; None: a pass cannot be cut between two files
-    # Before it is read: these may be unknown.
+    # What is known before the dataset is read.
     length: Callable[[Any], int] = length_of
     cut: Callable[[Any], Cut | None] = nothing
     num_rows: Callable[[Any], list[int] | None] = nothing  # of each batch
     num_smaller: Callable[[Any, int], int | None] = nothing  # how many batches have fewer rows
-    # What is wrong.
+    # The dataset's faults.
     why_no_batches: Callable[[Any, str, str], str | None] = nothing  # given the verb, and the batch size to write; or it raises
     why_empty: Callable[[Any], str | None] = nothing  # "" if a pass without batches was asked for
 
     def num_batches(self, dataset: object, at_least: int) -> int:
-        """Return how many batches of at least so many rows a pass yields; raise TypeError if nobody knows."""
+        """Return how many batches of at least `at_least` rows a pass yields; raise TypeError if nobody knows."""
         if (rows := self.num_rows(dataset)) is not None:
             return sum(number >= at_least for number in rows)
         count, cut = self.length(dataset), self.cut(dataset)

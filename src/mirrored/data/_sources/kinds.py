@@ -1,4 +1,4 @@
-"""All kinds of datasets: whoever adds one writes a file like those beside this, and enters it here."""
+"""The list of all kinds of datasets. To add one, write a file like the others in this folder, and enter it here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .torch_data import TORCH
 
 #: The first that recognizes a dataset is its kind.
 KINDS = (NUMPY, GRAIN, STREAM, ROWS, TORCH, IN_MEMORY, BY_NUMBER, FUNCTION, ITERABLE)
-#: The kind of what is no dataset.
+#: The kind of objects that are no datasets.
 NO_SOURCE = SourceKind(is_one=lambda dataset: True, start=iter)
 
 

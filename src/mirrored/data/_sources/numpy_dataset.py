@@ -17,7 +17,7 @@ from ..._text import counted, shown
 from ..._typing import PyTree
 from .._sharing.rows import count_rows, refuse_keys
 from .kind import Cut, SourceKind
-from .verbs import applied, check_int, checked_function, num_steps, spec_of_batch
+from .verbs import applied, at_most, check_int, checked_function, num_steps, spec_of_batch
 
 
 @_tf_names.hints("mr.data.NumpyDataset")
@@ -32,12 +32,11 @@ class NumpyDataset:
         arrays: a nest of arrays with the same number of rows.
         batch_size: rows per global batch, or None before `batch`.
         drop_remainder: whether to drop a last batch with fewer rows.
-        shuffle_seed: None for the rows' own order; else each pass over the data has its own order, and the k-th pass
-            has the same order in every run.
+        shuffle_seed: None for the rows' own order; else the k-th pass over the data has the same shuffled order in every run.
         num_epochs: how often one pass repeats the rows; None: endlessly.
         batches_per_epoch: the most batches of an epoch; None: all.
         batches_per_pass: the most batches of all epochs together; None: all.
-        maps: functions, each with True if it takes a row, or False if it takes a batch.
+        maps: functions, each with True if it takes a row, False if it takes a batch.
 
     >>> dataset = strategy.make_numpy_dataset({"x": np.arange(5)}).batch(2)
     >>> [batch["x"].tolist() for batch in dataset], len(dataset)
@@ -94,11 +93,10 @@ class NumpyDataset:
             seed: an int of at least 0.
         """
         if buffer_size is not None or seed is None:
-            given = {"seed": seed} if buffer_size is None else {"buffer_size": buffer_size, "seed": seed}
+            given = f"seed={seed!r}" if buffer_size is None else f"buffer_size={buffer_size!r}, seed={seed!r}"
             raise TypeError(
-                f"shuffle got {', '.join(f'{name}={value!r}' for name, value in given.items())}; expected a seed by its name, "
-                f"and no more: .shuffle(seed={0 if seed is None else seed!r}). Here all rows change places, as in tf.data with a "
-                "buffer_size of the number of rows."
+                f"shuffle got {given}; expected a seed by its name, and no more: .shuffle(seed={seed or 0!r}). Here all rows "
+                "change places, as in tf.data with a buffer_size of the number of rows."
             )
         return dataclasses.replace(self, shuffle_seed=seed)
 
@@ -108,8 +106,9 @@ class NumpyDataset:
             check_int("num_epochs is", num_epochs, 1, "the number of passes over the rows, or None for no end")
         if self.batches_per_pass is not None:
             raise ValueError("repeat was called after repeat(...).take(...); leave out the first repeat, or call take last.")
-        is_endless = num_epochs is None or self.num_epochs is None
-        return dataclasses.replace(self, num_epochs=None if is_endless else (self.num_epochs or 1) * (num_epochs or 1))
+        if num_epochs is None or self.num_epochs is None:
+            return dataclasses.replace(self, num_epochs=None)
+        return dataclasses.replace(self, num_epochs=self.num_epochs * num_epochs)
 
     def take(self, count: int) -> NumpyDataset:
         """Keep the first `count` rows or, after `batch`, the first `count` batches; all if there are fewer."""
@@ -121,8 +120,7 @@ class NumpyDataset:
                 )
             return dataclasses.replace(self, arrays=jax.tree.map(lambda array: array[:count], self.arrays))
         name = "batches_per_epoch" if self.num_epochs == 1 else "batches_per_pass"
-        before = getattr(self, name)
-        return dataclasses.replace(self, **{name: count if before is None else min(count, before)})
+        return dataclasses.replace(self, **{name: at_most(count, getattr(self, name))})
 
     def map(self, fn: Callable[..., PyTree]) -> NumpyDataset:
         """Apply a function to each row or, after `batch`, to each batch; a tuple becomes several arguments, as in tf.data.
@@ -149,7 +147,8 @@ class NumpyDataset:
         lines = [counted(self.num_rows, "row")]
         lines += [f"batches of {self.batch_size}"] * (self.batch_size is not None)
         lines += [f"shuffled with the seed {self.shuffle_seed}"] * (self.shuffle_seed is not None)
-        lines += ["repeated without end" if self.num_epochs is None else f"{self.num_epochs} passes"] * (self.num_epochs != 1)
+        lines += ["repeated without end"] * (self.num_epochs is None)
+        lines += [f"{self.num_epochs} passes"] * (self.num_epochs not in (None, 1))
         return lines
 
     def _sample(self) -> PyTree:
@@ -174,13 +173,15 @@ class NumpyDataset:
             return len(self)
         num_whole, rest = divmod(self.num_rows, self._rows_per_batch())
         per_epoch = self._num_batches_of_epoch()
-        return len(self) // per_epoch if per_epoch > num_whole and rest < num_rows else 0  # the last ones of epochs
+        if per_epoch <= num_whole or rest >= num_rows:
+            return 0
+        return len(self) // per_epoch  # the last batch of each epoch
 
     def __iter__(self) -> Iterator[PyTree]:
         return _NumpyIterator(self)
 
     def _of_later_passes(self, num_passes: int) -> NumpyDataset:
-        """Return this dataset for the next passes; their epochs get their numbers now, whenever the passes begin."""
+        """Return this dataset for the next passes, whose epochs get their numbers now, not when the passes begin."""
         made = dataclasses.replace(self)
         made._next_epoch[0] = self._next_epoch[0]
         self._next_epoch[0] += num_passes * (self.num_epochs or 1)
@@ -188,8 +189,7 @@ class NumpyDataset:
 
     def _num_batches_of_epoch(self) -> int:
         complete, rest = divmod(self.num_rows, self._rows_per_batch())
-        count = complete + (rest > 0 and not self.drop_remainder)
-        return count if self.batches_per_epoch is None else min(count, self.batches_per_epoch)
+        return at_most(complete + (rest > 0 and not self.drop_remainder), self.batches_per_epoch)
 
     def _rows_per_batch(self) -> int:
         if self.batch_size is None:
@@ -206,7 +206,7 @@ class _NumpyIterator:
     def __init__(self, dataset: NumpyDataset) -> None:
         self._dataset = dataset
         size, most = dataset._rows_per_batch(), dataset.batches_per_epoch
-        self._end = dataset.num_rows if most is None else min(dataset.num_rows, most * size)  # the end of an epoch's rows
+        self._end = at_most(dataset.num_rows, most and most * size)  # the end of an epoch's rows
         self._last_start = self._end - (size if dataset.drop_remainder else 1)
         self._first: int | None = None  # see `_begin`
         self._place = (0, 0)  # the epoch, and the row in it
@@ -234,7 +234,7 @@ class _NumpyIterator:
         return dataset._mapped(jax.tree.map(lambda array: _take_rows(array, rows), dataset.arrays))
 
     def _begin(self) -> int:
-        """Return the number of this pass's first epoch; the first call takes the numbers, so that no two epochs share one."""
+        """Return the number of this pass's first epoch; the first call reserves the numbers of all its epochs."""
         if self._first is None:
             self._first = self._dataset._next_epoch[0]
             self._dataset._next_epoch[0] += self._dataset.num_epochs or 1
@@ -283,7 +283,7 @@ def _take_rows(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def stacked_lists(arrays: PyTree) -> PyTree:
-    """Convert leaves into arrays where numpy can; stack a list of arrays, as in tf.data."""
+    """Convert leaves into numpy arrays, and stack lists of arrays, as in tf.data; refuse ragged lists."""
 
     def stacked(path: tuple[object, ...], leaf: object) -> np.ndarray:
         name = jax.tree_util.keystr(path) or "numpy_input"

@@ -1,4 +1,4 @@
-"""Opens a user's dataset, of whichever library, as a source of batches that knows the position after each as JSON."""
+"""Opens a dataset of any library as a source of batches, with the position after each batch as JSON."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Source:
         if not hasattr(self._iterator, "get_state"):
             return _no_position(self._dataset)
         try:
-            state = self._iterator.get_state()
-            state = {"base64": base64.b64encode(state).decode()} if isinstance(state, bytes) else state
+            if isinstance(state := self._iterator.get_state(), bytes):
+                state = {"base64": base64.b64encode(state).decode()}
             _require_text_keys(state)
             return json.dumps(state, default=_as_json)
         except Exception as error:  # the user's pipeline: it may yield batches without knowing its position
@@ -62,7 +62,7 @@ class Source:
 
 
 def adapted(dataset: object) -> Any:
-    """Return a dataset that can be iterated, and whose elements hold arrays."""
+    """Return a dataset as its kind adapts it: one that can be iterated, and has arrays in its elements."""
     return kind_of(dataset).adapt(dataset)
 
 
@@ -75,7 +75,7 @@ def open_source(dataset: object, state: object = None, maps: Sequence[Callable[.
 
 
 def _go_to(iterator: Any, dataset: object, state: object) -> None:
-    """Let a new iterator go on at a position; if that fails, the dataset is as it was."""
+    """Move a new iterator to a position; if that fails, the dataset is as it was."""
     if isinstance(state, dict) and set(state) == {"base64"}:
         state = base64.b64decode(state["base64"])
     state = _with_tensors(copy.deepcopy(state))  # a copy: grain keeps parts of it and changes them
@@ -101,12 +101,15 @@ def _no_position(dataset: object) -> TypeError:
 
 def _require_text_keys(state: object) -> None:
     """Refuse a state that JSON would change: a number as a key comes back as a text."""
-    for key, value in state.items() if isinstance(state, dict) else ():
-        if type(key) is not str:
-            raise TypeError(f"its state has the key {key!r}, which would come back from JSON as a text: write str(key) in it.")
-        _require_text_keys(value)
-    for value in state if isinstance(state, list | tuple) else ():
-        _require_text_keys(value)
+    if isinstance(state, dict):
+        if wrong := [key for key in state if type(key) is not str]:
+            raise TypeError(
+                f"its state has the key {wrong[0]!r}, which would come back from JSON as a text: write str(key) in it."
+            )
+        state = list(state.values())
+    if isinstance(state, list | tuple):
+        for value in state:
+            _require_text_keys(value)
 
 
 def _as_json(value: object) -> Any:

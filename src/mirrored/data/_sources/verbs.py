@@ -1,4 +1,4 @@
-"""The common part of `take`, `repeat`, `map` and `element_spec` in both kinds of datasets: checks, iteration, counting."""
+"""The common part of `take`, `repeat`, `map` and `element_spec` of distributed and numpy datasets."""
 
 from __future__ import annotations
 
@@ -47,6 +47,11 @@ def check_int(given: str, value: object, at_least: int, what: str) -> int:
     return int(value)
 
 
+def at_most(count: int, limit: int | None) -> int:
+    """Return a count, or a smaller limit if there is one."""
+    return count if limit is None else min(count, limit)
+
+
 def checked_function(fn: object) -> Callable[..., PyTree]:
     """Return the argument of `map`; refuse it if it is no function."""
     if not callable(fn):
@@ -75,7 +80,7 @@ def applied(fn: Callable[..., PyTree], element: PyTree) -> PyTree:
 def limited(
     start: Callable[[bool], Generator[T, None, None]], limits: Sequence[Limit], places: list[int], is_first: bool = True
 ) -> Generator[T, None, None]:
-    """Yield the items of all passes; `start(is_first)` begins a pass, the first one perhaps from the counts in `places`."""
+    """Yield the items of all passes, from the counts in `places` on; `start(is_first)` begins a pass."""
     # `places` counts the items or rounds of each limit, the innermost first, and is up to date at each item.
     if not limits:
         yield from start(is_first)
@@ -99,7 +104,7 @@ def limited(
 
 
 def num_passes_left(limits: Sequence[Limit], places: Sequence[int]) -> int:
-    """Return the number of remaining passes, with the current one; for an endless `repeat`, any number of at least 1."""
+    """Return the number of passes left, the current one included; of an endless `repeat`, any number of at least 1."""
     total, num_done = 1, 0
     for (kind, count), place in zip(limits, places, strict=True):
         if kind == "repeat":
@@ -112,10 +117,11 @@ def num_steps(of_one_pass: int, limits: Sequence[Limit]) -> int:
     """Return the number of items in all passes; raise TypeError if there is no end."""
     total: float = of_one_pass
     for kind, count in limits:
+        most = float("inf") if count is None else count
         if kind == "take":
-            total = total if count is None else min(total, count)
-        elif total:
-            total = float("inf") if count is None else total * count
+            total = min(total, most)
+        elif total:  # 0 times infinity is no number
+            total *= most
     if total == float("inf"):
         raise TypeError("the dataset repeats without end, and has no length.")
     return int(total)
