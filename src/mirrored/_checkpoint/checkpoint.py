@@ -258,6 +258,7 @@ class Checkpoint:
             CheckpointError: (a RuntimeError) when every step is damaged, when a step cannot be read for another reason, such
                 as too many open files, when the saved values do not fit (all differences are listed), and when the workers
                 do not share the directory. Nothing has changed then.
+            OSError: when a disk fails later. Variables in parts that had been restored are lost then; all else is as it was.
             ContextError: (a RuntimeError) inside a step.
         """
         if not isinstance(partial, bool):
@@ -333,17 +334,16 @@ class Checkpoint:
         moved: list[tuple[Any, Any]] = []
         if not problems:
             try:
-                worker, num_workers = coordination_of(self._strategy).worker, self._strategy.num_workers
-                moved = state.restore_positions(leaves, saved, worker, num_workers)
+                moved = state.restore_positions(leaves, saved, coordination_of(self._strategy).worker, self._strategy.num_workers)
             except Exception as error:
                 problems = [f"an iterator does not take its position: {type(error).__name__}: {error}"]
         reports = self._exchange({"problems": problems, "partial_fits": partial_fits}, f"restore_latest(), step {step}")
         try:
             same_on_workers.require_fit(reports, f"step {step} in {self._files.root}")
-        except CheckpointError:
+            state.restore_values(self._named, leaves, saved)
+        except BaseException:
             state.undo_positions(moved)
             raise
-        state.restore_values(self._named, leaves, saved)
 
     # -- with the other workers
 
