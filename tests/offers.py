@@ -73,7 +73,7 @@ OFFERS = {
         spent.COMPUTATION spent.DeviceTime spent.Spent spent.forget_pause spent.last_profile spent.waited
     """,
     "_variables": """
-        access.all_copies access.claimed access.copied access.lent access.load access.store access.store_in_parts
+        access.all_copies access.claimed access.copied access.lent access.load access.lose access.store access.store_in_parts
         assignment.check_per_replica bindings.Bindings bindings.bound bindings.outer_reader bindings.with_few_compilations
         equal_copies.CopiesCompared equal_copies.Watch equal_copies.check equal_copies.last_comparisons equal_copies.watch
         in_parts.describe making.make sharded.ShardedVariable spec.VariableSpec spec.without_counters storage.Home

@@ -132,6 +132,41 @@ def test_a_damaged_part_is_found_and_the_step_before_is_restored(tmp_path: Path,
     run.checkpoint.close()
 
 
+@pytest.mark.parametrize(("num_read", "num_lost"), [(0, 0), (8, 1), (19, 2)])
+def test_a_disk_that_fails_after_a_step_was_verified_leaves_no_mixture(
+    tmp_path: Path, num_read: int, num_lost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All is as it was, but variables that had been restored: they are lost until the next restore."""
+    expected, read, left = saved(tmp_path, 4, "parts"), array_files.InFiles._read, num_read
+    run = Run(tmp_path, 2, "parts")
+    before, mu = dict(run.state), run.optimizer.state[0].mu[0]
+    variables = {run.w: np.zeros_like(VALUE), run.half: np.zeros((20, 21)), mu: np.zeros_like(VALUE)}
+
+    def failing(*arguments: Any) -> np.ndarray:
+        nonlocal left
+        left -= 1
+        if left == -1:
+            raise OSError(5, "Input/output error")
+        return read(*arguments)
+
+    monkeypatch.setattr(array_files.InFiles, "_read", failing)
+    with pytest.raises(OSError, match="Input/output error") as raised:
+        run.checkpoint.restore_latest()
+    told = "".join(getattr(raised.value, "__notes__", []))
+    kept = [variable for variable in variables if f"'{variable.name}'" not in told]
+    for variable in kept:
+        np.testing.assert_array_equal(variable, variables[variable])
+    assert len(variables) - len(kept) == num_lost
+    if num_lost:
+        with pytest.raises(mr.VariableLostError, match=r"is lost: a restore,.* failed \(OSError: .*restore_latest"):
+            run.train()
+    assert all(run.state[name] is value for name, value in before.items()) and not before["host"].any()
+    assert run.checkpoint.restore_latest() == 2
+    for own, value in zip(run.values(), expected, strict=True):
+        np.testing.assert_array_equal(own, value, strict=True)
+    run.checkpoint.close()
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -12,6 +12,8 @@ from strategies import strategy_of
 
 import mirrored as mr
 from mirrored import testing
+from mirrored._program.program import StepProgram
+from mirrored._replicas import division
 
 nnx = pytest.importorskip("flax.nnx")
 
@@ -65,6 +67,29 @@ def state_of(*objects: object) -> list[np.ndarray]:
 def batch_of(strategy: mr.Strategy, num_rows: int = 12) -> dict:
     dataset = strategy.distribute_dataset([{"x": ROWS[:num_rows], "y": LABELS[:num_rows]}])
     return next(iter(dataset))
+
+
+def test_large_arrays_of_objects_are_and_stay_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step takes parts already, and no later one gathers them before it begins."""
+    monkeypatch.setattr(division, "LEAST_BYTES", 256)
+    execute, taken = StepProgram.execute, []
+
+    def recording(program: StepProgram, arrays: list) -> list:
+        taken.append({a.sharding.shard_shape(a.shape) for a in arrays})
+        return execute(program, arrays)
+
+    monkeypatch.setattr(StepProgram, "execute", recording)
+    ended = []
+    for strategy in (strategy_of(4), strategy_of(4, storage="parts")):
+        model = nnx.Linear(12, 20, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+        for x in strategy.distribute_dataset([np.ones((4, 12), np.float32)] * 3):
+            strategy.run(lambda m, o, x: step(m, o, {"x": x, "y": np.zeros(1, int)}), args=(model, optimizer, x))
+        ended.append(state_of(model, optimizer))
+    assert [(12, 20) in shapes for shapes in taken] == [True] * 3 + [False] * 3
+    assert [(3, 20) in shapes for shapes in taken] == [False] * 3 + [True] * 3
+    for whole, parts in zip(*ended, strict=True):
+        np.testing.assert_allclose(parts, whole, rtol=1e-6)
 
 
 @pytest.fixture

@@ -132,11 +132,11 @@ class Job:
 
 
 @contextlib.contextmanager
-def job(folder: Path, num_workers: int, *options: object) -> Iterator[Job]:
-    """Run a job; when something is wrong with it, its last lines are in the error."""
+def job(folder: Path, num_workers: int, num_devices: int, *options: object) -> Iterator[Job]:
+    """Run a job, whose workers have so many devices each; when something is wrong with it, its last lines are in the error."""
     temporary = folder / "temporary"
     temporary.mkdir(parents=True)
-    launch = ("launch", "-n", num_workers, "--cpu-devices", 1, "--max-restarts", 20, "--grace", 10)
+    launch = ("launch", "-n", num_workers, "--cpu-devices", num_devices, "--max-restarts", 20, "--grace", 10)
     with workers(LAUNCHER, 1, *launch, PROGRAM, folder, *options, env={"TMPDIR": str(temporary)}) as (launcher,):
         running = Job(launcher, temporary)
         try:

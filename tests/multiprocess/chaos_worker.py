@@ -1,7 +1,8 @@
 """The training that test_chaos.py kills: small, with a bit of everything whose state could get lost or be used twice.
 
 It says what it is doing, on standard output, before it does it; and it records, in a file of each attempt, the rows that each of
-its replicas has used in each step. Its last state is in a file too. Arguments: the folder, the numbers of rows and of epochs.
+its replicas has used in each step. Its last state is in a file too. Arguments: the folder, the numbers of rows and of epochs, and
+the storage of what is the same on all replicas.
 """
 
 import os
@@ -35,6 +36,8 @@ import mirrored as mr  # noqa: E402
 #: Neither 2, 3 nor 4 divides it.
 BATCH_SIZE = 5
 NUM_FEATURES = 6
+#: A matrix of 6 x 7000 numbers is large enough to be in parts.
+NUM_HIDDEN = 7000
 #: So much of the rows is in each file.
 FILE_PARTS = (13, 7, 21, 4, 9)
 
@@ -80,14 +83,15 @@ class Training:
         self.strategy, self.files = strategy, files
         self.num_steps = num_epochs * sum(1 for _ in batches_of_files(strategy, files, 0))
         self.batches: dict[str, Any] = {"epoch": 0, "now": batches_of_files(strategy, files, 0)}
-        self.hidden = mr.Variable(rng.standard_normal((NUM_FEATURES, 8)).astype(np.float32), name="hidden")
-        self.out = mr.Variable(rng.standard_normal(8).astype(np.float32), name="out")
+        self.hidden = mr.Variable(rng.standard_normal((NUM_FEATURES, NUM_HIDDEN)).astype(np.float32), name="hidden")
+        self.out = mr.Variable(rng.standard_normal(NUM_HIDDEN).astype(np.float32), name="out")
         self.key = mr.Variable(jax.random.key(5), name="key")
         self.num_seen = mr.Variable(0, name="num_seen", synchronization="on_read", aggregation="sum")
         self.sum = mr.Variable(0.0, name="sum", synchronization="on_read", aggregation="sum")
         self.mean = mr.Variable(0.0, name="mean", synchronization="on_read", aggregation="mean")
         self.optimizer = mr.Optimizer(optax.adam(0.01), [self.hidden, self.out])
         self.losses = np.zeros(self.num_steps, np.float32)
+        self.older = {"hidden": jnp.zeros((NUM_FEATURES, NUM_HIDDEN))}  # a step's array, as those of other libraries' models are
         self.state = {"step": 0, "sum_of_losses": 0.0}
 
     def saved(self) -> dict[str, Any]:
@@ -102,8 +106,8 @@ class Training:
     def close(self) -> None:
         self.batches["now"].close()
 
-    def train_step(self, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Take one step on one replica; return the rows that it used, and the loss."""
+    def train_step(self, batch: dict[str, jax.Array], older: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Take one step on one replica; return the rows that it used, the loss, and a mean of older weights."""
         say("COMPILE")  # while it is traced
         context = mr.get_replica_context()
         following, key = jax.random.split(self.key.value)
@@ -119,7 +123,7 @@ class Training:
         self.num_seen.assign_add(batch["id"].shape[0])
         self.sum.assign_add(error)
         self.mean.assign_add(context.all_reduce("sum", error))
-        return batch["id"], context.all_reduce("sum", value)
+        return batch["id"], context.all_reduce("sum", value), 0.9 * older + 0.1 * self.hidden.value
 
     def take_step(self, step: int) -> list[list[int]]:
         """Take a step; return the rows that each replica of this worker used."""
@@ -130,7 +134,7 @@ class Training:
             self.batches["now"] = batches_of_files(self.strategy, self.files, self.batches["epoch"])
             batch = next(self.batches["now"])
         say("RUN", step)
-        used, loss = self.strategy.run(self.train_step, args=(batch,))
+        used, loss, self.older["hidden"] = self.strategy.run(self.train_step, args=(batch, self.older["hidden"]))
         self.losses[step - 1] = loss
         self.state["step"], self.state["sum_of_losses"] = step, self.state["sum_of_losses"] + float(loss)
         return [np.asarray(rows).tolist() for rows in self.strategy.local_results(used)]
@@ -141,7 +145,8 @@ class Training:
         state = {f"optimizer{i}": np.asarray(leaf) for i, leaf in enumerate(leaves)}
         key = np.asarray(jax.random.key_data(self.key.value))
         numbers = np.array([self.state["step"], self.state["sum_of_losses"]])
-        return {"hidden": self.hidden.numpy(), "out": self.out.numpy(), "key": key, **state} | {
+        older = np.asarray(self.strategy.reduce("mean", self.older["hidden"]))
+        return {"hidden": self.hidden.numpy(), "older": older, "out": self.out.numpy(), "key": key, **state} | {
             "losses": self.losses.copy(), "numbers": numbers,
         }  # fmt: skip
 
@@ -152,13 +157,13 @@ class Training:
 
 
 def main() -> None:
-    folder, num_rows, num_epochs = Path(sys.argv[1]), *map(int, sys.argv[2:])
+    folder, num_rows, num_epochs, storage = Path(sys.argv[1]), *map(int, sys.argv[2:4]), sys.argv[4]
     records = os.open(folder / f"rows-{ATTEMPT:03d}-{WORKER}", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
     files = folder / "files"
     if WORKER == 0:  # the others read them when all have met
         write_files(files, make_rows(np.random.default_rng(0), num_rows))
     say("MEET")
-    strategy = mr.MultiWorkerMirroredStrategy()
+    strategy = mr.MultiWorkerMirroredStrategy(storage=storage)
     with strategy.scope():
         training = Training(strategy, num_epochs, files)
         checkpoint = mr.Checkpoint(folder / "checkpoints", max_to_keep=2, **training.saved())

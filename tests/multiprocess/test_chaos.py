@@ -58,15 +58,18 @@ def check_restart(events: Sequence[Event], hit: Hit) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_kills_at_any_moment_leave_no_trace(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("storage", "num_devices"), [("whole", 1), ("parts", 1), ("parts_of_worker", 2)])
+def test_kills_at_any_moment_leave_no_trace(tmp_path: Path, storage: str, num_devices: int) -> None:
     """What was restored wrong, or used twice, would show in the last bits, or in the rows of a step."""
+    what = NUM_WORKERS, num_devices, NUM_ROWS, NUM_EPOCHS, storage
     alone, folder, hits = tmp_path / "undisturbed", tmp_path / "disturbed", list[Hit]()
-    with job(alone, NUM_WORKERS, NUM_ROWS, NUM_EPOCHS) as running:
+    with job(alone, *what) as running:
         assert running.end() == 0, "the undisturbed run failed"
-    with job(folder, NUM_WORKERS, NUM_ROWS, NUM_EPOCHS) as running:
+    with job(folder, *what) as running:
         for fault in FAULTS:
             hits.append(running.strike(fault, hits[-1] if hits else None))
         assert running.end() == 0
+        assert any(folder.rglob("parts-1.npz")) == (storage != "whole")
         rows, ended, expected = rows_of_steps(folder), results(folder), results(alone)
         used = list(itertools.chain(*rows.values()))
         epochs = [sorted(used[start : start + NUM_ROWS]) for start in range(0, len(used), NUM_ROWS)]

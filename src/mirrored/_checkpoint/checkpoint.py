@@ -257,6 +257,7 @@ class Checkpoint:
             CheckpointError: (a RuntimeError) when every step is damaged, when a step cannot be read for another reason, such
                 as too many open files, when the saved values do not fit (all differences are listed), and when the workers
                 do not share the directory. Nothing has changed then.
+            OSError: when a disk fails later. Variables in parts that had been restored are lost then; all else is as it was.
             ContextError: (a RuntimeError) inside a step.
         """
         if not isinstance(partial, bool):
@@ -340,10 +341,10 @@ class Checkpoint:
         reports = self._exchange({"problems": problems, "partial_fits": partial_fits}, f"restore_latest(), step {step}")
         try:
             same_on_workers.require_fit(reports, f"step {step} in {self._files.root}")
-        except CheckpointError:
+            state.restore_values(self._named, leaves, wanted)
+        except BaseException:
             state.undo_positions(moved)
             raise
-        state.restore_values(self._named, leaves, wanted)
 
     # -- with the other workers
 

@@ -19,7 +19,7 @@ from .._replicas import cross_replica
 from .._replicas.division import Division, division_in
 from .._replicas.parts import join_parts
 from .._typing import PyTree
-from .._variables.access import lent, store, store_in_parts
+from .._variables.access import lent, lose, store, store_in_parts
 from .._variables.sharded import ShardedVariable
 from .._variables.variable import Variable, spec_of
 from ..data._iterator import DistributedIterator, expect_saves, joined
@@ -313,26 +313,44 @@ def undo_positions(moved: Sequence[tuple[Any, Any]]) -> None:
 
 
 def restore_values(named: Mapping[str, PyTree], leaves: Leaves, saved: Snapshot) -> None:
-    """Write variables and numpy arrays in place; put other restored values into the dicts and lists that held the old ones."""
+    """Write variables and numpy arrays in place; put other restored values into the dicts and lists that held the old ones.
+
+    When this fails, nothing has changed but variables that had been restored, and these are lost. To keep their old values until
+    all new ones are there would need twice the memory, and state in parts is what a device or host may hold only once.
+    """
     new: Leaves = {}
+    in_place: list[tuple[np.ndarray, np.ndarray]] = []
+    written: list[Variable] = []
     for path, leaf in leaves.items():
         entry = saved.leaves[path]
-        if isinstance(leaf, Variable):
-            mesh, impl = spec_of(leaf).mesh, entry.get("key")
-            if spec_of(leaf).division is not None:
-                store_in_parts(leaf, saved.arrays[entry["value"]])
-            elif _takes_copies(leaf, saved, entry):
-                store(leaf, _on_devices(saved.arrays[entry["copies"]], mesh.stacked, impl))
-            else:
-                leaf.assign(_on_devices(saved.arrays[entry["value"]], mesh.mirrored, impl))
-        elif entry["kind"] == "number":
+        if entry["kind"] == "number":
             new[path] = NUMBERS[entry["type"]](entry["value"])
         elif isinstance(leaf, np.ndarray) and leaf.flags.writeable:
-            leaf[...] = saved.arrays[entry["value"]]
-        elif entry["kind"] != "position":
+            in_place.append((leaf, np.asarray(saved.arrays[entry["value"]])))
+        elif entry["kind"] != "position" and not isinstance(leaf, Variable):
             new[path] = _plain_value(leaf, saved.arrays[entry["value"]], entry)
+    try:
+        for path, leaf in leaves.items():
+            if isinstance(leaf, Variable):
+                _restore_variable(leaf, saved, saved.leaves[path])
+                written.append(leaf)
+    except BaseException as error:
+        lose(written, error)
+        raise
+    for array, host in in_place:
+        array[...] = host
     for name, tree in named.items():
         _replace_leaves(name, tree, new)
+
+
+def _restore_variable(variable: Variable, saved: Snapshot, entry: Mapping[str, Any]) -> None:
+    mesh, impl = spec_of(variable).mesh, entry.get("key")
+    if spec_of(variable).division is not None:
+        store_in_parts(variable, saved.arrays[entry["value"]])
+    elif _takes_copies(variable, saved, entry):
+        store(variable, _on_devices(saved.arrays[entry["copies"]], mesh.stacked, impl))
+    else:
+        variable.assign(_on_devices(saved.arrays[entry["value"]], mesh.mirrored, impl))
 
 
 def _on_devices(host: np.ndarray, placement: jax.sharding.Sharding, impl: str | None) -> jax.Array:

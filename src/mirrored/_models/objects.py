@@ -16,6 +16,7 @@ from .._jax import tracing, user_code
 from .._jax.marks import Mark, Purpose, mark
 from .._replicas import frames, placement
 from .._replicas.context import current_replica
+from .._replicas.division import placement_of_array
 from .._replicas.mesh import ReplicaMesh
 from .._typing import PyTree
 from .libraries import LIBRARIES
@@ -119,11 +120,13 @@ def run_with(
 
 
 def _placed(mesh: ReplicaMesh | None, arrays: dict[Path, Any]) -> dict[Path, Any]:
-    """Place arrays on the replicas before the first step, so that it need not compile twice; not needed on several workers."""
+    """Place arrays as a step returns them, so that the first one need not compile twice; not needed on several workers."""
     if mesh is None or not mesh.is_alone or frames.is_traced() or tracing.current_trace() is not tracing.NO_TRACE:
         return arrays
-    known = {path: array for path, array in arrays.items() if isinstance(array, jax.Array)}
-    return arrays | dict(zip(known, placement.mirror(mesh, list(known.values())), strict=True))
+    targets = {path: placement_of_array(mesh, array) for path, array in arrays.items() if isinstance(array, jax.Array)}
+    missing = [path for path, target in targets.items() if arrays[path].sharding != target]
+    moved = mesh.put([placement.own_copy(arrays[path]) for path in missing], [targets[path] for path in missing])
+    return arrays | dict(zip(missing, moved, strict=True))
 
 
 def _on_arrays(kind: Objects, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -54,6 +54,17 @@ def store(variable: Variable, array: jax.Array) -> None:
         variable._store(frames.current(), array)
 
 
+def lose(variables: Sequence[Variable], error: BaseException) -> None:
+    """Let nobody read variables that a failed restore has replaced, because others have older values; say so on the error."""
+    slots = [variable._slot for variable in variables]
+    lost = storage.Lost.of([slot.name for slot in slots], error, "a restore, after it had replaced this value,")
+    with claimed(variables), storage.lock:
+        for slot in slots:
+            slot.array = lost
+    if slots:
+        error.add_note(lost)
+
+
 def store_in_parts(variable: Variable, value: placement.Sliced) -> None:
     """Set a variable that is in parts from a value of the host, which every worker has; each reads its own slices of it."""
     spec = variable._spec

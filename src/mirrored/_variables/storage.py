@@ -98,18 +98,18 @@ class WeakVariables:
 
 
 class Lost(str):
-    """The message in the place of an array that a program had been given when it failed."""
+    """The message in the place of an array that a program had been given when it failed, or that a restore replaced in vain."""
 
     __slots__ = ()
 
     @classmethod
-    def of(cls, names: Sequence[str], error: BaseException) -> Lost:
-        """Make the message of variables that one program's error has lost."""
+    def of(cls, names: Sequence[str], error: BaseException, what: str = "the program that was to compute it") -> Lost:
+        """Make the message of variables that one error of a program, or of something else, has lost."""
         last = (str(error).strip().splitlines() or [""])[-1].replace("Error dispatching computation: ", "")
         again = " to each of them" if len(names) > 1 else ""
         more = f" and {len(names) - MAX_NAMES} more variables" if len(names) > MAX_NAMES else ""
         return cls(
-            f"the value of {', '.join(map(repr, names[:MAX_NAMES]))}{more} is lost: the program that was to compute it failed "
+            f"the value of {', '.join(map(repr, names[:MAX_NAMES]))}{more} is lost: {what} failed "
             f"({type(error).__name__}: {last[:300]}). Other variables are as they were. Go on from the last checkpoint, "
             f"checkpoint.restore_latest(), or assign a new value{again}; for an optimizer's, make the optimizer again."
         )
