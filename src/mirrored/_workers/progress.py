@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias
 
 from .._errors import ContextError
+from .._process import Lock
 
 Detail: TypeAlias = str | Callable[[], str]
 
@@ -177,7 +178,7 @@ class Progress:
         # waits for it; None while the call that starts it has not come back.
         self.witness: Any = None
         self.phases: tuple[Phase, ...] = ()  # what goes on between programs; the last one is the innermost
-        self.lock = threading.Lock()  # for changes of `phases`, because input may be read by a thread of the user's
+        self.lock = Lock()  # for changes of `phases`, because input may be read by a thread of the user's
         self.batches = 0  # of distributed datasets, that the main thread has taken
         self.batch: BatchPlace | None = None  # the last of the batches that all workers read
         # Channel -> the last batch of an iterator whose data ended here, while the others are asked about theirs.
