@@ -10,10 +10,32 @@ import contextvars
 import dataclasses
 import itertools
 import os
-import threading
 import weakref
+from _thread import RLock
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
+
+# -- locks
+
+
+class Lock(RLock):  # pyrefly: ignore[invalid-inheritance]  # CPython allows it
+    """A reentrant lock for `with`, which a Ctrl-C at any moment leaves free; all our locks are of this kind.
+
+    Python looks for signals after each call of a C function, and Python 3.14 also after that of a lock's `__enter__`: then the
+    block does not begin, and the lock is held for ever. Python does not look after an operator, nor when its own function ends.
+
+    Attributes:
+        taking: `True in lock.taking` takes the lock, and its block begins by the following `try`.
+    """
+
+    __slots__ = ("taking",)
+
+    def __init__(self) -> None:
+        self.taking = map(self.acquire, itertools.repeat(True))
+
+    def __enter__(self) -> bool:  # pyrefly: ignore[bad-override]
+        return True in self.taking
+
 
 # -- where the program is, for each thread and each asynchronous task
 
@@ -55,7 +77,7 @@ what_if = WhatIf()
 # -- programs in flight (`_replicas/in_flight`)
 
 #: Guards removals from the two queues.
-in_flight_lock = threading.Lock()
+in_flight_lock = Lock()
 #: Results of this process's own programs, and of programs that several workers run, each of these with its check.
 in_flight: collections.deque[Any] = collections.deque()
 joint_in_flight: collections.deque[tuple[Any, Callable[[Any], None] | None]] = collections.deque()
@@ -69,13 +91,13 @@ constants: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDiction
 #: All of them (`_models/library.Library`), once `_models/libraries` is imported.
 libraries: Sequence[Any] = ()
 #: Guards the next three: the libraries' replaced methods, how many blocks need them, and the strategies' models.
-replaced_lock = threading.RLock()
+replaced_lock = Lock()
 replaced: dict[tuple[type, str], tuple[Callable[..., Any], Any]] = {}
 num_replacing = 0
 #: Model with its own training loop, made in a strategy's scope or run on a strategy -> its devices.
 library_models: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 #: Guards the next two: the places of JAX's functions that are replaced while steps are traced, and how many traces run.
-lax_lock = threading.Lock()
+lax_lock = Lock()
 lax_replaced: list[tuple[Any, str, Callable[..., Any]]] = []
 num_step_traces = 0
 
@@ -117,7 +139,7 @@ library_folders: tuple[str, ...] = ()
 def _renew_locks() -> None:
     """Make new locks in a forked child: a thread of the parent may hold an old one for ever."""
     global in_flight_lock, replaced_lock, lax_lock
-    in_flight_lock, replaced_lock, lax_lock = threading.Lock(), threading.RLock(), threading.Lock()
+    in_flight_lock, replaced_lock, lax_lock = Lock(), Lock(), Lock()
 
 
 os.register_at_fork(after_in_child=_renew_locks)

@@ -19,6 +19,7 @@ from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
 from .._errors import NOTICE_SECONDS, PREEMPTED, CheckpointError, ContextError
+from .._process import Lock
 from .._strategy.strategy import Strategy, coordination_of
 from .._workers.coordination import SLICE_SECONDS, Channel, Coordination, decoded
 from .._workers.progress import progress
@@ -79,7 +80,7 @@ class PreemptionHandler:
             )
         self._checkpoint = checkpoint
         self._coordination = coordination_of(strategy or checkpoint._strategy)
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._last_step: int | None = None
         self._is_signalled = False  # SIGTERM has come to this process
         self._is_noticed = False  # the next `after_step` acts; in a job, set when this worker hears of any worker's signal

@@ -11,13 +11,13 @@ import os
 import shlex
 import socket
 import stat
-import threading
 import time
 import weakref
 from pathlib import Path
 from typing import Any
 
 from .._errors import CheckpointError
+from .._process import Lock
 from .._text import escape
 
 _logger = logging.getLogger("mirrored")
@@ -31,7 +31,7 @@ _MAX_BYTES = 1000
 
 #: This process's locks by directory: a notebook whose cell is run twice writes as one program.
 _held: weakref.WeakValueDictionary[Path, SoleWriter] = weakref.WeakValueDictionary()
-_one_at_a_time = threading.RLock()
+_one_at_a_time = Lock()
 
 
 class SoleWriter:
@@ -140,7 +140,7 @@ def _release(path: Path, descriptor: int) -> None:
 def _forget() -> None:
     """Close the parent's locks in a forked child, where they would outlive the parent."""
     global _one_at_a_time
-    _one_at_a_time = threading.RLock()  # another thread may have held it
+    _one_at_a_time = Lock()  # another thread may have held it
     for held in list(_held.values()):
         if held.end.detach() is not None:
             os.close(held.descriptor)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import json
 import math
-import threading
 import time
 import weakref
 import zlib
@@ -16,6 +15,7 @@ import jax
 import numpy as np
 
 from .._errors import ReplicasDivergeError
+from .._process import Lock
 from .._replicas.mesh import PlannedMesh, ReplicaMesh
 from .._replicas.placement import checksum
 from .._text import numbered
@@ -35,7 +35,7 @@ _MIN_RUNS = 20
 _NAME = "the comparison of the copies of variables"
 
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
-_watches_lock = threading.Lock()  # threads may compile and run programs at the same time
+_watches_lock = Lock()  # threads may compile and run programs at the same time
 
 
 class CopiesCompared(NamedTuple):

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from .._errors import ContextError, VariableLostError
+from .._process import Lock
 from .._replicas.frames import Frame
 from .._replicas.planned import Planned
 from .._typing import PyTree
@@ -21,7 +22,7 @@ from .._workers.joint_programs import Announced
 
 #: Held while a program that takes arrays over is started, and while somebody looks where arrays are. Nobody who holds it waits
 #: for a device: a program on it may have a host callback, which may want to read a variable.
-lock = threading.RLock()
+lock = Lock()
 _claims_changed = threading.Condition(lock)
 #: Bytes of variables that are copied at once before they are overwritten; one variable may exceed them.
 MAX_COPIED_BYTES = 32 * 1024 * 1024
@@ -215,7 +216,8 @@ def overwrite(compiled: Callable[..., Any], home: Home, read_only: Sequence[Slot
     try:
         if type(compiled) is Announced:
             compiled.compare()  # it may wait for other workers, and who reads variables does not wait for them
-        with lock:
+        _ = True in lock.taking  # `with lock` without its call
+        try:
             if claims:
                 _wait_for(home.slots)
             if not home.is_whole:
@@ -230,6 +232,8 @@ def overwrite(compiled: Callable[..., Any], home: Home, read_only: Sequence[Slot
                 compiled.announce(*arguments)
                 compiled = compiled.program
             return _start_and_keep(compiled, home, arguments)
+        finally:
+            lock.release()
     except BaseException as error:
         _note_lost(error, [*home.slots, *read_only])
         raise

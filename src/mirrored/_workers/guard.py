@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from .._errors import FAILED, INTERRUPTED, RESTART, ProgramMismatchError, ReplicasDivergeError, WorkerLostError
+from .._process import Lock
 from .._text import numbered
 from .coordination import Coordination
 from .links import Links
@@ -73,7 +74,7 @@ class Guard:
         self._process = 0  # the watched process; a forked child is another one
         self._threads: list[threading.Thread] = []
         self._stopped, self._failing, self._has_ended = threading.Event(), threading.Event(), False
-        self._speaking = threading.Lock()
+        self._speaking = Lock()
         self._sys_exit_code = 0
         self._looks_in_call, self._was_late = 0, False  # looks of another thread since a call into the service began
         self._hooks: tuple[Any, Any] = (None, None)

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias
 
 from .._errors import ContextError
+from .._process import Lock
 
 Detail: TypeAlias = str | Callable[[], str]
 
@@ -172,7 +173,7 @@ class Progress:
         # process waits for the program. None until the call that starts the program returns.
         self.witness: Any = None
         self.phases: tuple[Phase, ...] = ()  # the last one is the innermost
-        self.lock = threading.Lock()  # for changes of `phases`, because input may be read by a thread of the user's
+        self.lock = Lock()  # for changes of `phases`, because input may be read by a thread of the user's
         self.batches = 0  # of distributed datasets, that the main thread has taken
         self.batch: BatchPlace | None = None  # the last of the batches that all workers read
         # Channel -> the last batch of an iterator whose data has ended, while the other workers are asked about theirs.

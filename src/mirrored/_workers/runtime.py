@@ -23,6 +23,7 @@ from .._cluster.spec import Cluster, split_address
 from .._errors import BAD_CONFIGURATION, ClusterConfigError, ClusterStartError, WorkerLostError
 from .._jax import distributed
 from .._options import CommunicationImplementation, CommunicationOptions
+from .._process import Lock
 from .._text import version_of
 from .coordination import Coordination
 from .guard import Guard
@@ -53,7 +54,7 @@ class Runtime:
 
 
 _current: Runtime | None = None
-_starting = threading.Lock()
+_starting = Lock()
 
 
 def current() -> Runtime | None:

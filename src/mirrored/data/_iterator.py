@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import threading
 import time
 from collections.abc import Generator
 from types import TracebackType
@@ -65,7 +64,7 @@ class DistributedIterator:
         self._layout = layout
         self._mesh = mesh
         self._prefetch = prefetch
-        self._reading, self._lock = threading.RLock(), threading.RLock()  # held while reading; guards what follows
+        self._reading, self._lock = _process.Lock(), _process.Lock()  # held while reading; guards what follows
         self._passes: Passes | None = None
         self._batches: Ahead[Any] | Batches | None = None
         self._position: Position = ValueError("the iterator was closed before it read anything, and has no position.")
@@ -190,7 +189,7 @@ class DistributedIterator:
         self._is_closed, self._failure = True, ""
         if self._prefetch:
             self._free()
-        elif self._reading.acquire(timeout=MAX_WAIT_SECONDS):  # else a thread is in the pipeline; it frees all when it returns
+        elif True in map(self._reading.acquire, [True], [MAX_WAIT_SECONDS]):  # else a thread in the pipeline frees all later
             try:
                 self._free()
             finally:

@@ -12,6 +12,8 @@ from typing import Generic, TypeVar
 
 import jax
 
+from .._process import Lock
+
 T = TypeVar("T")
 
 #: How long `close` waits for a thread inside the user's pipeline; a slower thread ends when the pipeline returns.
@@ -27,7 +29,7 @@ class Ahead(Generic[T]):
         """Start the thread, which calls `close` once at its end; any thread may call `interrupt` to end its wait for workers."""
         self._count = count
         self._interrupt = interrupt
-        self._changed = threading.Condition()  # its lock is reentrant: garbage collection can call `close` at any line
+        self._changed = threading.Condition(Lock())  # which is reentrant: garbage collection can call `close` at any line
         self._ready: collections.deque[T] = collections.deque()
         self._failure: BaseException | None = None
         self._is_closed = False
