@@ -1,7 +1,11 @@
-"""The pages hang together: no link is broken, each page is in the contents, and a search finds what people look for."""
+"""The pages hang together: no link is broken, each page is in the contents, names on them exist, and they stay short."""
 
+import ast
+import importlib
 import re
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -76,13 +80,92 @@ def test_rows_of_tables_are_short() -> None:
     assert [(page, row) for page, row in rows if len(row) > 260] == []
 
 
+#: On design pages, of JAX, the system, or formulas.
+OF_OTHERS = {"K_d", "PR_SET_PDEATHSIG", "missed_heartbeat_callback", "num_carry", "num_consts", "pbroadcast_dynamic", "shm_open"}
+#: Of text in code quotes: a public name, an attribute of a class, a name that is likely one of ours.
+_PUBLIC, _ATTRIBUTE = r"(?<![\w./])(?:mr|mirrored)((?:\.[A-Za-z]\w*)+)", r"(?<![\w./])([A-Z]\w*)\.(\w+)"
+_LIKELY_OURS = r"_?[A-Z][A-Z\d_]+|[A-Z]\w*[a-z]\w*|_[a-z]\w+|[a-z]\w*_\w+"
+
+
+def _attributes() -> dict[str, tuple[set[str], set[str]]]:
+    """Return for each class of the source its attributes, as its body and methods name them, and its bases."""
+    found: dict[str, tuple[set[str], set[str]]] = {}
+    for path in ROOT.glob("src/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                names, bases = found.setdefault(node.name, (set(), set()))
+                names |= {inner.name for inner in ast.walk(node) if isinstance(inner, ast.FunctionDef)}
+                names |= {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+                names |= {inner.attr for inner in ast.walk(node) if isinstance(inner, ast.Attribute)}
+                bases |= {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+    return found
+
+
+CLASSES = _attributes()
+FILES = [*ROOT.glob("src/**/*.py"), *(path for path in ROOT.glob("tests/**/*.py") if path.name != "test_pages.py")]
+WORDS = {word for path in FILES for word in re.findall(r"\w+", path.read_text())}
+
+
+def _has(name: str, attribute: str) -> bool:
+    """Tell whether a class has an attribute; one with a base that is not ours may have any."""
+    names, bases = CLASSES[name]
+    return attribute in names or any(base not in CLASSES or _has(base, attribute) for base in bases)
+
+
+def _is_public(path: str) -> bool:
+    value: object = importlib.import_module("mirrored")
+    for name in path.removeprefix(".").split("."):
+        if not hasattr(value, name):
+            return False
+        value = getattr(value, name)
+    return True
+
+
+def _missing(text: str, is_design: bool) -> list[str]:
+    """Return the names in code quotes that do not exist: public ones, attributes of our classes, on a design page others too."""
+    found = []
+    for quoted in re.findall(r"`([^`]+)`", re.sub(r"(?ms)^ *(```|~~~).*?^ *\1", "", text)):
+        found += [f"mr{name}" for name in re.findall(_PUBLIC, quoted) if not _is_public(name)]
+        found += [f"{name}.{it}" for name, it in re.findall(_ATTRIBUTE, quoted) if name in CLASSES and not _has(name, it)]
+        if is_design and re.fullmatch(_LIKELY_OURS, quoted) and quoted not in WORDS and quoted not in OF_OTHERS:
+            found.append(quoted)
+    return found
+
+
+def test_names_on_the_pages_exist() -> None:
+    """Paths, and names beside a file, are tested with the house. The changelog names what has gone."""
+    importlib.import_module("mirrored.testing")
+    pages = [page for page in PAGES if page.name != "CHANGELOG.md"]
+    missing = {str(page.relative_to(ROOT)): _missing(page.read_text(), page.parent.name == "design") for page in pages}
+    assert {page: names for page, names in missing.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [
+        ("`mr.losses.as_share(x)`, `mr.gone`, `mr.losses.gone`, `examples/mr.gone`", ["mr.gone", "mr.losses.gone"]),
+        ("`Bindings.write`, `State.came_back`, `Optimizer.apply_gradients(...)`", ["State.came_back"]),
+        ("`_start_and_keep`, `_no_such_name`, `PASSES`, `NO_LIST`, `NoClass`", ["_no_such_name", "NO_LIST", "NoClass"]),
+        ("```py\n`mr.gone`\n```\n`numpy`, `x`, `jax.no_such`", []),
+    ],
+)
+def test_a_name_that_does_not_exist_is_found(text: str, missing: list[str]) -> None:
+    assert _missing(text, is_design=True) == missing
+
+
 #: A newcomer reads these before a first change. Who adds words takes as many out.
-MOST_WORDS = {"docs/design/house.md": 2500, "docs/LOG.md": 4000, "CHANGELOG.md": 1500}
+MOST_WORDS = {"docs/design/house.md": 2500, "docs/design/": 18_000, "docs/LOG.md": 4000, "CHANGELOG.md": 1500}
+
+
+def _num_words(text: str) -> int:
+    """Count words with a letter or digit, without code."""
+    return sum(re.search(r"\w", word) is not None for word in re.sub(r"(?s)```.*?```", "", text).split())
 
 
 def test_what_is_read_before_a_change_stays_short() -> None:
-    """Words with a letter or digit, without code; of the changelog those of the newest release."""
-    texts = {name: re.sub(r"(?s)```.*?```", "", (ROOT / name).read_text()) for name in MOST_WORDS}
+    """Of the changelog the newest release counts, and the design pages count together."""
+    texts = {name: (ROOT / name).read_text() for name in MOST_WORDS if not name.endswith("/")}
     texts["CHANGELOG.md"] = texts["CHANGELOG.md"].split("\n## ")[1]
-    words = {name: sum(re.search(r"\w", word) is not None for word in text.split()) for name, text in texts.items()}
+    texts["docs/design/"] = "\n".join(page.read_text() for page in (DOCS / "design").glob("*.md"))
+    words = {name: _num_words(text) for name, text in texts.items()}
     assert {name: count for name, count in words.items() if count > MOST_WORDS[name]} == {}
