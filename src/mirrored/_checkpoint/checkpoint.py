@@ -326,7 +326,7 @@ class Checkpoint:
         return saved, ""
 
     def _restore(self, step: int, saved: Snapshot, is_partial: bool) -> None:
-        leaves = self._leaves()
+        leaves, worker, num_workers = self._leaves(), coordination_of(self._strategy).worker, self._strategy.num_workers
         named = Snapshot({path: entry for path, entry in saved.leaves.items() if path in leaves}, saved.arrays)
         wanted = named if is_partial else saved
         problems = state.find_differences(leaves, wanted, saved.leaves)
@@ -334,7 +334,6 @@ class Checkpoint:
         moved: list[tuple[Any, Any]] = []
         if not problems:
             try:
-                worker, num_workers = coordination_of(self._strategy).worker, self._strategy.num_workers
                 moved = state.restore_positions(leaves, wanted, worker, num_workers)
             except Exception as error:
                 problems = [f"an iterator does not take its position: {type(error).__name__}: {error}"]
