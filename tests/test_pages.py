@@ -81,7 +81,7 @@ def test_rows_of_tables_are_short() -> None:
 
 
 #: On design pages, of JAX, the system, or formulas.
-OF_OTHERS = {"K_d", "PR_SET_PDEATHSIG", "missed_heartbeat_callback", "num_carry", "num_consts", "pbroadcast_dynamic", "shm_open"}
+OF_OTHERS = {"K_d", "missed_heartbeat_callback", "num_carry", "num_consts", "pbroadcast_dynamic", "shm_open"}
 #: Of text in code quotes: a public name, an attribute of a class, a name that is likely one of ours.
 _PUBLIC, _ATTRIBUTE = r"(?<![\w./])(?:mr|mirrored)((?:\.[A-Za-z]\w*)+)", r"(?<![\w./])([A-Z]\w*)\.(\w+)"
 _LIKELY_OURS = r"_?[A-Z][A-Z\d_]+|[A-Z]\w*[a-z]\w*|_[a-z]\w+|[a-z]\w*_\w+"
