@@ -130,7 +130,7 @@ class Checkpoint:
             reports = self._exchange(report, call)
             every_position = coordination_of(self._strategy).for_chief(_POSITIONS, positions)
             self._take_chiefs_record(call)
-            if error is not None:
+            if error is not None:  # raised after the exchanges, in which the other workers wait for this one
                 raise error
             same_on_workers.require_no_error(reports, "save")
             if len({report["digest"] for report in reports}) > 1:

@@ -16,7 +16,7 @@ ProgramT = TypeVar("ProgramT")
 
 
 def match(guards: Guards, functions: Sequence[Any]) -> bool:
-    """Tell whether functions see the same as those that the guards are of."""
+    """Tell whether functions see what the guards have recorded."""
     found: list[Any] = [functions]
     try:
         for place, get, expected, content in guards.reads:
