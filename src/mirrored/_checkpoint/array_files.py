@@ -97,7 +97,7 @@ class InFiles:
     """An array on disk in parts along an axis; a slice reads only the parts that it overlaps.
 
     Attributes:
-        parts: for each part, its file, its key there, and its entry in the record.
+        parts: the file, the key and the record's entry of each part.
         held: key -> part, a cache of one array's parts; all arrays of a step share it.
     """
 

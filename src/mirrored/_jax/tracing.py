@@ -188,7 +188,7 @@ def own_axes_first(equation: Equation) -> tuple[ClosedJaxpr, Equation]:
 
 
 def barrier(avals: Sequence[Any]) -> Equation:
-    """Return an equation that returns its operands unchanged, and through which XLA moves no operations."""
+    """Return an `optimization_barrier` for operands of these types: XLA moves no operation through it."""
     stand_ins = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     [equation] = jax.make_jaxpr(jax.lax.optimization_barrier)(stand_ins).eqns
     return equation

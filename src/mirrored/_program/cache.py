@@ -31,7 +31,7 @@ _pins: weakref.WeakValueDictionary[int, Callable[[], Any]] = weakref.WeakValueDi
 
 
 class CacheEntry(Generic[ProgramT]):
-    """A program that is kept as long as the objects that its key or guards know by identity."""
+    """A cached program, which lives as long as the objects that its key and guards know by identity."""
 
     def __init__(self, program: ProgramT, key: tuple[Any, ...], guards: Guards, cause: str) -> None:
         self.program, self.key, self.guards = program, key, guards
@@ -59,9 +59,8 @@ class CacheEntry(Generic[ProgramT]):
 class Programs(Generic[ProgramT]):
     """A cache of the programs of one strategy.
 
-    A program is dropped when the first of its variables, or of the objects that its guards know by identity, is collected: a
-    model that is dropped takes its programs with it. A function may be made anew for each step, so its code and the values that
-    it closes over stand for it.
+    A program is evicted when one of its variables is collected, or an object that its guards know by identity: with a model go
+    its programs. A function may be made anew for each step, so its code and the values that it closes over stand for it.
     """
 
     def __init__(self) -> None:
@@ -76,7 +75,7 @@ class Programs(Generic[ProgramT]):
         return iter([entry.program for entry in list(self._entries)])
 
     def causes(self) -> list[tuple[ProgramT, str]]:
-        """Return the programs, each with the reason why its function's last one did not fit; "" for the first."""
+        """Return each program with the reason for its compilation; "" for the first program of a function."""
         return [(entry.program, entry.cause) for entry in list(self._entries)]
 
     def get(
@@ -165,7 +164,7 @@ def _drop_from(programs: weakref.ref[Programs[Any]], entry: weakref.ref[CacheEnt
 
 
 def _drop_ended() -> None:
-    """Evict entries of all strategies one of whose objects only its pin keeps alive."""
+    """Evict entries, of all strategies, with an object that only its pin keeps alive."""
     for programs in list(_all):
         for entry in [entry for entry in list(programs._entries) if entry.has_ended()]:
             programs.drop(entry)

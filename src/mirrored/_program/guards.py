@@ -55,7 +55,9 @@ class FastPath(NamedTuple, Generic[ProgramT]):
                 return None
         except AttributeError:  # of no PerReplica, or of one over which a user has mapped
             return None
-        return [*map(stack_of, args)] if match(guards, (function,)) else None
+        if not match(guards, (function,)):
+            return None
+        return [*map(stack_of, args)]
 
 
 def fast_path_to(

@@ -124,7 +124,7 @@ def _saved(array: Any, num_copies: int) -> int:
 
 
 def bytes_on_device(array: Any) -> int:
-    """Return the bytes of an array, or of what stands for one, on each of its devices."""
+    """Return an array's bytes on each of its devices; the array may be a stand-in without values."""
     sharding = getattr(array, "sharding", None)
     shape = array.shape if sharding is None else sharding.shard_shape(array.shape)
     item_bytes = array.dtype.itemsize

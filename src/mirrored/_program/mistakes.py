@@ -130,7 +130,7 @@ def _explain_number(error: Exception, call: Call, where: str) -> OneProgramError
 
 
 def _explain_object(error: Exception, call: Call) -> TypeError | None:
-    """Name the argument that JAX does not look into, so that its PerReplica values came into the step whole."""
+    """Name the argument whose PerReplica values came into the step whole, because JAX does not look into it."""
     if not (isinstance(error, PerReplicaError) or is_per_replica(getattr(error, "obj", None))):
         return None
     for name, (value, *_) in zip(leaf_names(call), call.leaves, strict=True):

@@ -1,7 +1,7 @@
 """Finds what a step's own code names: globals, closures, `self.lr`, `cfg["lr"]`. The program is valid while these are the same.
 
-The own code is a function, the functions written in it, those that it closes over, has as defaults or bound arguments, and those
-that a wrapper such as `jax.jit` wraps. State that other functions read is read at trace time, as under `jax.jit`.
+Own code is a function, and functions that are written in it, closed over, defaults, bound arguments, or wrapped as by `jax.jit`.
+State that other functions read is read at trace time, as under `jax.jit`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class _Look:
         self._same: list[tuple[int, int]] = []
 
     def sight(self) -> Sight:
-        """Return the values found, with the reads of those that are compared and of their owners."""
+        """Return what was found: the compared values, and the reads that lead to them."""
         needed = {0}
         for place in {*self.compared, *(place for pair in self._same for place in pair)}:
             while place not in needed:

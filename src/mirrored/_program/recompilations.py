@@ -74,7 +74,7 @@ class Recompilations:
 
 
 def _code_of(function: Callable[..., Any]) -> object:
-    """Return the code of a step, without its decorators, in place of the function, which may be made anew for each call."""
+    """Return the code of a step, without decorators; the function itself may be made anew for each call."""
     function = inspect.unwrap(function)
     return getattr(function, "__code__", function)
 

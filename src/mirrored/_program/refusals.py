@@ -104,7 +104,7 @@ def _place(note: Mark) -> str:
 
 
 def check_noise(findings: Findings) -> None:
-    """Warn of random numbers that are the same on all replicas and are combined with each one's own rows."""
+    """Warn of random numbers that are the same on all replicas, and are combined with a replica's own rows."""
     for drawn, met in dict(findings.drawn.met).items():
         user_code.warn(
             f"the random numbers drawn at {drawn} are the same on all replicas, because their key is, and at {met} they are "
@@ -170,7 +170,7 @@ def _complaint(note: Mark, states: list[State], num_replicas: int) -> str:
 
 
 def check_results(call: Call, lifted: Lifted, findings: Findings) -> None:
-    """Warn of a step that takes an optax state, and returns arrays of all replicas changed by each one's own gradients.
+    """Warn if a step gets an optax state, and returns per-replica arrays to which own gradients were added.
 
     What a step takes and returns is no variable, so the proof does not refuse that its copies drift apart.
     """

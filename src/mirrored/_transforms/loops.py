@@ -192,7 +192,7 @@ def _carry_written(loop: Callable[..., Any], bodies: list[UserFunction], *argume
         with bound(dict(zip(written, values, strict=True)), outer) as bindings:
             return body(*arguments), bindings.values(list(written))
 
-    jax.eval_shape(record, *arguments)
+    jax.eval_shape(record, *arguments)  # the extra trace
     with claimed(list(written)):
         before = [load(variable) for variable in written]
         result, after = loop(before, *(functools.partial(carrying, body) for body in bodies))

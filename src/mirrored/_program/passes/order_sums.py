@@ -86,7 +86,7 @@ def moved_up(terms: Set[Var], equations: Sequence[Equation]) -> list[Equation]:
     maker: dict[Var, int] = {}
     for place, equation in enumerate(equations):
         if _is_between(equation) and not terms.isdisjoint(equation.outvars):
-            behind[place].pop(0)
+            behind[place].pop(0)  # out of its old place
             place = max((maker.get(atom, 0) for atom in equation.invars if isinstance(atom, Var)), default=0)
             behind[place].append(equation)
         maker.update(dict.fromkeys(equation.outvars, place))

@@ -217,7 +217,7 @@ class _Course:
         """
         ends = [value.is_own for value in node.outputs]
         is_own = [value.is_own and k not in loop.index for k, value in enumerate(node.inputs)]  # inside
-        is_own[loop.carry.start : loop.carry.stop] = ends[: len(loop.carry)]
+        is_own[loop.carry.start : loop.carry.stop] = ends[: len(loop.carry)]  # a carry has the kind of its result
         operands = [self.as_kind(v, flag) for v, flag in zip(node.inputs, is_own, strict=True)]
         for k in loop.rows:
             operands[k] = _swap(operands[k], is_own[k])

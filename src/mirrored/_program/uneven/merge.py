@@ -210,7 +210,7 @@ def _find_last_uses(live: Sequence[Node], exports: dict[Row, int], kind: int) ->
 
 
 def _common_shape(shapes: set[Shape]) -> Shape:
-    """Return the shape, or of several a flat one into which each fits."""
+    """Return the one shape, or for several shapes a flat one that holds each."""
     if len(shapes) == 1:
         return next(iter(shapes))
     return (max(map(math.prod, shapes)),)
