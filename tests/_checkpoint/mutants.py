@@ -1,7 +1,7 @@
 """Damages to what outlives a program: no step is lost, and none that is damaged is taken."""
 
 MUTANTS = [
-    ("_checkpoint/array_files.py", ", zipped.testzip()", ", None",
+    ("_checkpoint/array_files.py", "bad = zipped.testzip()", "bad = None",
      "tests/_checkpoint/test_checkpoint.py::test_a_flipped_bit_of_a_step_is_found_or_says_nothing_of_the_arrays"),
     ("_checkpoint/files.py", "_sync(self.root)", "pass",
      "tests/_checkpoint/test_checkpoint.py::test_a_step_survives_a_power_failure_before_it_counts"),

@@ -1,9 +1,9 @@
 """Damages to plans: bytes, overlap, what fits."""
 
 MUTANTS = [
-    ("_plan/modules.py", "self._ended.get(each.name, each.result)", "each.result",
+    ("_plan/modules.py", "self._ended.get(instruction.name, instruction.result)", "instruction.result",
      "tests/_plan/test_modules.py::test_a_gpu_s_collectives_and_what_runs_beside_them"),
-    ("_plan/modules.py", "callee[1].startswith(_GOES_ON) or", "",
+    ("_plan/modules.py", " or callee[1].startswith(_GOES_ON)", "",
      "tests/_plan/test_modules.py::test_a_collective_in_a_tpu_s_fusions_counts_once_with_its_kind_and_bytes"),
     ("_plan/plan.py", "return local + self.links - min(self.hidden, local)", "return local + self.links",
      "tests/_plan/test_plan.py::test_a_sum_costs_more_on_more_devices_and_less_beside_other_work"),

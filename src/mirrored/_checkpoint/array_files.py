@@ -97,7 +97,7 @@ class InFiles:
     """An array on disk in parts along an axis; a slice reads only the parts that it overlaps.
 
     Attributes:
-        parts: for each part, its file, its key there, and its entry in the record.
+        parts: the file, the key and the record's entry of each part.
         held: key -> part, a cache of one array's parts; all arrays of a step share it.
     """
 
@@ -119,7 +119,9 @@ class InFiles:
                 wanted = slice(max(start, first) - start, min(end, last) - start)
                 found.append(self._read(zipped, key, about)[rest][(*[slice(None)] * self.axis, wanted)])
             start = end
-        return np.concatenate(found, self.axis) if len(found) > 1 else found[0]
+        if len(found) == 1:  # without a copy
+            return found[0]
+        return np.concatenate(found, self.axis)
 
     def _read(self, zipped: zipfile.ZipFile, key: str, about: Mapping[str, Any]) -> np.ndarray:
         if key not in self.held:

@@ -130,7 +130,7 @@ class Checkpoint:
             reports = self._exchange(report, call)
             every_position = coordination_of(self._strategy).for_chief(_POSITIONS, positions)
             self._take_chiefs_record(call)
-            if error is not None:
+            if error is not None:  # raised after the exchanges, in which the other workers wait for this one
                 raise error
             same_on_workers.require_no_error(reports, "save")
             if len({report["digest"] for report in reports}) > 1:
@@ -244,10 +244,10 @@ class Checkpoint:
         The whole step is verified before anything changes. A damaged step is logged as an error, and the step before it is
         tried; the next save removes damaged steps.
 
-        A mirrored variable gets its value. A sync-on-read variable gets each replica's copy when the number of replicas is
-        that of the save, else its aggregated value, as `assign` spreads it. Either kind can be restored from the other, and
-        from plain arrays. Iterators go on at their positions; on another number of workers unless each worker reads its own
-        batches, by `AutoShardPolicy.OFF` or from a function.
+        A mirrored variable gets its value. A sync-on-read variable gets its saved copies on the same number of replicas, else
+        its aggregated value, as by `assign`. Either kind can be restored from the other, and from plain arrays. Iterators go
+        on at their positions; on another number of workers not if each worker reads its own batches, by
+        `AutoShardPolicy.OFF` or from a function.
 
         Args:
             partial: ignore saved values that this object does not name, for example to restore only weights for inference.

@@ -62,4 +62,6 @@ def _export_leaf(value: PyTree) -> PyTree:
         require_whole(value, lambda: "mr.export got")
         return stack_of(value)
     state = libraries.tree_of(value)
-    return value if state is value else export(state)
+    if state is value:
+        return value
+    return export(state)

@@ -193,7 +193,7 @@ class StepFiles:
                 file.write(_encode(whole))
             num_bytes = sum(entry.stat().st_size for entry in os.scandir(new))
             _sync(new)
-            if step in self.scan()[0]:
+            if step in self.scan()[0]:  # a rename does not replace a directory with files
                 self.remove(step)
             os.rename(new, self.root / str(step))
             _sync(self.root)

@@ -149,7 +149,9 @@ def kind_of(leaf: Any) -> str:
         return f"{kind} {dtype_name(leaf)}{list(leaf.shape)}{aggregation}"
     if has_position(leaf):
         return "iterator"
-    return f"{dtype_name(leaf)}{list(leaf.shape)}" if hasattr(leaf, "dtype") else "number"
+    if not hasattr(leaf, "dtype"):
+        return "number"
+    return f"{dtype_name(leaf)}{list(leaf.shape)}"
 
 
 def dtype_name(array: ArrayLeaf) -> str:

@@ -46,7 +46,7 @@ def require_shared(reports: Reports, field: str, describe: Callable[[Any], str])
 
 
 def refuse_unseen_mark(reports: Reports) -> NoReturn:
-    """Raise an error that names the workers, with their directories (`where`), that do not see worker 0's mark."""
+    """Raise an error that names the workers that do not see worker 0's mark, with their directories (`where`)."""
     blind = [f"worker {worker} ({_shown(report['where'])})" for worker, report in enumerate(reports) if not report["sees"]]
     raise CheckpointError(
         f"the workers do not share the directory of the checkpoint: what worker 0 writes to {_shown(reports[0]['where'])} is not "

@@ -79,7 +79,7 @@ def _lock(path: Path) -> int:
     """Open and lock the file; wait some time for another process to release it."""
     began, is_said = time.monotonic(), False
     while True:
-        other: dict[str, Any] = {}
+        holder: dict[str, Any] = {}
         with contextlib.ExitStack() as opened:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
             opened.callback(os.close, descriptor)
@@ -91,21 +91,21 @@ def _lock(path: Path) -> int:
                     opened.pop_all()
                     return descriptor
             except BlockingIOError:
-                other = _read_note(descriptor)
+                holder = _read_note(descriptor)
             except OSError as error:
                 if error.errno != errno.ESTALE:  # NFS: the file was removed
                     raise
-        is_here = other.get("host", socket.gethostname()) == socket.gethostname()
+        is_here = holder.get("host", socket.gethostname()) == socket.gethostname()
         patience, pause = (_HERE_SECONDS, 0.05) if is_here else (_ELSEWHERE_SECONDS, 1.0)
         if time.monotonic() - began >= patience:
             raise CheckpointError(
-                f"another program writes checkpoints to {path.parent}: {_show(other)} has the lock on {path.name}. Nothing was "
+                f"another program writes checkpoints to {path.parent}: {_show(holder)} has the lock on {path.name}. Nothing was "
                 f"saved or changed. Give each program a directory of its own: mr.Checkpoint({str(path.parent) + '-2'!r}, ...), "
                 f"or end the other first. If it runs no more, and this stays: {shlex.join(['rm', str(path)])}"
             )
         if not (is_here or is_said):
             is_said = True
-            _logger.warning("%s: waiting up to %.0f s until %s has ended", path.parent, _ELSEWHERE_SECONDS, _show(other))
+            _logger.warning("%s: waiting up to %.0f s until %s has ended", path.parent, _ELSEWHERE_SECONDS, _show(holder))
         time.sleep(pause)
 
 
@@ -118,15 +118,15 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 def _read_note(descriptor: int) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError, RecursionError):  # anybody may have written into the file
-        if isinstance(other := json.loads(os.pread(descriptor, _MAX_BYTES, 0)), dict):
-            return other
+        if isinstance(note := json.loads(os.pread(descriptor, _MAX_BYTES, 0)), dict):
+            return note
     return {}
 
 
-def _show(other: dict[str, Any]) -> str:
-    if not other:
+def _show(holder: dict[str, Any]) -> str:
+    if not holder:
         return "another process"
-    texts = [escape(str(other.get(name)), 100) for name in ("process", "host", "since")]
+    texts = [escape(str(holder.get(name)), 100) for name in ("process", "host", "since")]
     return "process {} on {}, since {},".format(*texts)
 
 

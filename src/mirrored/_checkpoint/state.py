@@ -24,17 +24,7 @@ from .._variables.sharded import ShardedVariable
 from .._variables.variable import Variable, spec_of
 from ..data._iterator import DistributedIterator, expect_saves, joined
 from .array_files import Pieces
-from .leaves import (
-    NUMBERS,
-    Leaves,
-    children_of,
-    dtype_name,
-    has_position,
-    is_key,
-    key_impl,
-    kind_of,
-    variables_of,
-)
+from .leaves import NUMBERS, Leaves, children_of, dtype_name, has_position, is_key, key_impl, kind_of, variables_of
 from .verify import RECORD, DamagedStep
 
 
@@ -113,7 +103,7 @@ def take_snapshot(
         for key, array in on_devices.items():
             if array.is_fully_replicated:
                 on_devices[key] = array.addressable_data(0)
-            on_devices[key].copy_to_host_async()
+            on_devices[key].copy_to_host_async()  # all at once, before the first is awaited
         host |= {key: np.array(array) for key, array in on_devices.items()}
         for path, leaf in leaves.items():
             if isinstance(leaf, ShardedVariable):
@@ -255,7 +245,9 @@ def _find_difference(leaf: Any, saved: Snapshot, path: str) -> Iterator[str]:
 
 def _saved_contents(saved: Snapshot, entry: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
     array = saved.arrays[entry.get("copies", entry.get("value"))]
-    shape = array.shape[1:] if "copies" in entry else array.shape
+    shape = array.shape
+    if "copies" in entry:  # the first axis is that of the replicas
+        shape = shape[1:]
     if "key" not in entry:
         return array.dtype.name, shape
     impl, data = entry["key"], jax.ShapeDtypeStruct(shape, array.dtype)

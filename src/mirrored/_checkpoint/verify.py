@@ -45,7 +45,7 @@ def plain_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def find_damage(file: IO[bytes], record: Mapping[str, Any], name: str) -> list[str]:
-    """Return the damage in a file: arrays whose bytes differ from the file's checksums, or these from the record's."""
+    """Return the damage in a file: compare its arrays with its checksums, and these with the record's."""
     names = {str(key): path for path, leaf in record["leaves"].items() for key in (leaf.get("value"), leaf.get("copies"))}
     try:
         with zipfile.ZipFile(file) as zipped:

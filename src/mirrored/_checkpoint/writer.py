@@ -179,14 +179,14 @@ class Writer:
 
     def _write_parts_of_all(self, pieces: Pieces, folder: Path) -> dict[str, Any]:
         """Write the chief's parts, wait until the other workers have written theirs, and return the entries of all parts."""
-        this = self._coordination
-        this.put(f"{_PARTS}/{folder.name}/begun", "1")
+        coordination = self._coordination
+        coordination.put(f"{_PARTS}/{folder.name}/begun", "1")
         described: dict[str, Any] = {}
         try:
             described = files.write_parts(folder, 0, pieces)
         finally:  # also after an error: they write into the folder
-            told = this.await_workers(f"{_PARTS}/{folder.name}/of", this.others, math.inf)
-            this.delete(f"{_PARTS}/{folder.name}")
+            told = coordination.await_workers(f"{_PARTS}/{folder.name}/of", coordination.others, math.inf)
+            coordination.delete(f"{_PARTS}/{folder.name}")
         for worker, text in told.items():
             of_worker = json.loads(text)
             if isinstance(of_worker, str):
@@ -196,17 +196,17 @@ class Writer:
 
     def _write_parts_for_chief(self, folder: str, snapshot: Snapshot) -> None:
         """Write this worker's parts, and report their entries, or the error, to the chief."""
-        this = self._coordination
+        coordination = self._coordination
         assert snapshot.pieces is not None
         try:
-            while this.get(f"{_PARTS}/{folder}/begun", SLICE_SECONDS) is None:
-                if this.peek(f"{_PARTS}/{folder}/failed"):
+            while coordination.get(f"{_PARTS}/{folder}/begun", SLICE_SECONDS) is None:
+                if coordination.peek(f"{_PARTS}/{folder}/failed"):
                     return
-            told: object = files.write_parts(self._files.root / folder, this.worker, snapshot.pieces)
+            told: object = files.write_parts(self._files.root / folder, coordination.worker, snapshot.pieces)
         except Exception as error:  # such as a full disk: the chief raises it
             told = f"{type(error).__name__}: {error}"
-            _logger.error("the parts of worker %d could not be written: %s", this.worker, told)
-        this.say(f"{_PARTS}/{folder}/of", json.dumps(told))
+            _logger.error("the parts of worker %d could not be written: %s", coordination.worker, told)
+        coordination.say(f"{_PARTS}/{folder}/of", json.dumps(told))
 
     def _remove_old(self) -> None:
         """Remove old and damaged steps, now that a newer one is complete."""

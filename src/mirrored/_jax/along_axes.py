@@ -1,4 +1,4 @@
-"""Primitives that work along axes, for arrays of which each device has a part. No proof rests on them."""
+"""Primitives that work along axes, for arrays in parts. No proof rests on them."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Work(NamedTuple):
 
 
 def work_in(jaxpr: Jaxpr) -> Work:
-    """Add up the work of equations: in a `scan` for each round, in a `while` once, and in the costliest branch."""
+    """Add up the work of equations: of a `scan` each round, of a `while` one, of a `cond` the costliest branch."""
     counts = [0.0, 0.0, 0.0, 0.0]
     for equation in jaxpr.eqns:
         name = equation.primitive.name

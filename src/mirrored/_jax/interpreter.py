@@ -75,9 +75,9 @@ class Interpreter(abc.ABC, Generic[Value]):
 
 
 class Flattening(Interpreter[Value]):
-    """A walk that enters calls, except those that mean more than their equations and have no collective inside.
+    """A walk that inlines calls, except those with a meaning of their own, such as a derivative, and no collective inside.
 
-    It cuts a sum over the replicas and over axes of its operands into two sums.
+    It cuts a sum over both the replicas and array axes into two sums.
     """
 
     def call(self, equation: Equation, inner: ClosedJaxpr, values: list[Value]) -> Sequence[Value]:
@@ -93,8 +93,8 @@ class Flattening(Interpreter[Value]):
     def over_replicas(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
         if not jaxprs.adds_own_axes(equation):
             return self.plain(equation, values)
-        own, rest = tracing.own_axes_first(equation)
-        return self.plain(rest, self.run_closed(own, values))
+        along_axes, rest = tracing.own_axes_first(equation)
+        return self.plain(rest, self.run_closed(along_axes, values))
 
 
 class Evaluation(Interpreter[Any]):

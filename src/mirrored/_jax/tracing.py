@@ -79,7 +79,7 @@ _RUN_AT_ONCE = frozenset({"scan", "cond", "switch", "while_cond", "while_body", 
 
 
 def is_for_this_call() -> bool:
-    """Tell whether all that JAX records now runs at once, as under an eager scan or cond, and is not kept, as under jit."""
+    """Tell whether JAX runs at once what it records, as under an eager scan or cond, and does not keep it, as under jit."""
     recording = [trace for trace in _traces() if isinstance(trace, DynamicJaxprTrace)]
     return all(getattr(trace.frame.debug_info, "traced_for", "") in _RUN_AT_ONCE for trace in recording)
 
@@ -188,7 +188,7 @@ def own_axes_first(equation: Equation) -> tuple[ClosedJaxpr, Equation]:
 
 
 def barrier(avals: Sequence[Any]) -> Equation:
-    """Return an equation that returns its operands unchanged, and through which XLA moves no operations."""
+    """Return an `optimization_barrier` for operands of these types: XLA moves no operation through it."""
     stand_ins = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     [equation] = jax.make_jaxpr(jax.lax.optimization_barrier)(stand_ins).eqns
     return equation

@@ -17,9 +17,9 @@ def imported_keras() -> ModuleType | None:
 
 
 @functools.cache
-def subclass_of(base: type, own: type) -> type:
+def subclass_of(base: type, ours: type) -> type:
     """Return a class that inherits from our class, then from a class of Keras."""
-    return type(own.__name__, (own, base), {})
+    return type(ours.__name__, (ours, base), {})
 
 
 def innermost_scope(keras: ModuleType) -> Any:

@@ -245,7 +245,7 @@ def tree_of(value: object) -> Any:
 
 
 def _ours(variables: Sequence[Any]) -> list[Variable]:
-    """Return the variables behind Keras variables; first let the strategy of the others adopt those without one."""
+    """Return the variables behind Keras variables; the strategy of the others first adopts those without one."""
     known = [ours for ours in map(ours_of, variables) if ours is not None]
     mesh = spec_of(known[0]).mesh if known else scope_mesh()
     for variable in variables:

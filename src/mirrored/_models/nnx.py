@@ -75,7 +75,7 @@ def _give_back(objects: list[Any], leaves: Mapping[Path, Any], new: Mapping[Path
 def _on_replica(objects: list[Any], replica: ReplicaContext) -> Iterator[None]:
     """Inside this block, random streams differ by replica and BatchNorm sees all replicas' rows; at its end, combine metrics.
 
-    Metrics begin at zero on all replicas but the first.
+    Metrics begin at zero on all replicas but the first, so that what they had before is counted once.
     """
     states = [state for metric in _metrics_of(objects) for state in _states_of(metric)]
     with jax.named_scope(user_code.OURS + "the start of the step, where its nnx.Rngs and metrics become each replica's own"):

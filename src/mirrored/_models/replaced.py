@@ -39,7 +39,7 @@ def in_place() -> Iterator[None]:
 
 
 def _replace(owner: type, name: str, method: Callable[..., Any]) -> tuple[Callable[..., Any], Any]:
-    """Replace a method; return the new one, and the old one, or None if the class inherits that."""
+    """Replace a method; return the new method, and the class's own old one, which is None if it is inherited."""
     old = getattr(owner, name)
 
     @functools.wraps(old)

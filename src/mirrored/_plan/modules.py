@@ -108,7 +108,7 @@ class _Module:
                 yield instruction, times
 
     def sent_by(self, instruction: _Instruction, times: int) -> Sent | None:
-        """Return the collective of an instruction, which itself is one, begins one, or ends one inside; else None."""
+        """Return the collective that an instruction is, begins, or ends inside itself; None for other instructions."""
         if instruction.operation.removesuffix("-start") in _KINDS:
             return _sent(instruction, self._ended.get(instruction.name, instruction.result), times)
         callee = _CALLEE.search(instruction.line)

@@ -40,7 +40,7 @@ class Said(enum.IntEnum):
 
 
 class Gradient(enum.IntEnum):
-    """Whether a value is a gradient: the result of a backward pass, or what differs by replica through such results alone."""
+    """Whether a value is a gradient: the result of a backward pass, or a value that differs by replica only through such."""
 
     NONE = 0
     OWN = 1  # linear in the replica's own gradients, so that the sum over the replicas is the same function of their sum
@@ -55,9 +55,9 @@ class Advice:
 
     said: Said = Said.NOTHING
     is_operand: bool = False  # whether the step itself passes it, unchanged, to a collective
-    came_back: str = ""  # the line of the collective through which it came as a gradient
-    curved: str = ""  # the line of a share by which the derivative of the loss, from which it comes, differs by replica
-    has_share: bool = False  # whether a share, or its gradient by a variable, is in it that was not combined
+    came_back: str = ""  # the line of the collective through which a gradient has come back to it
+    curved: str = ""  # the line of a share in which the loss is not linear, if the value comes from its derivative there
+    has_share: bool = False  # whether it contains a share, or the gradient of one, that no collective has summed yet
     gradient: Gradient = Gradient.NONE
     noise: Noise | None = None  # random numbers in it, the same on all replicas
     old: tuple[int, bool] | None = None  # the variable whose old value is in it, and whether all else was added to that
@@ -77,10 +77,11 @@ class Advised(Protocol):
 
 @dataclasses.dataclass
 class Drawn:
-    """The random numbers of a step, one in a loop once."""
+    """The random draws of a step; a draw in a loop counts once."""
 
-    kinds: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # of the draws
-    met: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # on own rows: the lines of the draw and of these
+    kinds: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    #: Draws that are the same on all replicas and meet a replica's own rows: the lines of the draw and of the operation.
+    met: list[tuple[str, str]] = dataclasses.field(default_factory=list)
 
 
 NOTHING = Advice()
@@ -97,19 +98,19 @@ def join(given: Sequence[Advice]) -> Advice:
         has_share = has_share or advice.has_share
         noise = noise or advice.noise
         old = old or advice.old
-    mixed = None if old is None else (old[0], False)
-    return Advice(said, False, came_back, curved, has_share, Gradient.NONE, noise, mixed)
+    return Advice(said, False, came_back, curved, has_share, Gradient.NONE, noise, old and (old[0], False))
 
 
 def either(states: Sequence[Advised], joined: Advice) -> Advice:
     """Return the advice for a value that is one of several."""
     olds = {state.advice.old for state in states}
+    old = olds.pop() if len(olds) == 1 else joined.old
     said = _lowest([state.advice.said for state in states], above=Said.CONSTANT)
-    return _with(joined, said=said, gradient=_gradient_of_sum(states), old=olds.pop() if len(olds) == 1 else joined.old)
+    return _with(joined, said=said, gradient=_gradient_of_sum(states), old=old)
 
 
 def chosen(value: Advice, joined: Advice) -> Advice:
-    """Return the advice for a value that a condition chose, given that of both together."""
+    """Return the advice for a value that a condition chose; `joined` is that of the value and the condition."""
     return _with(joined, said=value.said, gradient=value.gradient, noise=value.noise, old=value.old or joined.old)
 
 
@@ -119,16 +120,9 @@ def backward(result: Advice) -> Advice:
 
 
 def operation(
-    equation: Equation,
-    inputs: Sequence[Advised],
-    state: Advised,
-    line: Callable[[Equation], str],
-    drawn: Drawn | None,
+    equation: Equation, inputs: Sequence[Advised], state: Advised, line: Callable[[Equation], str], drawn: Drawn | None
 ) -> Advice:
-    """Return the advice for a primitive's results, given the joined state of its operands.
-
-    Notes random numbers in `drawn`, which is None while the fixed point of a loop is searched.
-    """
+    """Return the advice for a primitive's results; note draws in `drawn`, None while the fixed point of a loop is searched."""
     name, new = equation.primitive.name, state.advice
     has_gradient = any(operand.advice.gradient for operand in inputs)
     places = [0] if name in primitives.SPREADS else jaxprs.linear_operands(equation)  # also of an integer, as in `jnp.pad`
@@ -136,7 +130,7 @@ def operation(
         new = _linear(name, [inputs[k] for k in places], new, has_gradient)
     elif has_gradient and _differs_by_gradients(inputs):
         new = _with(new, gradient=Gradient.BENT)
-    # Whether a loss or a gradient is finite is none, nor is its place.
+    # What is computed of a loss or gradient and is no float, such as whether it is finite, is neither.
     if not all(jax.numpy.issubdtype(getattr(atom.aval, "dtype", np.float32), np.inexact) for atom in equation.outvars):
         new = _with(new, said=min(new.said, Said.NOTHING), has_share=False, gradient=Gradient.NONE)
     if name in primitives.DRAWS or new.noise is not None:
@@ -147,17 +141,15 @@ def operation(
 
 
 def _noise(
-    equation: Equation,
-    inputs: Sequence[Advised],
-    state: Advised,
-    line: Callable[[Equation], str],
-    drawn: Drawn | None,
+    equation: Equation, inputs: Sequence[Advised], state: Advised, line: Callable[[Equation], str], drawn: Drawn | None
 ) -> Noise | None:
     """Return the noise in the result of an operation, or note that it meets a replica's own rows there."""
     is_draw = equation.primitive.name in primitives.DRAWS
     if is_draw and drawn is not None:
-        other = "the same on all replicas" if state.is_mirrored else "other on each replica"
-        drawn.kinds["by rows" if random_keys.draws_by_rows(equation) else other] += 1
+        kind = "the same on all replicas" if state.is_mirrored else "other on each replica"
+        if random_keys.draws_by_rows(equation):
+            kind = "by rows"
+        drawn.kinds[kind] += 1
     if state.is_mirrored:
         if is_draw:
             return noises.drawn(equation, line(equation))
@@ -174,16 +166,18 @@ def _noise(
 def marked(
     note: Mark, state: Advised, gradients: dict[int, Gradient], is_backward: Callable[[], bool], line: Callable[[], str]
 ) -> tuple[Advice, bool]:
-    """Return the advice for a marked value, and whether `refusals` judge the mark; `gradients` are of the sum that comes next."""
+    """Return the advice for a marked value, and whether `refusals` judge the mark; `gradients` are those of the next sum."""
     old = state.advice
     match note.purpose:
-        case Purpose.SHARE | Purpose.TANGENT:
-            is_share = note.purpose is Purpose.SHARE
-            is_divided_again = is_share and note.name == "divided" and old.has_share
-            gradient = Gradient.NONE if is_share else old.gradient
-            return _with(old, said=Said.SHARE, has_share=old.has_share or is_share, gradient=gradient), is_divided_again
-        case Purpose.COTANGENT if old.said is not Said.WHOLE:  # it varies where a loss is not linear in it
-            return _with(old, said=Said.SHARE) if state.is_mirrored else _with(old, said=Said.NOTHING, curved=line()), False
+        case Purpose.SHARE:
+            is_divided_again = note.name == "divided" and old.has_share
+            return _with(old, said=Said.SHARE, has_share=True, gradient=Gradient.NONE), is_divided_again
+        case Purpose.TANGENT:
+            return _with(old, said=Said.SHARE), False
+        case Purpose.COTANGENT if old.said is not Said.WHOLE:
+            if state.is_mirrored:
+                return _with(old, said=Said.SHARE), False
+            return _with(old, said=Said.NOTHING, curved=line()), False  # the loss is not linear in the share
         case Purpose.OWN_GRADIENT:  # by a replica's own rows it is no share
             return _with(old, has_share=old.has_share or old.said is Said.SHARE, gradient=Gradient.OWN), False
         case Purpose.OLD:
@@ -195,8 +189,9 @@ def marked(
         case Purpose.SUM | Purpose.MEAN:
             gradients[note.number] = old.gradient
             return old, not is_backward()  # there a derivative of the user's own sums, or what a checkpoint computes again
-    # A gradient that is given to an optimizer is judged there, and no more where it is summed.
-    return _with(old, gradient=Gradient.NONE) if note.purpose in GIVEN_TO_OPTIMIZERS else old, True
+    if note.purpose in GIVEN_TO_OPTIMIZERS:  # judged here, and no more where it is summed
+        old = _with(old, gradient=Gradient.NONE)
+    return old, True
 
 
 def combined(name: str, given: Advised, is_of_step: bool) -> Advice:
@@ -209,9 +204,10 @@ def combined(name: str, given: Advised, is_of_step: bool) -> Advice:
             return Advice(min(old.said, Said.COMBINED))
         return Advice(old.said, gradient=_combined(old.gradient))
     # In a backward pass also what was computed from a combined share, such as the derivative of its logarithm.
-    highest = Said.NOTHING if is_of_step else Said.COMBINED
-    is_multiplied = is_sum and Said.ZERO < old.said <= highest
-    return _with(old, is_operand=False, has_share=False, said=Said.WHOLE if is_multiplied else old.said)
+    highest, said = Said.NOTHING if is_of_step else Said.COMBINED, old.said
+    if is_sum and Said.ZERO < said <= highest:  # so it is multiplied by R
+        said = Said.WHOLE
+    return _with(old, is_operand=False, has_share=False, said=said)
 
 
 def _old(name: str, inputs: Sequence[Advice], mixed: tuple[int, bool]) -> tuple[int, bool]:
@@ -230,10 +226,10 @@ def _old(name: str, inputs: Sequence[Advice], mixed: tuple[int, bool]) -> tuple[
 
 
 def _linear(name: str, given: Sequence[Advised], joined: Advice, has_gradient: bool) -> Advice:
-    """Return the advice for the result of an operation that is linear in its numbers, given that of any other operation."""
+    """Refine `joined`, the advice for any operation, for an operation that is linear in the `given` operands."""
     if name in primitives.ADDITIONS or name in primitives.DERIVATIVE_SUMS:
-        said = _said_of_sum(given, name in primitives.DERIVATIVE_SUMS)
-        return _with(joined, said=said, gradient=_gradient_of_sum(given) if has_gradient else Gradient.NONE)
+        joined = _with(joined, said=_said_of_sum(given, name in primitives.DERIVATIVE_SUMS))
+        return _with(joined, gradient=_gradient_of_sum(given)) if has_gradient else joined
     is_quotient = name in primitives.DIVISIONS
     factors = given[:1] if is_quotient else given
     if any(factor.advice.said is Said.ZERO for factor in factors):
@@ -241,26 +237,26 @@ def _linear(name: str, given: Sequence[Advised], joined: Advice, has_gradient: b
     if is_quotient and given[1:] and given[1].advice.said is Said.WHOLE:  # a sum over the replicas: this does not multiply by R
         joined = _with(joined, said=given[0].advice.said)
     if has_gradient:
-        joined = _with(joined, gradient=_gradient_of_product(given, is_quotient))
+        joined = _with(joined, gradient=_gradient_of_product(given, factors))
     return joined
 
 
 def _said_of_sum(given: Sequence[Advised], of_derivatives: bool) -> Said:
-    """Return the mark of a sum, or, `of_derivatives`, of JAX's sum of derivatives, of which a constant is one too."""
+    """Return the mark of a sum; in JAX's sums of derivatives, constants count, because they are derivatives too."""
     said = [addend.advice.said for addend in given]
-    if of_derivatives and Said.WHOLE in said:
-        return Said.WHOLE
-    return _lowest(said, Said.ZERO if of_derivatives else Said.CONSTANT)
+    if not of_derivatives:
+        return _lowest(said, above=Said.CONSTANT)
+    return Said.WHOLE if Said.WHOLE in said else _lowest(said, above=Said.ZERO)
 
 
 def _differs_by_gradients(states: Sequence[Advised]) -> bool:
-    """Tell whether values differ by replica, and those that do are gradients."""
-    own = [state for state in states if not state.is_mirrored]
-    return bool(own) and all(state.advice.gradient for state in own)
+    """Tell whether some values differ by replica, and all of these are gradients."""
+    differing = [state for state in states if not state.is_mirrored]
+    return bool(differing) and all(state.advice.gradient for state in differing)
 
 
 def _gradient_of_sum(states: Sequence[Advised]) -> Gradient:
-    """Return what a sum of such values is."""
+    """Return what a sum of values is, as a gradient."""
     kinds = [state.advice.gradient for state in states]
     if not any(kinds):
         return Gradient.NONE
@@ -274,17 +270,16 @@ def _gradient_of_sum(states: Sequence[Advised]) -> Gradient:
     return max(kinds) if others is Said.ZERO else max(Gradient.BENT, *kinds)
 
 
-def _gradient_of_product(states: Sequence[Advised], is_quotient: bool) -> Gradient:
-    """Return what a product of such values is, or the quotient of the first."""
-    own = [place for place, state in enumerate(states) if not state.is_mirrored]
-    if not own:
-        factors = states[:1] if is_quotient else states
+def _gradient_of_product(states: Sequence[Advised], factors: Sequence[Advised]) -> Gradient:
+    """Return what a product of values is, as a gradient, or a quotient, in which only the first value is among the `factors`."""
+    differing = [place for place, state in enumerate(states) if not state.is_mirrored]
+    if not differing:
         gradients = [factor.advice.gradient for factor in factors if factor.advice.gradient]
         return gradients[0] if len(gradients) == 1 else Gradient.NONE
     if not _differs_by_gradients(states):
         return Gradient.NONE
-    is_linear = len(own) == 1 and not (is_quotient and own[0])
-    return states[own[0]].advice.gradient if is_linear else Gradient.BENT
+    is_linear = len(differing) == 1 and differing[0] < len(factors)
+    return states[differing[0]].advice.gradient if is_linear else Gradient.BENT
 
 
 def _combined(kind: Gradient) -> Gradient:

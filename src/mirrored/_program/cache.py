@@ -24,22 +24,22 @@ MAX_PROGRAMS, MAX_FORGOTTEN, LATELY_SECONDS = 256, 64, 600.0
 MAX_FAST_PATHS = 128
 
 _all: weakref.WeakSet[Programs[Any]] = weakref.WeakSet()
-#: By `id`, what holds and returns an object without weak references, such as a dict of parameters: nothing tells when it is
-#: dropped. It is held, so that no other object gets its `id`; and so that its arrays do not live until the cache is full,
-#: `_drop_ended` counts who else refers to it. All programs share one pin, because two would hold it for each other.
+#: `id` -> a function that holds and returns an object without weak references, such as a dict of parameters. It is held so that
+#: no other object gets its `id`. Nothing tells when others drop it, so `_drop_ended` counts references, or its arrays would live
+#: until the cache is full. All programs share one pin, because two pins would hold the object for each other.
 _pins: weakref.WeakValueDictionary[int, Callable[[], Any]] = weakref.WeakValueDictionary()
 
 
 class CacheEntry(Generic[ProgramT]):
-    """A program that is kept as long as the objects that its key or guards know by identity."""
+    """A cached program, which lives as long as the objects that its key and guards know by identity."""
 
     def __init__(self, program: ProgramT, key: tuple[Any, ...], guards: Guards, cause: str) -> None:
         self.program, self.key, self.guards = program, key, guards
-        self.cause = cause  # why the program before of its function did not fit
-        self.hash = hash(key)  # as it is now: later the key's objects may have another one, and may not be compared any more
+        self.cause = cause  # why the function's last program did not fit
+        self.hash = hash(key)  # kept, because the key's objects may change their hash, and may not be comparable later
         self.used = time.monotonic()
         self.fast_path: FastPath[ProgramT] | None = None
-        self.is_found = False  # by a second call, which has looked for a fast path
+        self.is_found = False  # whether a second call has looked for a fast path
         self._references: list[weakref.ref[Any]] = []
         self._pinned: list[Callable[[], Any]] = []
 
@@ -59,9 +59,8 @@ class CacheEntry(Generic[ProgramT]):
 class Programs(Generic[ProgramT]):
     """A cache of the programs of one strategy.
 
-    A program is dropped when the first of its variables, or of the objects that its guards know by identity, is collected: a
-    model that is dropped takes its programs with it. A function may be made anew for each step, so its code and the values that
-    it closes over stand for it.
+    A program is evicted when one of its variables is collected, or an object that its guards know by identity: with a model go
+    its programs. A function may be made anew for each step, so its code and the values that it closes over stand for it.
     """
 
     def __init__(self) -> None:
@@ -76,19 +75,15 @@ class Programs(Generic[ProgramT]):
         return iter([entry.program for entry in list(self._entries)])
 
     def causes(self) -> list[tuple[ProgramT, str]]:
-        """Return the programs, each with the reason why the one before of its function did not fit; "" for the first."""
+        """Return each program with the reason for its compilation; "" for the first program of a function."""
         return [(entry.program, entry.cause) for entry in list(self._entries)]
 
     def get(
         self, key: tuple[Any, ...], functions: tuple[UserFunction, ...], args: Sequence[Any] | None = None
     ) -> ProgramT | None:
-        """Return the program of a call, if there is one; with `args`, later calls may take a fast path.
-
-        See `key_of` for a call's key and functions.
-        """
-        last = self._last
-        found = last if last is not None and key == last.key else None  # need not hash its key
-        if found is None or not match(found.guards, functions):
+        """Return the program of a call (see `key_of`), if there is one; with `args`, later calls may take a fast path."""
+        found = self._last  # first, because it need not hash its key
+        if found is None or key != found.key or not match(found.guards, functions):
             alike = [entry for entry in list(self._by_hash.get(hash(key), ())) if entry.key == key]
             found = next((entry for entry in alike if match(entry.guards, functions)), None)
             if found is None:
@@ -122,7 +117,7 @@ class Programs(Generic[ProgramT]):
             self._entries.move_to_end(entry)
 
     def add(self, call: Call, program: ProgramT, sight: Sight, cause: str) -> None:
-        """Keep a program, until the end of one of its variables, or of the objects that the call sees."""
+        """Cache a program until one of its variables, or of the objects that the call sees, is collected."""
         _drop_ended()
         entry = CacheEntry(program, call.key, sight.guards, cause)
         targets = (*sight.objects, *program.lifted.variables)
@@ -131,13 +126,13 @@ class Programs(Generic[ProgramT]):
         self._make_room()
 
     def _insert(self, entry: CacheEntry[ProgramT], functions: tuple[UserFunction, ...]) -> None:
-        """Make an entry that of the last call, in place of any that other threads have made meanwhile."""
+        """Add an entry, as that of the last call; drop equal entries that other threads have made meanwhile."""
         of_short = set(map(id, list(self.fast_paths.values())))
         for used in list(self._entries):  # lists, because garbage is collected at any time
             if used is self._last or id(used.fast_path) in of_short:
                 self._touch(used)  # its calls have not, to be fast
-        alike = [other for other in self._by_hash.get(entry.hash, ()) if other.key == entry.key]
-        for made_meanwhile in [other for other in alike if match(other.guards, functions)]:
+        alike = [known for known in self._by_hash.get(entry.hash, ()) if known.key == entry.key]
+        for made_meanwhile in [known for known in alike if match(known.guards, functions)]:
             self.drop(made_meanwhile)
         self._by_hash.setdefault(entry.hash, []).insert(0, entry)
         self._entries[entry] = None
@@ -152,7 +147,7 @@ class Programs(Generic[ProgramT]):
             self.drop(oldest)
 
     def drop(self, entry: CacheEntry[ProgramT]) -> None:
-        """Keep a program no longer; it may have been dropped before."""
+        """Evict a program, unless that has happened before."""
         if self._entries.pop(entry, self) is self:
             return
         self._by_hash[entry.hash].remove(entry)
@@ -169,7 +164,7 @@ def _drop_from(programs: weakref.ref[Programs[Any]], entry: weakref.ref[CacheEnt
 
 
 def _drop_ended() -> None:
-    """Drop the entries of all strategies that have an object which nobody else refers to."""
+    """Evict entries, of all strategies, with an object that only its pin keeps alive."""
     for programs in list(_all):
         for entry in [entry for entry in list(programs._entries) if entry.has_ended()]:
             programs.drop(entry)

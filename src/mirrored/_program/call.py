@@ -79,7 +79,7 @@ class Call(NamedTuple):
         return any(leaf.shapes is not None for leaf in self.array_leaves())
 
     def lengths(self, num_replicas: int) -> tuple[tuple[int, ...], ...]:
-        """Return the lengths, on each replica, of the first axis of each argument that is its own, and of axes that differ."""
+        """Return the lengths, on all replicas, of axes of per-replica arguments: of first axes, and of axes that differ."""
         of_each = [leaf.shapes or (leaf.shape,) * num_replicas for leaf in self.array_leaves() if leaf.is_per_replica]
         axes = [(axis, sizes) for shapes in of_each for axis, sizes in enumerate(zip(*shapes, strict=True))]
         return tuple(dict.fromkeys(sizes for axis, sizes in axes if axis == 0 or len(set(sizes)) > 1))
@@ -112,8 +112,8 @@ def key_of(
 ) -> tuple[CallKey, tuple[UserFunction, ...], list[Any]]:
     """Return a call's key, the functions whose code is looked at, and its array arguments: all that a warm step needs.
 
-    The functions are the called one, with the objects among its arguments bound, and those among its arguments. An `mr.function`,
-    which `runs_steps`, belongs to no strategy: its arguments choose the devices, which are in its key.
+    The functions are the called one, bound to the objects among its arguments, and the functions among its arguments. An
+    `mr.function`, which `runs_steps`, belongs to no strategy: its arguments choose the devices, so its key has them.
     """
     if not kwargs and _LEAVES.issuperset(map(type, args)):
         flat, structure, compiled_in = args, len(args), frozenset()  # most steps: nothing to flatten
@@ -249,13 +249,15 @@ def static_key(value: Any) -> Hashable:
         return (type(value), id(_code_of(value)))
     if isinstance(value, float | complex):
         return content_key(value)
-    return (type(value), id(value) if _is_by_identity(value) else value)
+    if _is_by_identity(value):
+        return (type(value), id(value))
+    return (type(value), value)
 
 
-def is_same(one: Any, other: Any) -> bool:
+def is_same(first: Any, second: Any) -> bool:
     """Tell whether two static values give the same program."""
-    sees_same = not isinstance(one, FUNCTIONS) or match(look_at((one,)).guards, (other,))
-    return static_key(one) == static_key(other) and sees_same
+    sees_same = not isinstance(first, FUNCTIONS) or match(look_at((first,)).guards, (second,))
+    return static_key(first) == static_key(second) and sees_same
 
 
 def _is_by_identity(value: object) -> bool:
@@ -306,10 +308,10 @@ def _name_of(path: Any, positional: Sequence[str], variadic: str) -> str:
 
 
 def of_last_batch(arguments: PyTree) -> PyTree | None:
-    """Return a new step's arguments with the shapes, and no values, that they will have in the last batch of their dataset.
+    """Return a new step's arguments as in the last batch of their dataset: with its shapes, and without values.
 
-    None unless each argument with rows comes from a dataset of which an uneven last batch is known. Warn where they are of
-    two datasets whose rows may not pair.
+    Return None unless each argument with rows is of a dataset whose last batch is known, and uneven. Warn of two datasets
+    whose rows may not pair.
     """
     values = [v for v in jax.tree.leaves(arguments, is_leaf=is_per_replica) if isinstance(v, PerReplica) and v.ndim]
     origins = [origin for value in values if (origin := origin_of(value)) is not None]

@@ -36,7 +36,7 @@ ProgramT = TypeVar("ProgramT", bound=Program)
 
 
 class Dispatcher(abc.ABC, Generic[ProgramT]):
-    """The programs of one kind of call, each made once for each kind of arguments, and the ways that a call may take."""
+    """The programs for calls of steps, or of `mr.function`s, and the ways that a call may take."""
 
     #: Whether the calls are those of an `mr.function`, which runs steps, and else of steps.
     runs_steps: ClassVar[bool]
@@ -64,7 +64,7 @@ class Dispatcher(abc.ABC, Generic[ProgramT]):
         # An `mr.function` in a larger program, or operation by operation, is plain code.
         if self.runs_steps and not is_plain:
             return function(*args, **kwargs)
-        # Objects that hold arrays, as those of NNX, among its arguments: a call with their arrays takes another way.
+        # Among its arguments are objects that hold arrays, such as NNX's: a call with these arrays takes another way.
         if (kind := objects.held_in((args, kwargs))) is not None:
             return objects.run_with(kind, functools.partial(self.dispatch, strategy), self._mesh, function, args, kwargs)
         # In `merge_call`, where all replicas are already.
@@ -72,11 +72,12 @@ class Dispatcher(abc.ABC, Generic[ProgramT]):
             return _call_in_place(strategy, frame, function, args, kwargs)
         # Its program is known.
         key, functions, arrays = key_of(function, args, kwargs, self.runs_steps)
-        program = self.programs.get(key, functions, args if is_short else None)
+        short_args = args if is_short else None
+        program = self.programs.get(key, functions, short_args)
         if program is not None and is_plain:
             names = lambda: argument_names(take_apart(function, args, kwargs))  # noqa: E731
             return self._execute(program, place(program.mesh, arrays, lambda: array_leaves(key), names), *start)
-        # All others belong to no step of a loop, and need a program, too: the proof, and what is the same on all replicas.
+        # The other ways need a program too, for what its proof says of the results; none of them is a step of a loop.
         forget_pause()
         call = take_apart(function, args, kwargs, self.runs_steps)
         if is_new := program is None:
@@ -94,7 +95,7 @@ class Dispatcher(abc.ABC, Generic[ProgramT]):
         return self._execute(program, place(program.mesh, call.arrays, call.array_leaves, names), *start)
 
     def _find_repeated(self, function: UserFunction, args: Sequence[Any]) -> tuple[ProgramT, list[Any]] | None:
-        """Return the program and the arrays of a call that repeats one of its function, or of its function's code."""
+        """Return the program and the arrays of a call that repeats a call of its function, or of the function's code."""
         # By its code, too: a lambda in the loop is another function in each turn, and the guards compare what it closes over.
         paths = self.programs.fast_paths
         path = paths.get(id(function)) or paths.get(id(getattr(function, "__code__", None)))
@@ -128,18 +129,21 @@ class Dispatcher(abc.ABC, Generic[ProgramT]):
     def _make_and_keep(
         self, strategy: object, call: Call, args: Sequence[Any], kwargs: dict[str, Any], is_plain: bool
     ) -> ProgramT:
-        """Make the program of a new call, and that of the last batch of its dataset, if it is an odd one."""
+        """Make the program of a new call, and another one if the last batch of its dataset is uneven."""
         with silenced() if is_eager.get() else contextlib.nullcontext():
             program = self.make(strategy, call)
         sight = call.sees()  # after the trace, which may have set globals, such as a count of traces
         if is_plain and not self.runs_steps:  # else the names may hold arrays of a larger trace
             lift.warn_of_leaks(call.function, sight)
-        arguments = of_last_batch((tuple(args), kwargs)) if is_plain and (args or kwargs) else None
-        later = self._make_for_last_batch(strategy, call.function, *arguments) if arguments else []
+        later: list[tuple[Call, ProgramT]] = []
+        if is_plain and (args or kwargs) and (arguments := of_last_batch((tuple(args), kwargs))):
+            later = self._make_for_last_batch(strategy, call.function, *arguments)
+        if later:
+            sight = call.sees()  # once more, after the second trace
         if not any(isinstance(constant, jax.core.Tracer) for constant in program.constants):
-            self._keep(call, program, call.sees() if later else sight)
-            for coming, its_program in later:
-                self._keep(coming, its_program, coming.sees())
+            self._keep(call, program, sight)
+            for last_call, last_program in later:
+                self._keep(last_call, last_program, last_call.sees())
         return program
 
     def _keep(self, call: Call, program: ProgramT, sight: Sight) -> None:

@@ -74,11 +74,11 @@ def run_eagerly(strategy: object, program: StepProgram, call: Call) -> PyTree:
         specs = map(spec_of, lifted.variables)
         local = [_own(array, spec.is_on_read, spec.division) for array, spec in zip(values, specs, strict=True)]
         given = zip(arrays, leaves, divisions, strict=True)
-        own = [_own(array, leaf.is_per_replica, division) for array, leaf, division in given]
+        rows = [_own(array, leaf.is_per_replica, division) for array, leaf, division in given]
         with caches() as renew:
             bindings = Bindings(dict(zip(lifted.variables, local, strict=True)), _refuse_unknown, renew)
             with frames.entered(frames.Frame(strategy, mesh, replica, program.axis, bindings)):
-                new_lifted["plan"], results = libraries.traced(lambda: lift.plan_result(call.apply(own)), mesh, may_repeat=False)
+                new_lifted["plan"], results = libraries.traced(lambda: lift.plan_result(call.apply(rows)), mesh, may_repeat=False)
         for variable in bindings.written.keys() - set(lifted.written):
             _refuse_unknown(variable)
         return [jnp.asarray(x)[None] for x in (*results, *bindings.values(lifted.written))]

@@ -16,7 +16,7 @@ ProgramT = TypeVar("ProgramT")
 
 
 def match(guards: Guards, functions: Sequence[Any]) -> bool:
-    """Tell whether functions see the same as those that the guards are of."""
+    """Tell whether functions see what the guards have recorded."""
     found: list[Any] = [functions]
     try:
         for place, get, expected, content in guards.reads:
@@ -55,7 +55,9 @@ class FastPath(NamedTuple, Generic[ProgramT]):
                 return None
         except AttributeError:  # of no PerReplica, or of one over which a user has mapped
             return None
-        return [*map(stack_of, args)] if match(guards, (function,)) else None
+        if not match(guards, (function,)):
+            return None
+        return [*map(stack_of, args)]
 
 
 def fast_path_to(

@@ -39,7 +39,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 @dataclasses.dataclass(frozen=True)
 class ResultPlan:
-    """The plan by which a function's result is rebuilt from the arrays of a compiled program."""
+    """A plan to rebuild a function's result from the arrays that a compiled program returns."""
 
     treedef: Any  # variables, PerReplica values and static objects are leaves
     static: tuple[Callable[[], Any] | None, ...]  # for each leaf, what returns the object; None: an array
@@ -74,7 +74,7 @@ class Lifted:
     plan: ResultPlan
 
     def bare(self) -> Lifted:
-        """Return it with the types of its constants in place of them: a program keeps only those on its devices."""
+        """Return the function with types in place of its constants: a program keeps only the constants on its devices."""
         bare = [jaxprs.ClosedJaxpr(c.jaxpr, [v.aval for v in c.jaxpr.constvars]) for c in (self.closed, self.shown)]
         return dataclasses.replace(self, closed=bare[0], shown=bare[1])
 
@@ -128,16 +128,14 @@ class Traced(NamedTuple):
     frame: frames.Frame
 
     def lifted(self, among: Sequence[Traced] = ()) -> Lifted:
-        """Make the variables that are touched, here or `among` several traces, arguments, and their new values results."""
+        """Turn variables that are touched, here or `among` several traces, into arguments, and their new values into results."""
         traces = among or (self,)
         written = dict.fromkeys(variable for traced in traces for variable in traced.written)
         read_only = dict.fromkeys(variable for traced in traces for variable in traced.operands if variable not in written)
         jaxpr, num_results = self.closed.jaxpr, len(self.closed.jaxpr.outvars) - len(self.written)
         asked = {e.params["number"]: e.outvars[0] for e in jaxpr.eqns if e.primitive is tracing.operand_p}
-        first = [
-            asked[self.operands[variable]] if variable in self.operands else jaxprs.Var(_aval(variable, self.frame))
-            for variable in (*written, *read_only)
-        ]
+        touched = (*written, *read_only)
+        first = [asked.get(self.operands.get(variable)) or jaxprs.Var(_aval(variable, self.frame)) for variable in touched]
         new = dict(zip(self.written, jaxpr.outvars[num_results:], strict=True))
         kept = [new.get(variable, value) for variable, value in zip(written, first, strict=False)]
         jaxpr = jaxpr.replace(
@@ -154,14 +152,12 @@ class Traced(NamedTuple):
 def _aval(variable: Variable, frame: frames.Frame) -> jax.core.ShapedArray:
     """Return the type of a variable's operand: of a replica's own value, or of all that is stored."""
     spec = spec_of(variable)
-    return jax.core.ShapedArray(spec.traced_shape if frame.replica is None else spec.shape, spec.dtype)
+    shape = spec.traced_shape if frame.replica is None else spec.shape
+    return jax.core.ShapedArray(shape, spec.dtype)
 
 
 def trace(call: Call, shapes: Sequence[Shape], frame: frames.Frame) -> Traced:
-    """Trace the function of a call in a frame, with arrays of these shapes, and an operand for each variable that it reads.
-
-    A step has a replica's own arrays; another function has a PerReplica of the stack.
-    """
+    """Trace a call's function with arrays of these shapes: a step gets a replica's arrays, an `mr.function` PerReplica values."""
     frames.require_no_mesh_around()
     leaves, in_step = call.array_leaves(), frame.replica is not None
     avals = [leaf.aval(shape) for leaf, shape in zip(leaves, shapes, strict=True)]
@@ -218,8 +214,10 @@ def plan_result(result: PyTree) -> tuple[ResultPlan, list[jax.Array]]:
         else:
             refuse_ref(leaf, "the step returned")
             _refuse_hidden_arrays(leaf)
-            # A program does not keep a variable alive.
-            static.append(weakref.ref(leaf) if isinstance(leaf, Variable) else lambda leaf=leaf: leaf)
+            if isinstance(leaf, Variable):  # a program does not keep a variable alive
+                static.append(weakref.ref(leaf))
+            else:
+                static.append(lambda leaf=leaf: leaf)
             continue
         static.append(None)
         arrays.append(jax.numpy.asarray(value))
@@ -262,7 +260,7 @@ def _fields_of(leaf: Any, depth: int = 3) -> Iterator[tuple[str, Any]]:
 
 
 def warn_of_leaks(function: UserFunction, sight: Sight) -> None:
-    """Warn of a traced array at the end of a list, dict or tuple that a step names, or in an attribute of what it names."""
+    """Warn if a step has left a traced array at the end of a list, dict or tuple that it names, or in an attribute."""
     for name, value in {**sight.named, "self": getattr(function, "__self__", None)}.items():
         parts = {name: value}
         if type(value).__dictoffset__ and " " not in name:  # it has attributes, and the name is one that the code has

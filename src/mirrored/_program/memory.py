@@ -27,8 +27,8 @@ class Memory:
     """Bytes on each device; `variables` are those that are trained, `state` the others.
 
     Attributes:
-        whole: the bytes of large variables and arrays of which every device has all, and might have a part.
-        saved: the bytes that each device does not have because they are other parts of what it has one of.
+        whole: the bytes of large variables that every device stores whole, and could store in parts.
+        saved: the bytes that each device saves by storing one part of a variable.
     """
 
     variables: int
@@ -43,10 +43,10 @@ class Memory:
     def of(
         cls, compiled: jax.stages.Compiled | None, is_trained: Sequence[bool], arguments: tuple[Any, ...], num_copies: int = 1
     ) -> Memory:
-        """Divide what a compiled program needs; None where XLA could not make it: then results and temporaries count as 0.
+        """Measure what a compiled program needs; without one (XLA could not make it) results and temporaries are 0.
 
-        `is_trained` tells of each variable in `arguments`, `(written, read_only, arrays, constants)`, whether it is trained.
-        There are `num_copies` of an array in parts.
+        `is_trained` tells which variables are trained in `arguments`, `(written, read_only, arrays, constants)`. There are
+        `num_copies` of an array in parts.
         """
         written, read_only, *others = arguments
         variables = [*written, *read_only]
@@ -83,13 +83,10 @@ class Memory:
 def refuse_too_large(
     name: str, compiled: Callable[..., Any], has: int, is_trained: Sequence[bool], arguments: tuple[Any, ...]
 ) -> None:
-    """Raise an error before the first run if a jitted program needs more than the `has` bytes of a device; it lists the parts.
-
-    `is_trained` and `arguments` are as for `Memory.of`. The program's first call finds it compiled.
-    """
+    """Raise DeviceError before the first run if a program, with arguments as for `Memory.of`, needs more than a device `has`."""
     program: Any = compiled.program if isinstance(compiled, Announced) else compiled
     try:
-        made = program.lower(*arguments).compile()
+        made = program.lower(*arguments).compile()  # the program's first call finds it compiled
     except jax.errors.JaxRuntimeError as error:  # XLA tries kernels on a GPU, and a TPU's compiler knows the memory
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -112,12 +109,14 @@ def refuse_too_large(
 
 
 def _may_be_divided(array: Any) -> int:
-    """Return the bytes of a large array of which every device has all."""
-    return bytes_on_device(array) if array.sharding.is_fully_replicated and is_divisible(array.shape, array.dtype) else 0
+    """Return the bytes of an array that every device stores whole, if it could be divided; else 0."""
+    if array.sharding.is_fully_replicated and is_divisible(array.shape, array.dtype):
+        return bytes_on_device(array)
+    return 0
 
 
 def _saved(array: Any, num_copies: int) -> int:
-    """Return the bytes of an array in parts that a device does not have; none of an array of all replicas' values."""
+    """Return the bytes of an array in parts that a device does not store; 0 for per-replica values, divided by nature."""
     division = division_in(array)
     if division is None or (division.axis, division.length) == (0, division.num_parts):
         return 0
@@ -125,8 +124,10 @@ def _saved(array: Any, num_copies: int) -> int:
 
 
 def bytes_on_device(array: Any) -> int:
-    """Return the bytes of an array, or of what stands for one, on each of its devices."""
+    """Return an array's bytes on each of its devices; the array may be a stand-in without values."""
     sharding = getattr(array, "sharding", None)
     shape = array.shape if sharding is None else sharding.shard_shape(array.shape)
-    is_key = jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended)
-    return math.prod(shape) * (8 if is_key else array.dtype.itemsize)  # a random key: two numbers of 32 bits, most often
+    item_bytes = array.dtype.itemsize
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
+        item_bytes = 8  # a random key: two numbers of 32 bits, most often
+    return math.prod(shape) * item_bytes

@@ -118,8 +118,10 @@ def _explain_number(error: Exception, call: Call, where: str) -> OneProgramError
     bound = "a step that closes over it"
     if name.isidentifier():
         function = getattr(call.function, "__name__", "")
-        function = function if function.isidentifier() else "step"  # a lambda has no name to write
-        bound = f"functools.partial({function}, {name}={value if type(value) in NUMBERS else '...'})"
+        if not function.isidentifier():  # a lambda has no name to write
+            function = "step"
+        number = value if type(value) in NUMBERS else "..."
+        bound = f"functools.partial({function}, {name}={number})"
     return OneProgramError(
         f"Python needed the value of {' and '.join(names)}, at {where}. Bind a number that `if`, `range` "
         f"or a shape needs: {bound}; each value of it has a program of its own. Python numbers among the arguments are "
@@ -128,9 +130,10 @@ def _explain_number(error: Exception, call: Call, where: str) -> OneProgramError
 
 
 def _explain_object(error: Exception, call: Call) -> TypeError | None:
-    """Name the argument that JAX does not look into, so that its PerReplica values came into the step whole."""
-    is_whole = isinstance(error, PerReplicaError) or is_per_replica(getattr(error, "obj", None))
-    for name, (value, *_) in zip(leaf_names(call), call.leaves, strict=True) if is_whole else ():
+    """Name the argument whose PerReplica values came into the step whole, because JAX does not look into it."""
+    if not (isinstance(error, PerReplicaError) or is_per_replica(getattr(error, "obj", None))):
+        return None
+    for name, (value, *_) in zip(leaf_names(call), call.leaves, strict=True):
         if dataclasses.is_dataclass(value) and any(
             is_per_replica(getattr(value, f.name, None)) for f in dataclasses.fields(value)
         ):

@@ -1,8 +1,8 @@
-"""Where are random numbers, of a key that is the same on all replicas, combined with each replica's own rows?
+"""Where do random numbers that are the same on all replicas meet a replica's own rows?
 
-Then examples of different replicas get the same noise, which one device draws for each of its rows. Noise of other shapes (of a
-weight, a feature, one number for the batch) is the same for all rows on one device too. The first axis of rows counts examples,
-so noise that was drawn along the first axis of what it is combined with is meant for examples; no sizes are compared.
+Then examples on different replicas get the same noise; on one device each row gets its own. Noise of other shapes (of a weight,
+a feature, one number for the batch) is the same for all rows on one device too. The first axis of rows counts examples, so noise
+that was drawn along the first axis of its partner is meant for examples; no sizes are compared.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Finds what a step's own code names: globals, closures, `self.lr`, `cfg["lr"]`. The program is valid while these are the same.
 
-The own code is a function, the functions written in it, those that it closes over, has as defaults or bound arguments, and those
-that a wrapper such as `jax.jit` wraps. State that other functions read is read at trace time, as under `jax.jit`.
+Own code is a function, and functions that are written in it, closed over, defaults, bound arguments, or wrapped as by `jax.jit`.
+State that other functions read is read at trace time, as under `jax.jit`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _Look:
     """A look at all that the own code of functions names."""
 
     def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
-        self.found: list[Any] = [functions]  # and all values read of them; a place is a position in this list
+        self.found: list[Any] = [functions]  # then the values read from these; a place is a position in this list
         self.compared: dict[int, str] = {}  # place -> name of the value that is compared there
         self._reads: list[tuple[int, Callable[[Any], Any]]] = [(0, lambda functions: functions)]
         self._places: dict[tuple[Hashable, ...], int] = {}
@@ -84,7 +84,7 @@ class _Look:
         self._same: list[tuple[int, int]] = []
 
     def sight(self) -> Sight:
-        """Return the values found, with the reads of those that are compared and of their owners."""
+        """Return what was found: the compared values, and the reads that lead to them."""
         needed = {0}
         for place in {*self.compared, *(place for pair in self._same for place in pair)}:
             while place not in needed:
@@ -108,10 +108,7 @@ class _Look:
     # -- reading
 
     def read(self, owner: int, key: Hashable, is_item: bool = False) -> int:
-        """Read an attribute, an item, or what a function of our own returns, and return its place.
-
-        Of a dict also a missing item is read, such as a global that is a builtin.
-        """
+        """Read an attribute, an item (of a dict also a missing one), or what our function `key` returns; return its place."""
         known = (owner, is_item, type(key), key)
         if known in self._places:
             return self._places[known]
@@ -130,10 +127,7 @@ class _Look:
         return self._places[known]
 
     def _read_along(self, root: int, keys: Keys) -> tuple[int, Keys]:
-        """Return the place at the end of a path, or before the inside of a library, and the path to it.
-
-        A value that is another object at each read, as of a property, cannot be compared: its owner is.
-        """
+        """Return the place at the end of a path, or before the inside of a library, and the path to it."""
         places, again = [root], [self.found[root]]
         for is_item, key in keys:
             owner = self.found[places[-1]]
@@ -141,8 +135,8 @@ class _Look:
                 break
             places.append(self.read(places[-1], key, is_item))
             again.append(self._reads[places[-1]][1](again[-1]))
-        while len(places) > 1 and _is_made_anew(self.found[places[-1]], again[len(places) - 1]):
-            places.pop()
+        while len(places) > 1 and _is_made_anew(self.found[places[-1]], again[len(places) - 1]):  # as by a property
+            places.pop()  # it cannot be compared, so its owner is
         return places[-1], keys[: len(places) - 1]
 
     # -- own code
@@ -152,28 +146,29 @@ class _Look:
     ) -> None:
         """Look into own code with the places of its bound arguments; functions that a runner names are own code, too."""
         keywords = keywords or {}
-        while isinstance(own := self.found[place], (functools.partial, types.MethodType)):
+        while isinstance(function := self.found[place], (functools.partial, types.MethodType)):
             self.compared[self.read(place, "__class__")] = name
-            if isinstance(own, types.MethodType):
+            if isinstance(function, types.MethodType):
                 place, args = self.read(place, "__func__"), (self.read(place, "__self__"), *args)
             else:
                 self.compared[self.read(place, _bound_names)] = name
                 bound, by_name = self.read(place, "args"), self.read(place, "keywords")
-                args = (*(self.read(bound, position, is_item=True) for position in range(len(own.args))), *args)
-                keywords = {**{key: self.read(by_name, key, is_item=True) for key in own.keywords}, **keywords}
+                args = (*(self.read(bound, position, is_item=True) for position in range(len(function.args))), *args)
+                keywords = {**{key: self.read(by_name, key, is_item=True) for key in function.keywords}, **keywords}
                 place = self.read(place, "func")
         places = [place, *args, *keywords.values()]
         known = self._entered.setdefault(tuple(id(self.found[part]) for part in places), places)
         if known is not places:
             self._same += zip(known, places, strict=True)
             return
-        if isinstance(own, types.FunctionType):
+        if isinstance(function, types.FunctionType):
             self._read_function(name, place, args, keywords, is_runner)
         else:
             self._compare(name, place)
-        if _wrapped_by(own) is not None:  # JAX's closures may hide what they wrap, those of `jax.vmap` do
+        kind = type(function)
+        if _wrapped_by(function) is not None:  # JAX's closures may hide what they wrap, those of `jax.vmap` do
             self.enter(name, self.read(place, "__wrapped__"), is_runner, args, keywords)
-        elif not _is_library(type(own).__module__) and isinstance(getattr(type(own), "__call__", None), FUNCTIONS):  # noqa: B004
+        elif not _is_library(kind.__module__) and isinstance(getattr(kind, "__call__", None), FUNCTIONS):  # noqa: B004
             call = self.read(self.read(place, "__class__"), "__call__")
             self.enter(name, call, is_runner, (place, *args), keywords)
 
@@ -250,7 +245,7 @@ def _names_of_defaults(function: types.FunctionType) -> tuple[int, tuple[str, ..
 
 
 def _is_code(value: object, is_runner: bool) -> bool:
-    """Tell whether a value is a function of the user's, a wrapper of one, or, in what runs steps, any callable of the user's."""
+    """Tell whether a value is a user's function or a wrapper of one; in what runs steps, whether it is a user's callable."""
     if _is_librarys(value):
         return _wrapped_by(value) is not None
     return is_runner or isinstance(value, FUNCTIONS)
@@ -273,7 +268,7 @@ def _is_librarys(value: object) -> bool:
 
 
 def _is_library(module: str) -> bool:
-    return module.partition(".")[0] in _WHOLE or any(f"{module}.".startswith(f"{each.package}.") for each in LIBRARIES)
+    return module.partition(".")[0] in _WHOLE or any(f"{module}.".startswith(f"{library.package}.") for library in LIBRARIES)
 
 
 def _is_whole(value: object, is_item: bool, key: Hashable) -> bool:
@@ -321,7 +316,7 @@ def _objects_in(values: Iterable[Any]) -> list[Any]:
 
 
 def _names_in(function: types.FunctionType) -> Iterable[tuple[str, str, Keys]]:
-    """Return the names of `_reads_in` for a function; for a library's only those that it closes over."""
+    """Return the names of `_reads_in` for a function; for a library's function only the names that it closes over."""
     code = function.__code__
     if _is_library(function.__globals__.get("__name__", "")):
         return [("free", name, ()) for name in code.co_freevars]
@@ -355,8 +350,10 @@ def _reads_in(code: types.CodeType) -> list[tuple[str, str, Keys]]:
                 scope = "global"
             elif operation.startswith("LOAD") and "DEREF" in operation:
                 scope = "free" if name in code.co_freevars else "local"
-            elif "LOAD_FAST" in operation:  # one instruction may load two names, and keys follow the second
-                scope, name = "local", value[-1] if isinstance(value, tuple) else value
+            elif "LOAD_FAST" in operation:
+                scope = "local"
+                if isinstance(value, tuple):  # one instruction loads two names, and keys follow the second
+                    name = value[-1]
     for inner in [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]:
         for scope, name, keys in _reads_in(inner):
             if scope == "global" or name in code.co_freevars:

@@ -51,7 +51,8 @@ def describe_program(program: StepProgram) -> str:
     communication = ", ".join(f"{len(b)} {name} of {bytes_in_words(sum(b))}" for name, b in sizes.items()) or "no communication"
     communication += program.joined.describe()
     draws = ", ".join(f"{count} {kind}" for kind, count in sorted(program.findings.drawn.kinds.items()))
-    communication += f"; draws of random numbers: {draws}" if draws else ""
+    if draws:
+        communication += f"; draws of random numbers: {draws}"
     return (
         f"{program.name}: {counted(len(lifted.written), 'variable')} written, {len(lifted.read_only)} only read; {communication}"
     )
@@ -70,7 +71,7 @@ class Collective:
 def name_of_collective(collective: Collective) -> str:
     """Return the field's name of a collective, and whether it is in a loop."""
     name = "all-reduce" if collective.name in SUMS else collective.name.replace("_", "-")
-    return name + (" in a loop" if collective.in_loop else "")
+    return name + " in a loop" * collective.in_loop
 
 
 def collectives_of(program: Program) -> list[Collective]:
@@ -79,7 +80,7 @@ def collectives_of(program: Program) -> list[Collective]:
 
 
 def collectives_in(jaxpr: jaxprs.Jaxpr, around: tuple[jaxprs.Equation, ...] = ()) -> Iterator[Collective]:
-    """Yield the collectives of a jaxpr; `around` are the equations that it is inside of, innermost first."""
+    """Yield the collectives of a jaxpr; `around` are the equations around it, innermost first."""
     in_loop = any(equation.primitive.name in LOOPS for equation in around)
     for equation in jaxpr.eqns:
         inner = jaxprs.inner_jaxprs(equation)
@@ -110,7 +111,7 @@ class Program(abc.ABC):
     constants: list[Any]  # the arrays that the function closes over, placed on the mesh
     watch: equal_copies.Watch | None  # compares the copies of the written variables now and then
     calls_host: bool  # may raise when it runs, so the arrays of written variables are not donated
-    refused_maps: ClassVar[frozenset[str]] = frozenset()  # primitives
+    refused_maps: ClassVar[frozenset[str]] = frozenset()  # primitives that the program may not have on several devices
     has_run: bool = dataclasses.field(default=False, init=False)  # so that JAX starts it without Python code
 
     @classmethod
@@ -206,7 +207,7 @@ class Program(abc.ABC):
 
 @contextlib.contextmanager
 def _delaying_ctrl_c() -> Iterator[None]:
-    """Let a Ctrl-C come at the end of this block, for the first run of a program, which JAX starts in Python."""
+    """Delay a Ctrl-C until the end of this block, because JAX starts the first run of a program in Python."""
     if threading.current_thread() is not threading.main_thread() or not callable(before := signal.getsignal(signal.SIGINT)):
         yield
         return
@@ -221,7 +222,7 @@ def _delaying_ctrl_c() -> Iterator[None]:
 
 
 def program_compiled(jax_name: str) -> Program | None:
-    """Return the program that this thread is running, when it is what JAX compiles, under this name, and no copy of an array."""
+    """Return the program that this thread is running, if JAX compiles it under this name; None for a copy of an array."""
     # JAX tells a compilation by the program's name only, and compiles in the thread that runs it: so look who has called.
     frame = sys._getframe()
     while frame is not None and frame.f_code is not Program.execute.__code__:
@@ -239,22 +240,24 @@ class StepProgram(Program):
     refused_maps = DEVICE_MAPS
     findings: Findings
     axis: ReplicaAxis  # that the step was traced with
-    joined: Joined  # behind the results are the SUMs of those that a sum carries, then their MEANs if they differ
+    joined: Joined  # after the results come the SUMs of results that a sum carries, then their MEANs if they differ
 
     def rebuild(self, results: list[Any]) -> PyTree:
-        """Do so for a step; the arrays of an eager run carry no sums."""
+        """Rebuild a step's result; the arrays of an eager run carry no sums."""
         plan = self.lifted.plan
         carried = results[len(plan.shapes) :]
         del results[len(plan.shapes) :]
         count = len(self.joined.carried)
         for index, shapes, place, state in self._differing:
-            sums = (carried[place], carried[place - count], self.mesh) if carried and place is not None else None
+            sums = None
+            if carried and place is not None:  # from the end, where the MEANs are; without MEANs the SUMs
+                sums = carried[place], carried[place - count], self.mesh
             results[index] = PerReplica(results[index], shapes, sums, None, state)
         return plan.rebuild(results)
 
     @functools.cached_property
     def _differing(self) -> list[tuple[int, tuple[Shape, ...] | None, int | None, State]]:
-        """Of each result that differs by replica: its position, shapes, the place of its SUM, what the proof knows of it."""
+        """For each result that differs by replica: its position, its shapes, the place of its SUM, and its proven state."""
         shapes, places = self.lifted.plan.shapes, {index: place for place, index in enumerate(self.joined.carried)}
         differing = [(i, state) for i, state in enumerate(self.findings.outputs[: len(shapes)]) if not state.is_mirrored]
         return [(index, shapes[index], places.get(index), state) for index, state in differing]

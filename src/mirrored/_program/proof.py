@@ -1,8 +1,7 @@
 """The mirror proof: show from a traced step which values must be the same on every replica.
 
-A dataflow pass over the jaxpr finds a `State` of each value. Values that the pass does not know are VARYING: sound before
-complete. With each state goes an `Advice`, on which no error of the proof depends. docs/design/mirror-proof.md has the reasoning,
-and what "same" assumes of the hardware.
+A dataflow pass finds a `State` of each value; what it does not know is VARYING. Each state has an `Advice`, on which no error of
+the proof depends. docs/design/mirror-proof.md has the reasoning, and what "same" assumes of the hardware.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from .advice import Advice, Said
 
 
 class Sameness(enum.IntEnum):
-    """Whether a value is the same on every replica; a value computed from several has the highest of theirs."""
+    """Whether a value is the same on every replica; a result has the highest member of its operands."""
 
     SAME = 0  # computed from mirrored values only: every replica computes the same bits
     REDUCED = 1  # made the same by a collective over all replicas
@@ -84,7 +83,7 @@ class Findings:
     """The results of the pass; marks, with their values' states, are in program order."""
 
     outputs: list[State] = dataclasses.field(default_factory=list)
-    marks: list[tuple[Mark, State]] = dataclasses.field(default_factory=list)  # of shares those that divide another one
+    marks: list[tuple[Mark, State]] = dataclasses.field(default_factory=list)  # SHARE: only if one divides another share
     has_collective: bool = False
     drawn: advice.Drawn = dataclasses.field(default_factory=advice.Drawn)
     varying: set[jaxprs.Var] = dataclasses.field(default_factory=set)  # results, also of inner jaxprs, that may differ
@@ -106,20 +105,18 @@ class _Pass(Analysis[State]):
     """One pass of the proof over a jaxpr."""
 
     findings: Findings | None  # None while the fixed point of a loop is searched
-    gradients: dict[int, advice.Gradient]  # of the arrays of the sum over the replicas that comes next, by their numbers
+    gradients: dict[int, advice.Gradient]  # number of an array -> its kind, from the SUM marks before a sum to the TOTAL marks
     within: str | None = None  # why the replicas may disagree on whether this code runs
     transforms: tuple[str, ...] = ()  # JAX's transformations of the code around this, outermost first
     around: tuple[Any, ...] = ()  # the equations around this code, innermost first
 
     def inside(self, equation: Any, decision: State | None = None, is_final: bool = True) -> _Pass:
         """Return the pass for a jaxpr inside an equation."""
-        return _Pass(
-            findings=self.findings if is_final else None,
-            gradients=self.gradients,
-            within=self.within if decision is None or decision.is_mirrored else decision.origin,
-            transforms=self.transforms + jaxprs.transforms_of(equation),
-            around=(equation, *self.around),
-        )
+        within, findings = self.within, self.findings if is_final else None
+        if decision is not None and not decision.is_mirrored:
+            within = decision.origin
+        transforms = self.transforms + jaxprs.transforms_of(equation)
+        return _Pass(findings, self.gradients, within, transforms, (equation, *self.around))
 
     def equation(self, equation: jaxprs.Equation, values: list[State]) -> Sequence[State]:
         results = super().equation(equation, values)
@@ -132,7 +129,7 @@ class _Pass(Analysis[State]):
         return [result.advised(advice.backward(result.advice)) for result in results]
 
     def line(self, equation: Any) -> str:
-        """Return the user's line of an equation, or of what it is inside of when JAX has lost it."""
+        """Return the user's line of an equation, else of the equation around it."""
         return user_code.equation_line(equation, *self.around)
 
     def join(self, values: Sequence[State]) -> State:
@@ -163,8 +160,9 @@ class _Pass(Analysis[State]):
         if jaxprs.is_replica_number(equation):
             state = varying(f"the replica's own number (replica_id_in_sync_group, ctx.rng) at {where}")
         elif jaxprs.is_collective(equation):
-            is_of_step = all(given.advice.is_operand for given in values)
-            state = self.collective(equation, values[0] if len(values) == 1 else join(values), where, is_of_step)
+            is_of_step = all(value.advice.is_operand for value in values)
+            given = values[0] if len(values) == 1 else join(values)  # one keeps its gradient, which a join drops
+            state = self.collective(equation, given, where, is_of_step)
             if not is_of_step:
                 state = state.advised(dataclasses.replace(state.advice, came_back=where))
         else:  # a cast
@@ -188,7 +186,7 @@ class _Pass(Analysis[State]):
         return varying(f"`{name}` at {self.line(equation)}, whose results the proof knows nothing about", state.advice.said)
 
     def refuse_collectives(self, equation: Any, inside: Sequence[Any]) -> None:
-        """Refuse collectives inside a construct that runs its inside a number of times unknown to the pass."""
+        """Refuse collectives inside an equation, because the pass does not know how often its inside runs."""
         for nested in inside:
             if jaxprs.is_collective(nested):
                 raise CollectiveHangError(
@@ -206,9 +204,11 @@ class _Pass(Analysis[State]):
         is_backward, line = partial(jaxprs.is_backward, equation, self.transforms), partial(self.line, equation)
         new, is_judged = advice.marked(note, state, self.gradients, is_backward, line)
         if is_judged and self.findings is not None:
-            self.findings.marks.append((note if note.where else dataclasses.replace(note, where=self.line(equation)), state))
-        # A mirrored variable's new value starts afresh, so that two updates in one step are judged like one in each of two.
-        return SAME if note.purpose is Purpose.ASSIGN and state.is_mirrored else state.advised(new)
+            located = note if note.where else dataclasses.replace(note, where=self.line(equation))
+            self.findings.marks.append((located, state))
+        if note.purpose is Purpose.ASSIGN and state.is_mirrored:
+            return SAME  # it starts afresh, so that two updates in one step are judged like one in each of two
+        return state.advised(new)
 
     def collective(self, equation: Any, given: State, where: str, is_of_step: bool) -> State:
         name = equation.primitive.name
@@ -223,5 +223,5 @@ class _Pass(Analysis[State]):
             self.findings.has_collective = True
         if name not in primitives.MAKE_SAME or jaxprs.is_over_groups(equation):
             return varying(f"`{name}` at {where}, which gives each replica its own part", given.advice.said)
-        sameness = given.sameness if given.is_mirrored else Sameness.REDUCED
+        sameness = min(given.sameness, Sameness.REDUCED)
         return State(sameness, advice=advice.combined(name, given, is_of_step))

@@ -1,4 +1,4 @@
-"""How often has a function been compiled, and why again? `testing` and `explain` say it, and many times are warned of."""
+"""How often has a function been compiled, and why again? `testing` and `explain` tell it; a warning comes after many times."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Compilation(NamedTuple):
 
     name: str  # the function's
     count: int  # the number of its programs, with this one
-    cause: str  # why the program before did not fit; "" for the first
+    cause: str  # why the last program did not fit; "" for the first
 
     def tell(self, program: object) -> None:
         """Tell the listeners that this program was made, and warn of a function that is compiled again and again."""
@@ -56,13 +56,15 @@ class Recompilations:
         self._seen: collections.OrderedDict[tuple[int, ...], _Seen] = collections.OrderedDict()
 
     def note(self, call: Call, variables: Sequence[Variable], sight: Sight) -> Compilation:
-        """Count a compilation for a call that sees this, and find the reason for it in the last such call."""
+        """Count a compilation, and find its reason: what differs from the last call of this function and these variables."""
         owner = call.function if call.runs_steps else _code_of(call.function)
         key = (id(owner), *sorted(spec_of(variable).number for variable in variables))
         seen = self._seen.pop(key, None)
         if seen is None or seen.owner() is not owner:
             seen = _Seen(_refer_to(owner), 0, None)
-        structure = _structure_of(call, sight)
+        leaves = [leaf if isinstance(leaf, ArrayLeaf) else (static_key(leaf[0]), shown(leaf[0])) for leaf in call.leaves]
+        named = {name: content_key(value) for name, value in sight.named.items()}
+        structure = _Structure(call.treedef, leaves, named, tracing.settings())
         cause = "" if seen.structure is None else _reason(seen.structure, structure, leaf_names(call))
         self._seen[key] = _Seen(seen.owner, seen.count + 1, structure)
         if len(self._seen) > MAX_FUNCTIONS:
@@ -72,7 +74,7 @@ class Recompilations:
 
 
 def _code_of(function: Callable[..., Any]) -> object:
-    """Return what stands for a step: its code, below what decorators have added; all functions that one makes have one code."""
+    """Return the code of a step, without decorators; the function itself may be made anew for each call."""
     function = inspect.unwrap(function)
     return getattr(function, "__code__", function)
 
@@ -91,12 +93,6 @@ class _Structure(NamedTuple):
     leaves: list[ArrayLeaf | tuple[Hashable, str]]  # of a static value: its key, and how it is shown
     named: dict[str, Hashable]  # see `Sight`: name -> `content_key`
     settings: tuple[Any, ...]  # JAX's
-
-
-def _structure_of(call: Call, sight: Sight) -> _Structure:
-    leaves = [leaf if isinstance(leaf, ArrayLeaf) else (static_key(leaf[0]), shown(leaf[0])) for leaf in call.leaves]
-    named = {name: content_key(value) for name, value in sight.named.items()}
-    return _Structure(call.treedef, leaves, named, tracing.settings())
 
 
 class _Seen(NamedTuple):
@@ -126,7 +122,7 @@ def _reason(before: _Structure, after: _Structure, names: Sequence[str]) -> str:
 
 
 def _structure_reason(before: PyTreeDef, after: PyTreeDef) -> str:
-    """Say in which node two treedefs differ, where it is what the node has besides its children."""
+    """Explain the first node in which two treedefs differ."""
     old, new = before.node_data(), after.node_data()
     if old == new:
         pairs = zip(before.children(), after.children(), strict=False)
@@ -142,7 +138,7 @@ def _structure_reason(before: PyTreeDef, after: PyTreeDef) -> str:
 
 
 def _transformations(fixed: object) -> Iterator[object]:
-    """Yield the transformations of optax among what a node of a pytree has besides its children, as train states and NNX have."""
+    """Yield the optax transformations in the static part of a pytree's node, such as a train state or an NNX optimizer."""
     if isinstance(fixed, optax.GradientTransformation):
         yield fixed
         return

@@ -32,10 +32,10 @@ def check_assignments(lifted: Lifted, findings: Findings) -> None:
 
 
 def check_means(findings: Findings) -> None:
-    """Refuse means that would have other weights than the replicas' rows, in an uneven step.
+    """Refuse means of an uneven step that would not weigh the replicas by their rows.
 
-    Those of gradients to which other replicas have added in the backward pass, without a weight, and those of a sync-on-read
-    variable, whose copies are averaged when it is read.
+    They are means of gradients to which other replicas have added in the backward pass, without weights, and means of
+    sync-on-read variables, whose copies get one weight when they are read.
     """
     for note, state in findings.marks:
         if note.purpose is Purpose.KEPT_MEAN and not state.is_mirrored:
@@ -53,7 +53,7 @@ def check_means(findings: Findings) -> None:
 
 
 def check_gradients(marks: Sequence[tuple[Mark, State]], num_replicas: int) -> None:
-    """Refuse or warn of gradients, shares of losses and states of metrics that are combined otherwise than they were divided."""
+    """Refuse, or warn of, gradients, shares of losses and metric states whose combination does not fit their division."""
     for note, _ in marks:
         if note.purpose is Purpose.SHARE:
             raise _errors.FactorOfReplicasError(_DIVIDED_AGAIN.format(where=note.where))
@@ -92,18 +92,19 @@ def check_gradients(marks: Sequence[tuple[Mark, State]], num_replicas: int) -> N
 
 
 def _is_same_work(note: Mark, state: State) -> bool:
-    """Tell whether a gradient is combined rightly, and is the same on all replicas without that."""
+    """Tell whether a gradient is combined correctly, but all replicas have computed the same one."""
     is_mean = note.purpose in (Purpose.MEAN, Purpose.MEAN_GRADIENT)
     return state.is_same and is_mean is not (state.advice.said is Said.SHARE)
 
 
 def _place(note: Mark) -> str:
     """Return the verb that combines a gradient, and its line."""
-    return f"{'apply_gradients' if note.purpose in GIVEN_TO_OPTIMIZERS else note.name} at {note.where}"
+    verb = "apply_gradients" if note.purpose in GIVEN_TO_OPTIMIZERS else note.name
+    return f"{verb} at {note.where}"
 
 
 def check_noise(findings: Findings) -> None:
-    """Warn of random numbers that are the same on all replicas and are combined with each one's own rows."""
+    """Warn of random numbers that are the same on all replicas, and are combined with a replica's own rows."""
     for drawn, met in dict(findings.drawn.met).items():
         user_code.warn(
             f"the random numbers drawn at {drawn} are the same on all replicas, because their key is, and at {met} they are "
@@ -115,7 +116,7 @@ def check_noise(findings: Findings) -> None:
 
 
 def check_outside(given: Iterable[tuple[Mark, State | None]], num_replicas: int) -> None:
-    """As `check_gradients`, of values that steps have returned: for each what it is combined for, and its state in the step."""
+    """As `check_gradients`, for values that steps have returned, each with its use and its state in the step."""
     marks = [(note, state) for note, state in given if state is not None]
     check_gradients(marks, num_replicas)
     if any(note.purpose is Purpose.MEAN and state.of_uneven and state.advice.said is not Said.SHARE for note, state in marks):
@@ -169,7 +170,7 @@ def _complaint(note: Mark, states: list[State], num_replicas: int) -> str:
 
 
 def check_results(call: Call, lifted: Lifted, findings: Findings) -> None:
-    """Warn of a step that takes an optax state, and returns arrays of all replicas changed by each one's own gradients.
+    """Warn if a step gets an optax state, and returns per-replica arrays to which own gradients were added.
 
     What a step takes and returns is no variable, so the proof does not refuse that its copies drift apart.
     """

@@ -38,7 +38,7 @@ class Steps(Dispatcher[StepProgram]):
         self._even = ReplicaAxis(mesh.num_replicas, bytes_per_pack=bytes_per_pack, packs=way.packs, lanes=way.lanes, ops=ops)
 
     def make(self, strategy: object, call: Call) -> StepProgram:
-        """Make the program of a step that is called so."""
+        """Make the program of a step for a call."""
         lengths = call.lengths(self.mesh.num_replicas)
 
         def frame_with(sizes: Any) -> Frame:
@@ -80,11 +80,10 @@ def _make_program(mesh: ReplicaMesh, call: Call, frame_with: Callable[[Any], Fra
 
 
 def _input_states(call: Call, lifted: Lifted) -> list[State]:
-    states = []
-    for spec in map(spec_of, lifted.variables):
-        origin = f"the sync-on-read variable {spec.name!r}, which has one value per replica"
-        states.append(varying(origin) if spec.is_on_read else SAME)
+    inputs = [
+        (spec.is_on_read, f"the sync-on-read variable {spec.name!r}, which has one value per replica")
+        for spec in map(spec_of, lifted.variables)
+    ]
     for leaf, name in zip(call.array_leaves(), argument_names(call), strict=True):
-        origin = f"the argument {name}, of which each replica has its own"
-        states.append(varying(origin) if leaf.is_per_replica else SAME)
-    return states
+        inputs.append((leaf.is_per_replica, f"the argument {name}, of which each replica has its own"))
+    return [varying(origin) if differs else SAME for differs, origin in inputs]

@@ -233,7 +233,7 @@ def _select_accumulation(ops: CrossDeviceOps | None, mesh: ReplicaMesh) -> Reduc
 
 
 def look_for_others(name: str) -> None:
-    """Warn, once in a process, that it will train alone although its environment makes it one of several workers."""
+    """Warn once if this process will train alone although its environment describes several workers."""
     if _env.TF_CONFIG.get() is not None:
         _logger.info("TF_CONFIG is set, but %s is for one machine and ignores it", name)
     if runtime.current() is not None or jax.distributed.is_initialized():

@@ -140,8 +140,9 @@ def _pure(lifted: Lifted, mesh: ReplicaMesh, specs: list[VariableSpec], *inputs:
 
 def _mesh_of(frame: Frame, lifted: Lifted, call: Call) -> ReplicaMesh:
     """Return the devices of a function's variables and arguments, or the default strategy's; refuse two strategies."""
-    meshes = [] if frame.mesh is None else [frame.mesh]
-    meshes += [spec_of(variable).mesh for variable in lifted.variables]
+    meshes = [spec_of(variable).mesh for variable in lifted.variables]
+    if frame.mesh is not None:
+        meshes.insert(0, frame.mesh)
     placements = [getattr(array, "sharding", None) for array in call.arrays]
     for placement, leaf in zip(placements, call.array_leaves(), strict=True):
         if leaf.is_per_replica and isinstance(placement, NamedSharding) and isinstance(placement.mesh, Mesh):

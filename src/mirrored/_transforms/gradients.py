@@ -104,7 +104,7 @@ def value_and_grad(fn: UserFunction, variables: PyTree, has_aux: bool = False) -
     def wrapped(*args: object, **kwargs: object) -> Any:
         if known is None and not jax.tree.leaves(variables):
             for library in libraries.imported():
-                library.build(lambda: fn(*args, **kwargs))
+                library.build(lambda: fn(*args, **kwargs))  # a model's first call makes its variables
         leaves, treedef = known or check()
         if frames.is_traced():
             return differentiate(leaves, treedef, None, args, kwargs)

@@ -23,10 +23,7 @@ from .function import call_compiled
 
 @user_code.shorten_errors
 def scan(
-    fn: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
-    init: PyTree,
-    xs: PyTree = None,
-    length: int | None = None,
+    fn: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], init: PyTree, xs: PyTree = None, length: int | None = None
 ) -> tuple[PyTree, PyTree]:
     """Loop over the leading axis of `xs` like `jax.lax.scan`, with a body that may use variables.
 
@@ -161,7 +158,9 @@ def _scan(fn: UserFunction, init: PyTree, xs: PyTree, length: int | None) -> tup
     carry, ys = _carry_written(scan, [body], init, first)
 
     def replicas_first(y: PyTree) -> PyTree:
-        return _swap_axes(y, lambda shape: (len(stack_of(y)), *shape)) if isinstance(y, PerReplica) else y
+        if not isinstance(y, PerReplica):
+            return y
+        return _swap_axes(y, lambda shape: (len(stack_of(y)), *shape))
 
     return carry, _map_whole(replicas_first, ys)
 
@@ -193,7 +192,7 @@ def _carry_written(loop: Callable[..., Any], bodies: list[UserFunction], *argume
         with bound(dict(zip(written, values, strict=True)), outer) as bindings:
             return body(*arguments), bindings.values(list(written))
 
-    jax.eval_shape(record, *arguments)
+    jax.eval_shape(record, *arguments)  # the extra trace
     with claimed(list(written)):
         before = [load(variable) for variable in written]
         result, after = loop(before, *(functools.partial(carrying, body) for body in bodies))

@@ -1,4 +1,4 @@
-"""Sums over the replicas that need no other's result travel in one buffer, and carry the sums of small results.
+"""Independent sums over the replicas travel in one buffer, and carry the sums of small results.
 
 A step that reduces its loss and its gradients sends one message, whoever asked for the sums. Small results that differ by
 replica are added up in a buffer that is sent anyway: `strategy.reduce` of them is a look-up then, instead of a second program.
@@ -36,7 +36,7 @@ class _Buffer:
 
     dtype: np.dtype
     arrays: dict[Var, Any]  # sum -> operand
-    num_parts: int  # the number of arrays that these were packed of
+    num_parts: int  # the number of arrays before any packing
 
 
 def join_sums(step: Proven) -> Proven:
@@ -53,7 +53,8 @@ def join_sums(step: Proven) -> Proven:
     num_joined = 0
     for level, (plain, together) in enumerate(levels.equations):
         buffers: list[_Buffer] = []
-        for atom, total in itertools.chain.from_iterable(zip(one.invars, one.outvars, strict=True) for one in together):
+        pairs = (zip(equation.invars, equation.outvars, strict=True) for equation in together)
+        for atom, total in itertools.chain.from_iterable(pairs):
             num_parts = levels.parts.get(atom, 1) if isinstance(atom, Var) else 1
             if axis.packs and _may_join(atom.aval, num_parts):
                 num_joined += _put(buffers, atom, total, num_parts, may_begin=True)
@@ -98,7 +99,7 @@ def _may_join(aval: Any, num_parts: int) -> bool:
 
 
 def _put(buffers: list[_Buffer], atom: Any, total: Var, num_parts: int, may_begin: bool) -> bool:
-    """Put an array into the first buffer that has room, and tell whether there is one; else it may begin another."""
+    """Put an array into the first buffer with room, else into a new one if it `may_begin`; tell whether there was room."""
     for buffer in buffers:
         if buffer.dtype == atom.aval.dtype and buffer.num_parts + num_parts <= MAX_ARRAYS_JOINED:
             buffer.arrays[total] = atom
@@ -110,7 +111,7 @@ def _put(buffers: list[_Buffer], atom: Any, total: Var, num_parts: int, may_begi
 
 
 def _without(equation: Equation, moved: set[Var]) -> list[Equation]:
-    """Return, in a list, a sum of several arrays without those moved elsewhere; an empty list if none is left."""
+    """Return, in a list, a sum without the arrays that were moved elsewhere; an empty list if none is left."""
     kept = {total: atom for atom, total in zip(equation.invars, equation.outvars, strict=True) if total not in moved}
     return [equation.replace(invars=list(kept.values()), outvars=list(kept))] if kept else []
 

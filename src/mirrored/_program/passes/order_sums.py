@@ -37,17 +37,17 @@ def _is_between(equation: Equation) -> bool:
 
 def order_sums(step: Proven) -> Proven:
     """Start the sums of large gradients early, and let the backward pass wait for them."""
-    jaxpr, its = step.closed.jaxpr, platform_of(step.mesh.mesh)
+    jaxpr, way = step.closed.jaxpr, platform_of(step.mesh.mesh)
     equations, outputs = flattened(jaxpr)
     sums: dict[Var, Equation] = {}
     for equation in equations:
         is_scatter = equation.primitive.name in primitives.SCATTERS and jaxprs.is_collective(equation)
-        if (its.orders_sums and jaxprs.is_sum(equation)) or (its.orders_scatters and is_scatter):
+        if (way.orders_sums and jaxprs.is_sum(equation)) or (way.orders_scatters and is_scatter):
             sums |= dict.fromkeys(large(equation.invars), equation)
     if not sums:
         return step
-    own = {var for var, is_own in zip(jaxpr.invars, step.own_inputs, strict=True) if is_own}
-    differing = varying_in(jaxpr, equations, outputs, own)
+    own_inputs = {var for var, is_own in zip(jaxpr.invars, step.own_inputs, strict=True) if is_own}
+    differing = varying_in(jaxpr, equations, outputs, own_inputs)
     sums = {atom: equation for atom, equation in sums.items() if atom in differing}
     if not sums:
         return step
@@ -60,17 +60,18 @@ def order_sums(step: Proven) -> Proven:
 
 
 def large(atoms: Sequence[Atom]) -> list[Var]:
-    """Return those of some values that are large arrays of floating point numbers."""
+    """Return the large floating point arrays among some values."""
     found = list[Var]()
     for atom in atoms:
         aval: Any = atom.aval
         is_float = isinstance(atom, Var) and jnp.issubdtype(getattr(aval, "dtype", bool), jnp.floating)
-        found += [atom] if is_float and aval.size * aval.dtype.itemsize >= LARGE_BYTES else []
+        if is_float and aval.size * aval.dtype.itemsize >= LARGE_BYTES:
+            found.append(atom)
     return found
 
 
 def terms_of(sums: Set[Var], equations: Sequence[Equation], differing: Set[Var]) -> set[Var]:
-    """Return the operands of sums, and the values of which they are made by operations between; no large one that is the same."""
+    """Return the operands of sums, and what operations between have made them of, without large values that are the same."""
     found = set(sums)
     for equation in reversed(equations):
         if _is_between(equation) and not found.isdisjoint(equation.outvars):
@@ -80,12 +81,12 @@ def terms_of(sums: Set[Var], equations: Sequence[Equation], differing: Set[Var])
 
 
 def moved_up(terms: Set[Var], equations: Sequence[Equation]) -> list[Equation]:
-    """Return equations, those between a gradient and its sum right behind the last of their operands."""
+    """Move the equations between a gradient and its sum up, right behind the last of their operands."""
     behind: list[list[Equation]] = [[equation] for equation in equations]
     maker: dict[Var, int] = {}
     for place, equation in enumerate(equations):
         if _is_between(equation) and not terms.isdisjoint(equation.outvars):
-            behind[place].pop(0)
+            behind[place].pop(0)  # out of its old place
             place = max((maker.get(atom, 0) for atom in equation.invars if isinstance(atom, Var)), default=0)
             behind[place].append(equation)
         maker.update(dict.fromkeys(equation.outvars, place))
@@ -127,13 +128,13 @@ class _Order:
 
     def _waiting(self, equation: Equation) -> list[Var]:
         """Return the values that wait at a place: the other operand of a large weight, or what a barrier holds; else none."""
-        own = [atom for atom in equation.invars if isinstance(atom, Var) and atom in self._differing]
+        waiting = [atom for atom in equation.invars if isinstance(atom, Var) and atom in self._differing]
         if equation.primitive.name in primitives.ONE_TO_ONE:
-            return own
+            return waiting
         has_weight = equation.primitive.name in _PRODUCTS and not self._differing.issuperset(large(equation.invars))
         if not has_weight:
             return []
-        return own
+        return waiting
 
     def _wait(self, waiting: Sequence[Var]) -> None:
         made, self._made, due = self._made, [], self._started.pop(0)

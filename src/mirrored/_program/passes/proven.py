@@ -15,6 +15,7 @@ from ..._options import Storage
 from ..._replicas.collectives import ReplicaAxis
 from ..._replicas.mesh import ReplicaMesh
 from ..._replicas.platforms import platform_of
+from ..._text import counted
 from ..._variables.variable import spec_of
 from ..lift import Lifted
 from ..proof import Findings
@@ -27,13 +28,13 @@ def _run_replica(step: Proven, constants: Sequence[Any], inputs: Sequence[Any]) 
     """Run a step on the device of a replica, where an array of per-replica values has a first axis of size 1."""
     values = [jnp.squeeze(array, 0) if is_own else array for array, is_own in zip(inputs, step.own_inputs, strict=True)]
     outputs = interpreter.evaluate(step.closed, constants, values)
-    own = [jnp.expand_dims(array, 0) if end else array for array, end in zip(outputs, step.own_outputs, strict=False)]
-    return [*own, *outputs[len(own) :]]
+    results = [jnp.expand_dims(array, 0) if end else array for array, end in zip(outputs, step.own_outputs, strict=False)]
+    return [*results, *outputs[len(results) :]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """What the sums of a step bring along: the sums of results, by the results' positions, and other sums, by their number."""
+    """What the sums of a step bring along: sums of results (`carried` has their positions), and `num_arrays` other sums."""
 
     carried: tuple[int, ...] = ()
     num_arrays: int = 0
@@ -42,8 +43,7 @@ class Joined:
         """Describe the sums that are joined and carried, in a part of a sentence; "" for none."""
         text = f", {self.num_arrays} in the buffer of another" if self.num_arrays else ""
         if self.carried:
-            noun = "1 result" if len(self.carried) == 1 else f"{len(self.carried)} results"
-            text += f"; carries the sum of {noun}, which strategy.reduce looks up"
+            text += f"; carries the sum of {counted(len(self.carried), 'result')}, which strategy.reduce looks up"
         return text
 
 
@@ -52,7 +52,7 @@ class Proven:
     """A proven step. A pass returns it with another program, or with another way to run the program on a device.
 
     Its inputs are the written variables, the variables that it only reads, and the arrays; its outputs the results and the new
-    values of the written variables. A value that each replica has for itself has a first axis for the replicas outside.
+    values of the written variables. Per-replica values have a first axis for the replicas there.
     """
 
     mesh: ReplicaMesh
@@ -83,7 +83,7 @@ class Proven:
         return cls(mesh, axis, bare, findings, inputs, outputs, given, made, may_divide, bare.closed)
 
     def may_join_sums(self) -> bool:
-        """Tell whether it adds up over replicas with devices of their own, and the user has not said how sums travel."""
+        """Tell whether the step sums over replicas with one device each, and the user has not chosen how sums travel."""
         is_users = self.axis.bytes_per_pack or self.axis.ops is not None
         return self.findings.has_collective and self.mesh.per_device == 1 and not is_users
 
@@ -107,7 +107,9 @@ class Proven:
         is_split = list(self.own_inputs[len(self.lifted.variables) :])
         is_mirrored = tuple(not is_own for is_own in self.own_outputs[: self.lifted.num_results])
         text = f"arguments by replica: {is_split}\n{self.lifted.describe()}\nmirrored results: {is_mirrored}"
-        return text if self.axis.ops is None else f"{text}\nadded up by {self.axis.ops}"
+        if self.axis.ops is not None:
+            text += f"\nadded up by {self.axis.ops}"
+        return text
 
 
 #: Runs a step on a device, given the arrays that it closes over, and its inputs as the device has them; returns its outputs.

@@ -39,8 +39,9 @@ def sum_over_replicas(value: Value, read: Callable[[Value], Any], totals: dict[V
     `read` returns the array of a value, `[v, ...]` if it is one for each replica; None while it is unknown. `totals` are sums
     that were made before. `dtype` is that of the sum: the value's, or the wider one to which the value is converted.
     """
-    total = _sunk(value, read, totals, dtype)
-    return _add_rows(read(value).astype(dtype)) if total is None else total
+    if (total := _sunk(value, read, totals, dtype)) is not None:
+        return total
+    return _add_rows(read(value).astype(dtype))
 
 
 def _sunk(value: Value, read: Callable[[Value], Any], totals: dict[Value, jax.Array], dtype: np.dtype) -> jax.Array | None:
@@ -58,23 +59,24 @@ def _sunk(value: Value, read: Callable[[Value], Any], totals: dict[Value, jax.Ar
             return None
         held = [k for k, part in enumerate(node.inputs) if part.is_own and is_of_floats(part)]
         types = [jnp.promote_types(dtype, wide_type(node.inputs[k])) for k in held]
-        sums = [sum_over_replicas(node.inputs[k], read, totals, each) for k, each in zip(held, types, strict=True)]
+        sums = [sum_over_replicas(node.inputs[k], read, totals, wide) for k, wide in zip(held, types, strict=True)]
         totals.update(zip([node.outputs[k] for k in held], jax.lax.optimization_barrier(sums), strict=True))
         return totals[value].astype(dtype)
     if not _sinks(node, is_wider=dtype != value.aval.dtype):
         return None
     for k, part in enumerate(node.inputs):
-        own = part.aval.dtype
-        wide = dtype if dtype.itemsize > own.itemsize else own
+        wide = max(part.aval.dtype, dtype, key=lambda kind: kind.itemsize)
         if part.is_own:
             operands[k] = sum_over_replicas(part, read, totals, wide)
         elif name in primitives.MOVES | primitives.DERIVATIVE_SUMS:
             operands[k] = jnp.asarray(operands[k], wide) * jnp.asarray(read(value).shape[0], wide)
-    return operands[0].astype(dtype) if name in primitives.CONVERSIONS else tracing.bind(node.equation, operands)[position]
+    if name in primitives.CONVERSIONS:
+        return operands[0].astype(dtype)
+    return tracing.bind(node.equation, operands)[position]
 
 
 def wide_type(value: Value) -> np.dtype:
-    """Return the type of a sum of which it is not known how it is used: with 32 bits or more."""
+    """Return the dtype of a sum whose use is not known: one with 32 bits or more."""
     return jnp.promote_types(value.aval.dtype, jnp.float32)
 
 
@@ -83,8 +85,8 @@ def is_of_floats(*values: Value) -> bool:
 
 
 def _sinks(node: Node, is_wider: bool) -> bool:
-    """Tell whether a node is linear, so that it may be made of sums; of wider ones, where it would not round otherwise."""
-    name, own = node.equation.primitive.name, [value.is_own for value in node.inputs]
+    """Tell whether a node is linear, so that it can run on sums of its operands; on wider sums only if it does not round."""
+    name, are_own = node.equation.primitive.name, [value.is_own for value in node.inputs]
     avals: list[Any] = [atom.aval for atom in (*node.equation.invars, *node.equation.outvars)]
     if not is_of_floats(*node.inputs, *node.outputs):
         return False  # the sum of integers may be made in another type
@@ -93,32 +95,33 @@ def _sinks(node: Node, is_wider: bool) -> bool:
     if is_wider:
         return False
     if name in primitives.ADDITIVE:
-        return all(own)
+        return all(are_own)
     if name in primitives.CONVERSIONS:  # between float16 and bfloat16, neither has the other's numbers
         own_dtype, dtype = (aval.dtype for aval in avals)
         return jnp.promote_types(own_dtype, dtype) in (own_dtype, dtype)
     if name in primitives.DIVISIONS or (name in primitives.PADS and _is_zero(node.inputs[1])):
-        return own == [True, False]
-    return name in primitives.BILINEAR and sum(own) == 1 and len({aval.dtype for aval in avals}) == 1
+        return are_own == [True, False]
+    return name in primitives.BILINEAR and sum(are_own) == 1 and len({aval.dtype for aval in avals}) == 1
 
 
 def _rule_of(node: Node, dtype: np.dtype) -> Callable[[Node, Sequence[jax.Array], np.dtype], jax.Array] | None:
     """Return the function that makes the sum over the replicas of a product or sum, given the operands of all replicas."""
-    name, own, params = node.equation.primitive.name, [value.is_own for value in node.inputs], node.equation.params
+    name, are_own, params = node.equation.primitive.name, [value.is_own for value in node.inputs], node.equation.params
     if not is_of_floats(*node.outputs):
         return None
-    if name in primitives.DOT_PRODUCTS and all(own) and params.get("out_sharding") is None:
+    if name in primitives.DOT_PRODUCTS and all(are_own) and params.get("out_sharding") is None:
         return _dot
-    if name in primitives.CONVOLUTIONS and all(own) and params["feature_group_count"] == 1 and not _overflows(node, dtype):
+    if name in primitives.CONVOLUTIONS and all(are_own) and params["feature_group_count"] == 1 and not _overflows(node, dtype):
         return _convolution
-    if name in primitives.SCATTER_SUMS and own[2] and _is_zero(node.inputs[0]):
+    if name in primitives.SCATTER_SUMS and are_own[2] and _is_zero(node.inputs[0]):
         return None if params["dimension_numbers"].operand_batching_dims else _scatter
-    is_sum = name in primitives.AXIS_SUMS and node.inputs[0].aval.size > node.outputs[0].aval.size  # else only the shape changes
-    return _reduction if is_sum else None
+    if name in primitives.AXIS_SUMS and node.inputs[0].aval.size > node.outputs[0].aval.size:  # else only the shape changes
+        return _reduction
+    return None
 
 
 def _overflows(node: Node, dtype: np.dtype) -> bool:
-    """Tell whether a sum over the replicas may be infinite where no replica's value, in float16, is."""
+    """Tell whether a sum over the replicas may overflow where no replica's value does, as in float16."""
     return bool(jnp.finfo(node.outputs[0].aval.dtype).maxexp < jnp.finfo(dtype).maxexp)
 
 

@@ -50,10 +50,11 @@ def _run_replicas(step: Proven, constants: Sequence[Any], inputs: Sequence[Any])
 
 
 def _jaxpr_of(lifted: Lifted) -> Jaxpr:
-    """Return a step with the expansions of high-level primitives where they must be seen; others keep their derivatives."""
+    """Return a step with high-level primitives expanded only where that is needed, because expanded ones lose derivatives."""
     closed, shown = lifted.closed.jaxpr, lifted.shown.jaxpr
     must_see = lambda e: jaxprs.has_collective(e) or jaxprs.has_replica_number(e) or _is_slow(e)  # noqa: E731
-    return closed.replace(eqns=[s if must_see(s) else own for own, s in zip(closed.eqns, shown.eqns, strict=True)])
+    pairs = zip(closed.eqns, shown.eqns, strict=True)
+    return closed.replace(eqns=[expanded if must_see(expanded) else equation for equation, expanded in pairs])
 
 
 class _Device(NamedTuple):
@@ -70,7 +71,7 @@ class _Course:
     def __init__(self, device: _Device, jaxpr: Jaxpr, constants: Sequence[Any], arrays: Any, is_own: Sequence[bool]) -> None:
         """Prepare to run; `is_own` tells which arrays are per-replica values."""
         self.device, (self.mesh, self.numbers, varying) = device, device
-        values = [Value(variable.aval, is_own=own) for variable, own in zip(jaxpr.invars, is_own, strict=True)]
+        values = [Value(variable.aval, is_own=flag) for variable, flag in zip(jaxpr.invars, is_own, strict=True)]
         self.is_whole = self.mesh.one_by_one or _has_references(jaxpr)
         self.plan = Agenda(jaxpr, constants, values, varying, self.splits)
         self.known: dict[Value, Any] = dict(zip(values, arrays, strict=True))
@@ -92,7 +93,7 @@ class _Course:
         return self.known.get(value, value.content)
 
     def as_kind(self, value: Value, end: bool) -> Any:
-        """Read a value as one for each replica, or as one for all: then the proof has shown that they are the same."""
+        """Read a value as one for each replica (`end`), or as one for all, where the proof has shown that they are equal."""
         array = self.read(value)
         if value.is_own == end:
             return array
@@ -102,7 +103,7 @@ class _Course:
         self.known.update(zip(node.outputs, arrays, strict=True))
 
     def keep_totals(self, values: Iterable[Value], pairs: Iterable[tuple[Any, Any]]) -> None:
-        """Keep the sums of values, each of which comes with its sum, if it has one."""
+        """Keep the sums of values; a pair is a value's array and its sum, or None."""
         self.totals.update({value: total for value, (_, total) in zip(values, pairs, strict=True) if total is not None})
 
     def run_own(self, nodes: Sequence[Node]) -> None:
@@ -127,11 +128,11 @@ class _Course:
         return [rows.reshape(self.mesh.per_device, *node.outputs[0].aval.shape)]
 
     def is_alone(self, equation: Equation) -> bool:
-        """Tell whether replicas run an equation one after the other; slow ones and those with a mesh would do something else."""
+        """Tell whether replicas run an equation one after the other, because together it would do something else."""
         return self.is_whole or _is_slow(equation) or tracing.have_mesh(jaxprs.inside(equation))
 
     def splits(self, equation: Equation) -> bool:
-        """Tell whether to take a scan, or what is computed again, apart, so that sums sink in; a barrier holds all operands."""
+        """Tell whether to take a scan, a `jax.checkpoint` or a barrier apart, so that sums over the replicas sink into it."""
         is_apart = jaxprs.is_scan(equation) or equation.primitive.name in primitives.AGAIN | primitives.ONE_TO_ONE
         return is_apart and not self.is_alone(equation)
 
@@ -140,16 +141,16 @@ class _Course:
         taken = list(dict.fromkeys(value for node in nodes for value in node.inputs if value.is_own and value in self.known))
         rows = [self.known[value] for value in taken]
 
-        def one(outputs: Sequence[Value], number: Any, rows: Sequence[Any]) -> list[Any]:
-            own, replica = dict(zip(taken, rows, strict=True)), _OneReplica(number)
+        def run_one(outputs: Sequence[Value], number: Any, rows: Sequence[Any]) -> list[Any]:
+            known, replica = dict(zip(taken, rows, strict=True)), _OneReplica(number)
             for node in nodes:
-                operands = [own[value] if value in own else self.read(value) for value in node.inputs]
-                own.update(zip(node.outputs, replica.equation(node.equation, operands), strict=True))
-            return [own[value] for value in outputs]
+                operands = [known[value] if value in known else self.read(value) for value in node.inputs]
+                known.update(zip(node.outputs, replica.equation(node.equation, operands), strict=True))
+            return [known[value] for value in outputs]
 
         if not one_by_one:
             with contextlib.suppress(NotImplementedError):  # JAX's word for what it cannot batch
-                stacks = jax.vmap(functools.partial(one, made))(self.numbers, rows)
+                stacks = jax.vmap(functools.partial(run_one, made))(self.numbers, rows)
                 self.known.update(zip(made, stacks, strict=True))
                 return
         added, leaving = self.plan.needed(nodes)
@@ -158,7 +159,7 @@ class _Course:
                 "the step uses a jax.Ref before and after a collective. With several replicas on a device only arrays are "
                 "carried across one: read the Ref into an array, ref[...], before it, and make a new one after it."
             )
-        totals, stacks = self._scan(functools.partial(one, [*added, *leaving]), rows, len(added))
+        totals, stacks = self._scan(functools.partial(run_one, [*added, *leaving]), rows, len(added))
         self.totals.update(zip(added, totals, strict=True))
         self.known.update(zip(leaving, stacks, strict=True))
 
@@ -167,8 +168,8 @@ class _Course:
         numbers = self.numbers
         first = jax.eval_shape(function, numbers[0], [row[0] for row in rows])[:num_added]
 
-        def one_replica(totals: list[Any], own: Any) -> tuple[list[Any], list[Any]]:
-            results = function(*own)
+        def one_replica(totals: list[Any], given: Any) -> tuple[list[Any], list[Any]]:
+            results = function(*given)
             return [a + b for a, b in zip(totals, results, strict=False)], results[num_added:]
 
         return jax.lax.scan(one_replica, [jnp.zeros(a.shape, a.dtype) for a in first], (numbers, rows))
@@ -177,12 +178,15 @@ class _Course:
         if jaxprs.is_sum(node.equation):
             return self.add_up(node)
         loop = jaxprs.loop_of(node.equation)
-        return self.run_loop(node, loop) if loop.parts else self.exchange(node)
+        if loop.parts:
+            return self.run_loop(node, loop)
+        return self.exchange(node)
 
     def add_up(self, node: Node) -> list[Any]:
         totals = list(map(self.total, node.inputs))
-        is_alone = len(self.mesh.devices) == 1  # on CPU an all-reduce of one device is a copy
-        return totals if is_alone else jax.lax.psum(totals, self.mesh.axis)
+        if len(self.mesh.devices) == 1:  # on CPU an all-reduce of one device is a copy
+            return totals
+        return jax.lax.psum(totals, self.mesh.axis)
 
     def total(self, value: Value, wide: bool = False) -> jax.Array:
         """Add a value up over the device's replicas; a `wide` sum has 32 bits or more."""
@@ -196,7 +200,7 @@ class _Course:
         stacks = [self.as_kind(value, True) for value in node.inputs]
         every = [jax.lax.all_gather(stack, self.mesh.axis, tiled=True) for stack in stacks]
         try:
-            results = jax.vmap(lambda *own: tracing.bind(node.equation, own), axis_name=REPLICA_AXIS)(*every)
+            results = jax.vmap(lambda *given: tracing.bind(node.equation, given), axis_name=REPLICA_AXIS)(*every)
         except (RuntimeError, ValueError) as error:
             raise ContextError(
                 f"the collective `{node.equation.primitive.name}` cannot run with several replicas on a device: {error}. Write "
@@ -213,7 +217,7 @@ class _Course:
         """
         ends = [value.is_own for value in node.outputs]
         is_own = [value.is_own and k not in loop.index for k, value in enumerate(node.inputs)]  # inside
-        is_own[loop.carry.start : loop.carry.stop] = ends[: len(loop.carry)]
+        is_own[loop.carry.start : loop.carry.stop] = ends[: len(loop.carry)]  # a carry has the kind of its result
         operands = [self.as_kind(v, flag) for v, flag in zip(node.inputs, is_own, strict=True)]
         for k in loop.rows:
             operands[k] = _swap(operands[k], is_own[k])
@@ -296,8 +300,8 @@ def _swap(array: Any, is_own: bool) -> Any:
 class Agenda(Reading):
     """The nodes of a step, or of a body in it, in their order, and its outputs.
 
-    Each replica has its own of all results of a node, unless it is taken apart (`splits`): then some may be shared, such as the
-    counter of a scan, from the next stage on.
+    A node's results are per-replica values, all or none. Of a node that is taken apart (`splits`), some may be shared from the
+    next stage on, such as the counter of a scan.
 
     Raises:
         ContextError: when several replicas of one device cannot run an operation.
@@ -316,9 +320,9 @@ class Agenda(Reading):
         self.outputs = self.run(jaxpr, constants, inputs)
 
     def needed(self, nodes: Sequence[Node]) -> tuple[list[Value], list[Value]]:
-        """Return those results of some nodes that others add up over the replicas, and those that others use otherwise."""
-        own = set(nodes)
-        others = [node for node in self.nodes if node not in own]
+        """Return the results of some nodes that other nodes sum over the replicas, and those that other nodes use otherwise."""
+        group = set(nodes)
+        others = [node for node in self.nodes if node not in group]
         added = {value for node in others if jaxprs.is_sum(node.equation) for value in node.inputs}
         used = {*self.outputs, *(value for node in others if not jaxprs.is_sum(node.equation) for value in node.inputs)}
         made = [value for node in nodes for value in node.outputs]
@@ -341,18 +345,17 @@ class Agenda(Reading):
         varies = [v.is_own for v in values] if is_barrier else [variable in self.varying for variable in equation.outvars]
         node.stage = max((value.stage for value in values), default=0) + node.is_collective
         node.is_own = not node.is_collective and (any(varies) or not node.is_pure or any(value.is_own for value in values))
-        is_apart = node.is_collective or (node.is_own and self.splits(equation))  # else all results are made together
-        for value, is_own in zip(outputs, varies if is_apart else [node.is_own] * len(outputs), strict=True):
+        is_apart = node.is_collective or (node.is_own and self.splits(equation))
+        if not is_apart:  # all results are made together
+            varies = [node.is_own] * len(outputs)
+        for value, is_own in zip(outputs, varies, strict=True):
             value.is_own, value.stage = is_own, node.stage + (node.is_own and not is_own)
         node.by_rows = node.is_own and _follows_convolution(node)
         return outputs
 
 
 def _follows_convolution(node: Node) -> bool:
-    """Tell whether a node is elementwise behind a convolution, which JAX makes of the rows of all replicas.
-
-    XLA makes both as one if nothing stands between, not even a reshape.
-    """
+    """Tell whether a node is elementwise behind a convolution: XLA fuses both if not even a reshape stands between them."""
     if node.equation.primitive.name not in primitives.ELEMENTWISE:
         return False
     makers, shape = [value.maker for value in node.inputs if value.maker is not None], node.outputs[0].aval.shape

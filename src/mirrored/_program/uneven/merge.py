@@ -59,7 +59,7 @@ class _Run:
         self._cheap = [{v: n for n in live if n.is_own and n.is_cheap for v in n.outputs} for live in self.live]
         #: By number, the arrays that are computed once.
         self.known: collections.ChainMap[int | None, Any] = collections.ChainMap({}, outer.known if outer else {})
-        #: For each kind of replica, the arrays of one shape in which values lie that have another shape on other kinds.
+        #: For each kind of replica: value -> the array, padded to one shape for all kinds, that holds it.
         self.padded: list[dict[Value, jax.Array]] = [{} for _ in traces]
         #: For each kind, the values of its earlier parts that later parts need.
         self.carried: list[dict[Value, jax.Array]] = [{} for _ in traces]
@@ -129,7 +129,7 @@ class _Run:
         values.update(zip(node.outputs, tracing.bind(node.equation, operands), strict=True))
 
     def _read_own(self, kind: int, values: dict[Value, Any], value: Value) -> Any:
-        """Read a value inside a part of one kind of replica, which may compute it only now."""
+        """Read a value in the part of one kind of replica; compute it there if that is cheap."""
         if value in values:
             return values[value]
         if value.outer is not None and value.number is None:
@@ -155,7 +155,7 @@ class _Run:
         return self.known.setdefault(value.number, value.content)  # one copy of a constant that several traces have
 
     def keep(self, values: Sequence[Sequence[Value]], arrays: Sequence[Any]) -> None:
-        """Keep arrays, in which each kind of replica has its values."""
+        """Keep arrays as the values of all kinds of replicas."""
         for row, array in zip(zip(*values, strict=True), arrays, strict=True):
             if row[0].number is not None:
                 self.known[row[0].number] = array
@@ -188,7 +188,7 @@ def _live_nodes(trace: Trace) -> list[Node]:
 
 
 def _find_exports(traces: Sequence[Trace]) -> dict[Row, int]:
-    """Return the rows of values that are not common and are needed by collectives and as outputs: after which stage."""
+    """Return the rows of uncommon values that collectives and outputs need, each with the stage after which it is taken."""
     outputs = zip(*(trace.outputs for trace in traces), strict=True)
     needed = [(row, max(value.stage for value in row)) for row in outputs]
     for nodes in zip(*(trace.collectives for trace in traces), strict=True):
@@ -210,7 +210,7 @@ def _find_last_uses(live: Sequence[Node], exports: dict[Row, int], kind: int) ->
 
 
 def _common_shape(shapes: set[Shape]) -> Shape:
-    """Return the shape, or of several a flat one into which each fits."""
+    """Return the one shape, or for several shapes a flat one that holds each."""
     if len(shapes) == 1:
         return next(iter(shapes))
     return (max(map(math.prod, shapes)),)
@@ -232,9 +232,9 @@ class Slots:
 
     def pack(self, kind: int, values: Sequence[Any]) -> list[jax.Array]:
         """Return all common arrays, with one kind's values in its own and zeros in the rest."""
-        own = dict(zip(self._own[kind], values, strict=True))
+        by_slot = dict(zip(self._own[kind], values, strict=True))
         return [
-            _padded(own[slot], slot[0], shape) if slot in own else jax.lax.full(shape, 0, slot[0])
+            _padded(by_slot[slot], slot[0], shape) if slot in by_slot else jax.lax.full(shape, 0, slot[0])
             for slot, shape in self._shapes.items()
         ]
 
@@ -252,4 +252,6 @@ def _number_slots(avals: Sequence[Any]) -> dict[Slot, Shape]:
 def _padded(value: Any, dtype: Any, shape: Shape) -> jax.Array:
     """Return a value in exactly this dtype and shape, as a switch must: with zeros behind it, and flat if its rank differs."""
     array = jax.lax.convert_element_type(value, dtype)  # of a weak type otherwise
-    return pad_to(array if array.ndim == len(shape) else array.reshape(-1), shape)
+    if array.ndim != len(shape):
+        array = array.reshape(-1)
+    return pad_to(array, shape)

@@ -1,4 +1,4 @@
-"""A traced step as values and the nodes that compute them, of an uneven step also inside loops with collectives.
+"""A traced step as values, and nodes that compute them; loops with collectives inside have bodies of nodes.
 
 Beside them are the keys by which the equations and constants of several traces are compared.
 """
@@ -49,7 +49,7 @@ class Node:
     bodies: list[Trace] = dataclasses.field(default_factory=list)
     #: The inputs of a collective that are one array for all traces; of a loop, the carry and the rows.
     joint_inputs: list[Value] = dataclasses.field(default_factory=list)
-    stage: int = 0  # before it come so many groups of collectives; a collective begins its stage
+    stage: int = 0  # the number of groups of collectives before it; a collective begins its stage
     is_own: bool = False  # whether it is not common to all traces, or to all replicas; known after `compare`, or in an `Agenda`
     by_rows: bool = False  # whether the replicas' rows are one axis in it; only `virtual` tells
 
@@ -76,7 +76,7 @@ class Trace:
 
 
 def read_trace(name: str, closed: ClosedJaxpr, captured: Sequence[Value] = ()) -> Trace:
-    """Turn a traced step into nodes, or a body of a loop, whose first arguments are captured. Calls are inlined."""
+    """Turn a traced step, or a loop's body whose first arguments are captured, into nodes; inline calls."""
     arguments = [Value(variable.aval) for variable in closed.jaxpr.invars[len(captured) :]]
     reading = Reading()
     outputs = reading.run_closed(closed, [*captured, *arguments])
@@ -114,10 +114,7 @@ def stages_of(nodes: Sequence[Node]) -> list[list[Node]]:
 
 
 def find_undivided(values: Sequence[Value]) -> Node | None:
-    """Return what is not common to all traces, has equations inside that JAX takes only as a whole, and is in the way of a value.
-
-    After `compare`.
-    """
+    """Return a node that JAX cannot cut, and that an uncommon one of these values depends on; call it after `compare`."""
     seen: set[Value] = set()
     waiting = [value for value in values if value.number is None]
     while waiting:

@@ -107,19 +107,20 @@ class Kinds:
         )
 
     def on_replicas(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Return for each replica the size that its kind has."""
+        """Return each replica's size, given each kind's."""
         return tuple(sizes[kind] for kind in self.of_replica)
 
     def guess(self, kind: int, size: int) -> tuple[int, ...]:
-        """Guess for each kind a size that is `size` on replicas of one: a number of rows, or a multiple of it."""
+        """Guess each kind's size, given that of one kind: it is a number of rows, or a multiple of one."""
         for sizes in self._row_counts():
             rows = sizes[kind]
             if size == rows or (rows > 1 and size % rows == 0):
-                return tuple(other * (size // rows if rows else 1) for other in sizes)
+                times = size // rows if rows else 1
+                return tuple(num_rows * times for num_rows in sizes)
         return (size,) * len(self.shapes)
 
     def rows(self, kind: int) -> tuple[int, int]:
-        """Return how many rows a replica of a kind has, and how many all have, as they weigh in a mean.
+        """Return the rows of a replica of a kind, and of all replicas: their ratio is its weight in a mean.
 
         Raises:
             UnevenReplicasError: when it depends on the argument.
@@ -138,10 +139,10 @@ class Kinds:
         return counts[0][kind], totals[0]
 
     def check_lengths(self, lengths: tuple[int, ...]) -> None:
-        """Refuse losses whose lengths on the replicas are neither in the ratio of their rows nor each the number of all rows.
+        """Refuse losses unless their lengths are in the ratio of the replicas' rows, or each is the number of all rows.
 
-        Rows are along an axis that differs, and along the first axes of batches and of arguments of which an axis differs;
-        and those of up to four arguments, added up as `jnp.concatenate` does.
+        Rows are counted along axes that differ, along the first axes of batches and of arguments with an axis that differs,
+        and as sums of up to four such counts, for `jnp.concatenate`.
 
         Raises:
             UnevenReplicasError: for other lengths.
@@ -185,7 +186,7 @@ def find_kinds(call: Call, leaves: Sequence[ArrayLeaf]) -> Kinds:
     """Tell which replicas have arguments of the same shapes."""
     varied = next(i for i, leaf in enumerate(leaves) if leaf.shapes is not None)
     num_replicas = len(leaves[varied].shapes or ())
-    of_each = [tuple(leaf.shapes[r] if leaf.shapes else leaf.shape for leaf in leaves) for r in range(num_replicas)]
+    of_each = list(zip(*(leaf.shapes or (leaf.shape,) * num_replicas for leaf in leaves), strict=True))
     shapes = tuple(dict.fromkeys(of_each))
     of_replica = tuple(map(shapes.index, of_each))
     batches = tuple(i for i, leaf in enumerate(leaves) if leaf.is_batch)
@@ -203,9 +204,7 @@ class _AskedSizes:
     """
 
     def __init__(self, kinds: Kinds, kind: int, known: Sequence[tuple[int, ...]]) -> None:
-        self._kinds = kinds
-        self._kind = kind
-        self._known = known
+        self._kinds, self._kind, self._known = kinds, kind, known
         self.asked: list[int] = []
         self.answers: list[tuple[int, ...]] = []
         self._renew_caches: Callable[[], None] = lambda: None
@@ -262,8 +261,10 @@ def _trace_all(call: Call, kinds: Kinds, frame_with: Callable[[Any], Frame]) -> 
         if errors:
             kind = min(errors, key=lambda kind: len(asked[kind]) > 0)  # without a question, no answer was wrong
             if is_agreed or is_stuck or not asked[kind]:
-                notes = getattr(errors[kind], "__notes__", [])
-                errors[kind].__notes__ = [*([kinds.explain(kind)] if traces else []), *notes]  # before JAX's own
+                notes = list(getattr(errors[kind], "__notes__", []))
+                if traces:
+                    notes.insert(0, kinds.explain(kind))  # before JAX's own
+                errors[kind].__notes__ = notes
                 raise errors[kind]
         elif is_stuck:
             raise UnevenReplicasError(_different_questions(kinds, asked))
@@ -324,7 +325,7 @@ def _origin(kinds: Kinds, loop: nodes.Node | None) -> str:
 
 
 def _merge_plans(traces: Sequence[Lifted], kinds: Kinds) -> ResultPlan:
-    """Return the plan by which the result is rebuilt for all kinds of replicas, with the shapes that differ."""
+    """Return one plan for the results of all kinds of replicas, with the shapes that differ."""
     first = traces[0].plan
     for kind, lifted in enumerate(traces[1:], 1):
         if lifted.plan.treedef != first.treedef or not all(map(_is_same_static, lifted.plan.static, first.static)):
@@ -350,7 +351,7 @@ def _is_same_static(a: Callable[[], Any] | None, b: Callable[[], Any] | None) ->
 
 
 def _shown(plan: ResultPlan) -> str:
-    return str(plan.treedef.unflatten(["array" if leaf is None else leaf() for leaf in plan.static]))
+    return str(plan.rebuild(["array"] * len(plan.shapes)))
 
 
 def _result_shapes(avals: Sequence[Any], kinds: Kinds) -> tuple[Shape, ...] | None:

@@ -78,7 +78,7 @@ class _Numbering:
         return value.number
 
     def _number_nodes(self, trace: Trace) -> Iterator[Node]:
-        """Number the nodes of a trace in order, and give its collectives, and what has jaxprs inside, to be numbered outside."""
+        """Number the nodes of a trace in order; yield collectives and nodes with jaxprs inside, for the caller to number."""
         last_effect = 0  # its stage; the next one must not come before it
         for node in trace.nodes:
             is_simple = node.equation.primitive.name in SIMPLE
@@ -88,7 +88,7 @@ class _Numbering:
                 last_effect = self._number_node(node, last_effect)
 
     def _number_node(self, node: Node, last_effect: int, by_results: bool = False) -> int:
-        """Number a node's outputs, and return the stage of the last effect, which the next one must not come before."""
+        """Number a node's outputs; return the stage of the last effect, which is the first possible one of the next effect."""
         operands = [self._number_of(value) if value.number is None else value.number for value in node.inputs]
         stage = max([value.stage for value in node.inputs], default=0)
         number = None
@@ -99,12 +99,13 @@ class _Numbering:
             number = self._number((equation_key(node.equation), tuple(operands)))
         node.stage = stage
         for position, value in enumerate(node.outputs):
-            value.stage = stage
-            value.number = number if number is None or not position else self._number((number, position))
+            value.stage, value.number = stage, number
+            if number is not None and position:  # the first result has the number of the node
+                value.number = self._number((number, position))
         return last_effect
 
     def _number_loops(self, nodes: Sequence[Node], is_in_all: bool) -> None:
-        """Number the next loop, condition or call of each trace: as a whole if it is one in all, else each result alone."""
+        """Number the next loop, condition or call of each trace: as a whole if all traces have the same, else by results."""
         keys = {(equation_key(node.equation), *map(self._number_of, node.inputs)) for node in nodes}
         for node in nodes:
             self._number_node(node, 0, by_results=not is_in_all or len(keys) > 1)
@@ -112,19 +113,16 @@ class _Numbering:
                 self._number_each(node)
 
     def _number_each(self, node: Node) -> None:
-        """Number each result of a loop, condition or call as that of the smallest one that computes it.
-
-        So a counter is common to all traces, beside results that need rows, or have their number in their shape.
-        """
+        """Number each result of a loop, condition or call by the smallest equation for it alone: a counter may be common."""
         whole = dead_code.opened(node.equation)
         for position, value in enumerate(node.outputs):
             alone = dead_code.computing(whole, [position]) or dead_code.all_of(whole)
-            its = tuple([node.inputs[k].number for k in alone.operands])
-            if None not in its and jaxprs.is_function_of_operands(alone.equation):
-                value.number = self._number((equation_key(alone.equation), its, alone.results.index(position)))
+            operands = tuple([node.inputs[k].number for k in alone.operands])
+            if None not in operands and jaxprs.is_function_of_operands(alone.equation):
+                value.number = self._number((equation_key(alone.equation), operands, alone.results.index(position)))
 
     def _number_collectives(self, stage: int, collectives: Sequence[Node]) -> int:
-        """Number one collective of all traces; return its stage, that of the one before if it need not wait."""
+        """Number one collective of all traces; return its stage, which is the last collective's if it need not wait."""
         for value in (value for node in collectives for value in node.inputs):
             self._number_of(value)
         ready = max((value.stage for node in collectives for value in node.inputs), default=0)
@@ -172,10 +170,7 @@ def _drop_uncommon_numbers(traces: Sequence[Trace]) -> None:
 
 
 def _take_common_out(node: Node) -> list[Node]:
-    """Take the results of a loop, condition or call that all traces have in common out of it, into a smaller one.
-
-    What the rest needs of it, such as a counter, the rest computes again.
-    """
+    """Split a loop, condition or call into its common results and the rest, which computes again what it needs of them."""
     common = [k for k, value in enumerate(node.outputs) if value.number is not None]
     is_common = len(common) == len(node.outputs) and None not in [value.number for value in node.inputs]
     if node.is_collective or not common or is_common:
@@ -202,8 +197,7 @@ def _take_common_out(node: Node) -> list[Node]:
 def check_collectives(traces: Sequence[Trace]) -> None:
     """Refuse traces, or one loop's bodies in all of them, that do not reach the same collectives in the same order.
 
-    Their dtypes and shapes must agree; where several in a step have one dtype and as many axes, so must the lines of the user's
-    code.
+    Their dtypes and shapes must agree. If several have the same dtype and number of axes, the user's lines must agree too.
 
     Raises:
         UnevenReplicasError: with the first difference.
@@ -211,14 +205,14 @@ def check_collectives(traces: Sequence[Trace]) -> None:
     first, name = traces[0].collectives, traces[0].name
     count = Counter(map(_kind, first))
     for trace in traces[1:]:
-        for node, other in itertools.zip_longest(first, trace.collectives):
-            if node is None or other is None or _key(node) != _key(other):
+        for node, pair in itertools.zip_longest(first, trace.collectives):
+            if node is None or pair is None or _key(node) != _key(pair):
                 explain = _different
-            elif count[_kind(node)] > 1 and user_code.equation_line(node.equation) != user_code.equation_line(other.equation):
+            elif count[_kind(node)] > 1 and user_code.equation_line(node.equation) != user_code.equation_line(pair.equation):
                 explain = _in_other_places
             else:
                 continue
-            differing = f"{name} {_describe(node)}, {trace.name} {_describe(other)}"
+            differing = f"{name} {_describe(node)}, {trace.name} {_describe(pair)}"
             raise UnevenReplicasError(_without_gradient(traces, differing) or explain(differing))
 
 
@@ -244,7 +238,7 @@ def _describe(node: Node | None) -> str:
         return "reach no further one"
     operands = ", ".join(f"{value.aval.dtype}{list(value.aval.shape)}" for value in node.joint_inputs)
     name = node.equation.primitive.name
-    kind = f"`{name}`" if not list(jaxprs.inner_jaxprs(node.equation)) else f"a collective inside `{name}`"
+    kind = f"a collective inside `{name}`" if jaxprs.inner_jaxprs(node.equation) else f"`{name}`"
     return f"reach {kind} of {operands} at {user_code.equation_line(node.equation)}"
 
 
