@@ -130,4 +130,6 @@ def _decode(line: bytes) -> dict[str, Any] | None:
         message = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return message if isinstance(message, dict) and message.pop("magic", None) == MAGIC else None
+    if not isinstance(message, dict) or message.pop("magic", None) != MAGIC:
+        return None
+    return message

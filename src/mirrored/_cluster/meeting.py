@@ -92,7 +92,9 @@ def _join(cluster: Cluster, hello: Hello, clock: Clock, own_host: str | None) ->
                     why = _await_start(sock, chief, hello, clock)
                     if not why:
                         host = sock.getsockname()[0]
-                        return host if own_host is None or is_loopback(own_host) else own_host
+                        if own_host is None or is_loopback(own_host):
+                            return host
+                        return own_host
             except OSError as error:
                 why = error.strerror or str(error)
         if clock.left <= 0:
@@ -192,10 +194,8 @@ def _bind(sock: socket.socket, address: Any, hello: Hello, clock: Clock) -> None
 
 
 def _is_bound(sock: socket.socket, address: tuple[object, ...], hello: Hello, clock: Clock) -> bool:
-    """Bind without sharing, which finds any other socket on the port; else, if nobody listens there, with sharing.
-
-    A socket that does not listen is left from an ended run, and jax may bind beside it; or it is about to listen.
-    """
+    """Bind without sharing, which finds any other socket on the port; else, if nobody listens there, with sharing."""
+    # A socket that does not listen is left from an ended run, and jax may bind beside it; or it is about to listen.
     for share in (0, 1):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, share)
         try:

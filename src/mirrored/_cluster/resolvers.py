@@ -212,7 +212,7 @@ def discover(explicit: object = None, environment: Mapping[str, str] | None = No
         cluster = Cluster(found_in=NOTHING)
         return cluster, "one worker: no variable describes a cluster" + near_miss(cluster, environment)
     cluster = _late(environment, there[0][1](environment))
-    ignored = f"; not used: {', '.join(name for name, _ in there[1:])}" if there[1:] else ""
+    ignored = f"; not used: {', '.join(name for name, _ in there[1:])}" * (len(there) > 1)
     return cluster, f"{cluster}, from {cluster.found_in}{ignored}{near_miss(cluster, environment)}"
 
 

@@ -159,7 +159,9 @@ mesh_of: Callable[[DistributedDataset], ReplicaMesh] = operator.attrgetter("_mes
 def batch_rows(dataset: DistributedDataset) -> int | None:
     """Return the number of rows in each global batch but the last; None if only the dataset itself knows."""
     cut = kind_of(dataset._plan.dataset).cut(dataset._plan.dataset)
-    return cut.batch_size if cut is not None and dataset._plan.kind == "DATA" else None
+    if cut is None or dataset._plan.kind != "DATA":
+        return None
+    return cut.batch_size
 
 
 def check_dataset(dataset: object, verb: str, policy: AutoShardPolicy | str = AutoShardPolicy.AUTO) -> None:

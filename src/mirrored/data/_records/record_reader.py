@@ -1,7 +1,4 @@
-"""Reads the TFRecord format: yields records from files in order, each only after its checks.
-
-docs/design/tfrecord.md explains the format, why the reader works on chunks, its checks and its speed.
-"""
+"""Reads the TFRecord format, and yields each record only after its checks (docs/design/tfrecord.md)."""
 
 from __future__ import annotations
 
