@@ -134,7 +134,7 @@ class KubernetesClusterResolver(ClusterResolver):
     Args:
         num_workers: for an indexed Job, its number of pods (`parallelism`).
         subdomain: for an indexed Job, the headless service in front of the pods; a JobSet's own name.
-        port: for an indexed Job, where worker 0 listens.
+        port: for an indexed Job, the port of worker 0.
         environment: the variables to look in; by default this process's own.
 
     Raises:

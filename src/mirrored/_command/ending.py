@@ -70,7 +70,7 @@ class Attempt:
         return next((ending for ending in causes if ending.code != RESTART), alike)
 
     def alike(self) -> Sequence[Ending]:
-        """Return the workers that failed at the time and with the exit code of the first: no one caused the others' failure."""
+        """Return the workers that failed together with the first, and with its exit code: none of them failed because of it."""
         first = self.culprit()
         if first.code in (PREEMPTED, RESTART):
             return [first]

@@ -127,7 +127,7 @@ class Coordination:
         return 1 if self._client is None else self._client.key_value_increment(_ROOT + key, 1)
 
     def exchange(self, channel: str, value: Any, timeout_seconds: float = math.inf) -> Sequence[Any]:
-        """Give a JSON value to all workers, and return all workers' values in order; a channel's n-th exchanges meet.
+        """Give a JSON value to all workers, and return all workers' values in order; all call it equally often for a channel.
 
         Equal values take two messages a worker, so leave out of a value what differs by worker; else each worker reads all.
 
@@ -140,7 +140,7 @@ class Coordination:
         return self._channels[channel].exchange(value, timeout_seconds)
 
     def of_chief(self, name: str, value: Any) -> Any:
-        """Return worker 0's JSON value, by one message a worker; the n-th calls of a name meet, with an exchange in between."""
+        """Return worker 0's JSON value; all call it equally often for a name, and come to an exchange between two calls."""
         number = self._num_told.get(name, 0)
         self._num_told[name] = number + 1
         if self.worker == 0:
@@ -163,7 +163,7 @@ class Coordination:
         return [decoded(text, worker, name) for worker, text in self.by_worker(f"for_chief/{name}").items()]
 
     def channel(self, name: str) -> Channel:
-        """Open a channel for another thread; the n-th channels that workers open are connected."""
+        """Open a channel for another thread; the n-th channel of a worker is connected to the n-th of all others."""
         number = self._num_opened
         self._num_opened += 1
         return Channel(self, f"exchange/{name}:{number}", number, self._closed.pop(threading.get_ident(), ()))

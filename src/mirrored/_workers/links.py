@@ -158,7 +158,7 @@ def connections(min_retries: int = 0) -> Iterator[Connection]:
 
 
 def _asked_end(inode: int) -> str:
-    """Return the remote end of an unanswered connection, from the kernel's tables: its socket has none; "" if it is not there."""
+    """Return the remote end of an unanswered connection from the kernel's tables, because the socket has none; "" if unknown."""
     found = (unanswered_ends(Path(table).read_text()).get(inode, "") for table in _TABLES if os.path.exists(table))
     return next(filter(None, found), "")
 

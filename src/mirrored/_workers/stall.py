@@ -53,7 +53,7 @@ class Position(NamedTuple):
 
     @property
     def waits_between(self) -> bool:
-        """Whether it waits for other workers in no program: in a phase to which all must come, or for their input."""
+        """Whether it waits for other workers outside of a program: in a phase to which all must come, or for their input."""
         return (self.waits and bool(self.phase)) or (self.phase == NEXT_BATCH and self.detail == OTHERS_INPUT)
 
     def encode(self) -> str:
@@ -176,7 +176,7 @@ class Others:
 
 
 def shorter_data(positions: Mapping[int, Position]) -> tuple[int, int] | None:
-    """Return a worker whose data has ended, and one that has taken a later batch of the same pass, however old the news is."""
+    """Return a worker whose data has ended, and a worker with a later batch of the same pass; old positions count too."""
     ends = ((worker, end) for worker, position in positions.items() for end in position.ends)
     for worker, (channel, of_pass, count) in ends:
         for ahead, position in positions.items():
