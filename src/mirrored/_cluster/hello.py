@@ -1,7 +1,4 @@
-"""Messages between workers before jax starts: short lines of JSON, believed only after a check.
-
-The other side may be anybody: so lines have a limit, fields known types and lengths, and shown texts are escaped.
-"""
+"""Messages between workers before jax starts: lines of JSON, of limited size and checked, as the sender may be anybody."""
 
 from __future__ import annotations
 

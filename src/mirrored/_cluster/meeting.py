@@ -1,7 +1,6 @@
 """Are all workers there, and alike? Asked before `jax.distributed` starts, which answers with SIGABRT and SIGSEGV.
 
-Worker 0 listens at the coordinator's address, every other worker says hello there, and when all have, worker 0 gives
-the port free for jax. Messages are lines of JSON, and are not trusted: docs/design/clusters.md.
+All others say hello to worker 0, which listens at the coordinator's address, and then frees it (docs/design/clusters.md).
 """
 
 from __future__ import annotations
