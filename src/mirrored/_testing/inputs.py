@@ -62,7 +62,7 @@ class InputOfWorkers:
                     left[row] -= 1
                     if left[row] < 0:
                         extra.append(f"{_show(row)} in step {number}, replica {replica}")
-        missing = [_show(row) for row, count in left.items() for _ in range(count)] * self.is_whole
+        missing = [_show(row) for row, count in left.items() for _ in range(count)] if self.is_whole else []
         if extra or missing:
             raise AssertionError(
                 f"{len(missing)} rows are missing, and {len(extra)} come too often or are not in the dataset ({self.how})."
