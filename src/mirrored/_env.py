@@ -131,7 +131,7 @@ def current() -> Mapping[str, str]:
 def forced_host_devices() -> int:
     """Return the number of CPU devices that `XLA_FLAGS` asks for, or 0."""
     counts = re.findall(r"--xla_force_host_platform_device_count=(\d+)", XLA_FLAGS.get() or "")
-    return int(counts[-1]) if counts else 0
+    return int((counts or ["0"])[-1])
 
 
 def share_of_gpu_memory() -> float:

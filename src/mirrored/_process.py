@@ -1,7 +1,4 @@
-"""The state of the process, which belongs to no strategy. The page on state says who changes it, and under which lock.
-
-All of it is in attributes of this module, or of objects in it, so that a forked child, or a test, can reset it.
-"""
+"""The state of the process, which belongs to no strategy. The page on state says who changes it, and under which lock."""
 
 from __future__ import annotations
 

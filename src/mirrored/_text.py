@@ -24,7 +24,7 @@ def escape(text: str, limit: int) -> str:
     shown = "".join(
         c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode("ascii") for c in text[:limit]
     )
-    return shown if len(text) <= limit else f"{shown}..."
+    return shown + "..." * (len(text) > limit)
 
 
 def escape_lines(text: str, limit: int) -> str:
@@ -87,7 +87,7 @@ def shown(value: object) -> str:
 
 def call_it(value: object) -> str:
     """Return a hint for a function that the user passed in place of its result; "" for other values."""
-    return " It is a function: call it, as in mr.grad(loss_fn, variables)()." if callable(value) else ""
+    return " It is a function: call it, as in mr.grad(loss_fn, variables)()." * callable(value)
 
 
 def list_lines(lines: Sequence[str], most: int = 5) -> str:

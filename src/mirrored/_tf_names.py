@@ -1,4 +1,4 @@
-"""Says what to write in place of names of TensorFlow and PyTorch that do not exist here, or are others."""
+"""Says what to write in place of TensorFlow's and PyTorch's names that are missing or different here."""
 
 from __future__ import annotations
 

@@ -63,18 +63,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    command = arguments[0] if arguments else ""
+    command, *rest = arguments or [""]
     _open_standard_streams()  # some may be closed, as by `mirrored env >&-`
     sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
     if command == "launch":
-        return _launch(arguments[1:])
+        return _launch(rest)
     if command in ("check", "env", "plan", "report"):  # these need jax
         _show_all_characters()
         name = {"report": "._report.report", "plan": "._plan.command"}.get(command, f"._command.{command}")
         if command == "plan":
             _env.JAX_PLATFORMS.set_default("cpu")  # before JAX reads it: a plan needs no accelerator
         work = importlib.import_module(name, __package__).main
-        return work(arguments[1:]) if command == "check" else _until_nobody_reads(work, arguments[1:])
+        return work(rest) if command == "check" else _until_nobody_reads(work, rest)
     if command in ("--version", "-h", "--help"):
         text = _HELP
         if command == "--version":
@@ -232,8 +232,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _check(parser: _Parser, options: argparse.Namespace, command: list[str]) -> None:
-    if not command or command == ["-m"]:
-        parser.error("no module was given after -m" if command else "no script was given")
+    if not command:
+        parser.error("no script was given")
+    if command == ["-m"]:
+        parser.error("no module was given after -m")
     if command[0] != "-m":
         if not os.path.exists(command[0]):
             parser.error(f"there is no file {describe(command[0])}")

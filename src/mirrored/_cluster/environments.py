@@ -78,7 +78,9 @@ def _in_order(role: str, addresses: Any) -> Any:
 
 
 def _as_index(index: Any) -> Any:
-    return int(index) if isinstance(index, str) and re.fullmatch("[0-9]{1,6}", index) else index
+    if isinstance(index, str) and re.fullmatch("[0-9]{1,6}", index):
+        return int(index)
+    return index
 
 
 def _parse(text: str) -> dict[str, Any]:
@@ -115,7 +117,9 @@ def _from_jax(environment: Mapping[str, str]) -> Cluster:
 
 def _jax_address(environment: Mapping[str, str]) -> str:
     address, port = _env.JAX_COORDINATOR_ADDRESS.get(environment) or "", _env.JAX_COORDINATOR_PORT.get(environment)
-    return address if port is None or has_port(address) else f"{address}:{port}"
+    if port is None or has_port(address):
+        return address
+    return f"{address}:{port}"
 
 
 def _from_jaxjob(environment: Mapping[str, str]) -> Cluster:

@@ -91,11 +91,9 @@ class _Peer:
 
 
 class Gathering:
-    """Worker 0's side of the meeting, which collects a hello from every other worker and tells all of them the outcome.
+    """Worker 0's side of the meeting, which collects a hello from every other worker and tells all of them the outcome."""
 
-    One thread serves all connections without blocking on any, so that a stranger cannot hold up the others.
-    """
-
+    # One thread serves all connections without blocking on any, so that a stranger cannot hold up the others.
     def __init__(self, cluster: Cluster, hello: Hello, listener: socket.socket, clock: Clock) -> None:
         self.cluster, self.hello, self.listener, self.clock = cluster, hello, listener, clock
         self.selector = selectors.DefaultSelector()
@@ -110,7 +108,7 @@ class Gathering:
             self.selector.register(self.listener, selectors.EVENT_READ)
             while not self.failure and self._missing():
                 if self.clock.left <= 0:
-                    turned_away = f". Turned away: {self.turned_away}" if self.turned_away else ""
+                    turned_away = f". Turned away: {self.turned_away}" * bool(self.turned_away)
                     text = f"{self._waiting()} after {self.clock.waited}{self._hint()}. {self._advice()}{turned_away}"
                     self.failure = ClusterStartError(text)
                 else:
@@ -194,13 +192,10 @@ class Gathering:
             peer.buffer += data
 
     def _judge(self, peer: _Peer, hello: Hello) -> None:
-        """Take a worker, which may have come before. If it differs, all fail; of two jobs only the later one fails.
-
-        A worker that was given another chief fails alone: it may be anybody.
-        """
+        """Take a worker, which may have come before. If it differs, all fail; of two jobs only the later one fails."""
         before = self.present.get(hello.index)
         difference = self._difference(peer, hello, before)
-        is_foreign = not self._has_same_chief(hello)
+        is_foreign = not self._has_same_chief(hello)  # then it fails alone: it may be anybody
         if difference and hello.digest != self.hello.digest and (is_foreign or hello.is_late or self.hello.is_late):
             self._turn_away(peer, hello, difference, is_foreign)
             return
@@ -260,12 +255,12 @@ class Gathering:
 
     def _name(self, index: int) -> str:
         address = self.cluster.workers[index]
-        return f"worker {index} ({address})" if address else f"worker {index}"
+        return f"worker {index}" + f" ({address})" * bool(address)
 
     def _waiting(self) -> str:
         missing = self._missing()
         names = ", ".join(self._name(index) for index in missing[:8]) + f" and {len(missing) - 8} more" * (len(missing) > 8)
-        by_srun = _BY_SRUN if self.cluster.found_in == SLURM else ""
+        by_srun = _BY_SRUN * (self.cluster.found_in == SLURM)
         return f"waiting for {names}{by_srun}; {self.cluster.num_workers - len(missing)} of {self.cluster.num_workers} present"
 
     def _advice(self) -> str:

@@ -1,7 +1,4 @@
-"""Messages between workers before jax starts: short lines of JSON, believed only after a check.
-
-The other side may be anybody: so lines have a limit, fields known types and lengths, and shown texts are escaped.
-"""
+"""Messages between workers before jax starts: lines of JSON, of limited size and checked, as the sender may be anybody."""
 
 from __future__ import annotations
 
@@ -130,4 +127,6 @@ def _decode(line: bytes) -> dict[str, Any] | None:
         message = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return message if isinstance(message, dict) and message.pop("magic", None) == MAGIC else None
+    if not isinstance(message, dict) or message.pop("magic", None) != MAGIC:
+        return None
+    return message

@@ -1,7 +1,6 @@
 """Are all workers there, and alike? Asked before `jax.distributed` starts, which answers with SIGABRT and SIGSEGV.
 
-Worker 0 listens at the coordinator's address, every other worker says hello there, and when all have, worker 0 gives
-the port free for jax. Messages are lines of JSON, and are not trusted: docs/design/clusters.md.
+All others say hello to worker 0, which listens at the coordinator's address, and then frees it (docs/design/clusters.md).
 """
 
 from __future__ import annotations
@@ -92,7 +91,9 @@ def _join(cluster: Cluster, hello: Hello, clock: Clock, own_host: str | None) ->
                     why = _await_start(sock, chief, hello, clock)
                     if not why:
                         host = sock.getsockname()[0]
-                        return host if own_host is None or is_loopback(own_host) else own_host
+                        if own_host is None or is_loopback(own_host):
+                            return host
+                        return own_host
             except OSError as error:
                 why = error.strerror or str(error)
         if clock.left <= 0:
@@ -192,10 +193,8 @@ def _bind(sock: socket.socket, address: Any, hello: Hello, clock: Clock) -> None
 
 
 def _is_bound(sock: socket.socket, address: tuple[object, ...], hello: Hello, clock: Clock) -> bool:
-    """Bind without sharing, which finds any other socket on the port; else, if nobody listens there, with sharing.
-
-    A socket that does not listen is left from an ended run, and jax may bind beside it; or it is about to listen.
-    """
+    """Bind without sharing, which finds any other socket on the port; else, if nobody listens there, with sharing."""
+    # A socket that does not listen is left from an ended run, and jax may bind beside it; or it is about to listen.
     for share in (0, 1):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, share)
         try:

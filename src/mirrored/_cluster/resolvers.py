@@ -134,7 +134,7 @@ class KubernetesClusterResolver(ClusterResolver):
     Args:
         num_workers: for an indexed Job, its number of pods (`parallelism`).
         subdomain: for an indexed Job, the headless service in front of the pods; a JobSet's own name.
-        port: for an indexed Job, where worker 0 listens.
+        port: for an indexed Job, the port of worker 0.
         environment: the variables to look in; by default this process's own.
 
     Raises:
@@ -212,7 +212,7 @@ def discover(explicit: object = None, environment: Mapping[str, str] | None = No
         cluster = Cluster(found_in=NOTHING)
         return cluster, "one worker: no variable describes a cluster" + near_miss(cluster, environment)
     cluster = _late(environment, there[0][1](environment))
-    ignored = f"; not used: {', '.join(name for name, _ in there[1:])}" if there[1:] else ""
+    ignored = f"; not used: {', '.join(name for name, _ in there[1:])}" * (len(there) > 1)
     return cluster, f"{cluster}, from {cluster.found_in}{ignored}{near_miss(cluster, environment)}"
 
 

@@ -111,8 +111,8 @@ class Cluster:
             return f"evaluator, beside {counted(len(self.workers), 'worker')}"
         if self.num_workers == 1:
             return "one worker"
-        own = f" ({self.address})" if self.address else ""
-        return f"worker {self.worker_index} of {self.num_workers}{own}, coordinator {self.coordinator_address}"
+        at = f" ({self.address})" * bool(self.address)
+        return f"worker {self.worker_index} of {self.num_workers}{at}, coordinator {self.coordinator_address}"
 
     @property
     def workers(self) -> tuple[str | None, ...]:
@@ -144,7 +144,9 @@ class Cluster:
     @property
     def address(self) -> str | None:
         """This worker's `host:port`; None if unknown."""
-        return self.workers[self.worker_index] if self.spec and not self.is_evaluator else None
+        if not self.spec or self.is_evaluator:
+            return None
+        return self.workers[self.worker_index]
 
     @functools.cached_property
     def is_local(self) -> bool:

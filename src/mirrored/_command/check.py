@@ -129,7 +129,7 @@ def _measure(strategy: Strategy, coordination: Coordination) -> Iterator[str]:
         work = _make_all_reduce(strategy, np.ones(size // 4, np.float32))
         seconds = _median(work, times, coordination)
         seconds = max(coordination.exchange("check/seconds", seconds))
-        rate = f", {size * 2 * (replicas - 1) / replicas / seconds / 1e9:.3f} GB/s for each replica" if size > 1024 else ""
+        rate = f", {size * 2 * (replicas - 1) / replicas / seconds / 1e9:.3f} GB/s for each replica" * (size > 1024)
         yield f"all-reduce of {size} bytes: {seconds * 1e3:.3f} ms{rate}"
 
 

@@ -70,7 +70,7 @@ class Attempt:
         return next((ending for ending in causes if ending.code != RESTART), alike)
 
     def alike(self) -> Sequence[Ending]:
-        """Return the workers that failed at the time and with the exit code of the first: no one caused the others' failure."""
+        """Return the workers that failed together with the first, and with its exit code: none of them failed because of it."""
         first = self.culprit()
         if first.code in (PREEMPTED, RESTART):
             return [first]
@@ -144,7 +144,7 @@ def summarize(attempt: Attempt, restarts: int, seconds: float, logs: str | None)
     """Return the lines that end a run's output; none after a success without restarts."""
     total = f"{counted(restarts, 'restart')}, {seconds:.1f} s in all" + f", logs in {logs}" * bool(logs)
     if not any(ending.code for ending in attempt.endings):
-        return [f"done: {total}"] if restarts else []
+        return [f"done: {total}"] * bool(restarts)
     if attempt.signals:
         names = " and ".join(signal.Signals(number).name for number in attempt.signals[:2])
         return [f"ended by {names}: {_groups(attempt.endings)}", total]

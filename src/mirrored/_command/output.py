@@ -178,7 +178,7 @@ class LineCutter:
     def finish(self) -> list[bytes]:
         """Return the last line if it has no newline."""
         rest, self._rest = self._rest.removesuffix(b"\r"), b""
-        return [rest] if rest else []
+        return [rest] * bool(rest)
 
 
 def prefix(index: int, num_workers: int, colour: bool) -> bytes:

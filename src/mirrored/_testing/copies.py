@@ -26,8 +26,8 @@ def copies(value: Variable | jax.Array) -> dict[int, np.ndarray]:
     The copies are on the host, and do not change with the variable. Those of a random key are the key's data.
 
     Args:
-        value: a variable of any kind (one in parts has these instead of copies), or an array that is the same on each
-            replica, such as a mirrored result of `strategy.run`.
+        value: a variable of any kind (of one that is stored in parts, the parts are returned), or an array that is the same on
+            each replica, such as a mirrored result of `strategy.run`.
 
     Returns:
         A dict: replica number -> its copy, in the variable's shape. With several workers it has this worker's replicas.

@@ -263,7 +263,7 @@ def _describe_largest(expected: np.ndarray, actual: np.ndarray, differs: np.ndar
         sizes = np.where(differs, np.nan_to_num(np.abs(b - a), nan=np.inf), -1.0).reshape(-1)
         place = int(np.argmax(sizes))
         factor = float(np.median(np.abs(b[a != 0] / a[a != 0]))) if (a != 0).any() else np.nan
-        is_common = _is_floating(a) and np.allclose(b, factor * a, rtol=1e-3, atol=0)
+        is_common = _is_floating(expected) and np.allclose(b, factor * a, rtol=1e-3, atol=0)
         is_common &= a.size > 1 or np.isclose(factor, (count / first, first / count), rtol=1e-3).any()  # else chance
     at = f" at {[int(i) for i in np.unravel_index(place, a.shape)]}" if a.ndim else ""
     where = f" in {differs.sum()} of {a.size} elements, most" * (a.size > 1)

@@ -47,10 +47,7 @@ def decoded(text: str, worker: int, where: str) -> Any:
 
 
 class Coordination:
-    """This worker's connection to the others of its cluster, for messages and barriers; one worker talks to itself.
-
-    Calls wait for other workers for ever, because the guard ends a program that is stuck.
-    """
+    """This worker's connection to the others of its cluster, for messages and barriers; one worker talks to itself."""
 
     def __init__(self, client: Any = None, worker: int = 0, num_workers: int = 1) -> None:
         assert client is not None or num_workers == 1
@@ -130,7 +127,7 @@ class Coordination:
         return 1 if self._client is None else self._client.key_value_increment(_ROOT + key, 1)
 
     def exchange(self, channel: str, value: Any, timeout_seconds: float = math.inf) -> Sequence[Any]:
-        """Give a JSON value to all workers, and return all workers' values in order; a channel's n-th exchanges meet.
+        """Give a JSON value to all workers, and return all workers' values in order; all call it equally often for a channel.
 
         Equal values take two messages a worker, so leave out of a value what differs by worker; else each worker reads all.
 
@@ -143,19 +140,16 @@ class Coordination:
         return self._channels[channel].exchange(value, timeout_seconds)
 
     def of_chief(self, name: str, value: Any) -> Any:
-        """Return worker 0's JSON value, by one message a worker; the n-th calls of a name meet.
-
-        Between two calls of one name all workers must come to an exchange, because worker 0 then removes the older value.
-        """
+        """Return worker 0's JSON value; all call it equally often for a name, and come to an exchange between two calls."""
         number = self._num_told.get(name, 0)
         self._num_told[name] = number + 1
         if self.worker == 0:
             self.put(f"chief/{name}/{number}", json.dumps(value))
             if number:
-                self.delete(f"chief/{name}/{number - 1}")
+                self.delete(f"chief/{name}/{number - 1}")  # read by all, who have come to an exchange since
             return value
         while (text := self.get(f"chief/{name}/{number}", SLICE_SECONDS)) is None:
-            pass
+            pass  # for ever: the guard ends a program that is stuck
         return decoded(text, 0, name)
 
     def tell_chief(self, name: str, value: Any) -> None:
@@ -169,7 +163,7 @@ class Coordination:
         return [decoded(text, worker, name) for worker, text in self.by_worker(f"for_chief/{name}").items()]
 
     def channel(self, name: str) -> Channel:
-        """Open a channel for another thread; the n-th channels that workers open are connected."""
+        """Open a channel for another thread; the n-th channel of a worker is connected to the n-th of all others."""
         number = self._num_opened
         self._num_opened += 1
         return Channel(self, f"exchange/{name}:{number}", number, self._closed.pop(threading.get_ident(), ()))

@@ -97,17 +97,14 @@ class Guard:
             thread.start()
 
     def stop(self, *, wait: bool = True) -> None:
-        """End the watch, at the end of the program and before JAX's own end; do nothing the second time.
-
-        First `wait` for the end of the other workers, as long as they live: JAX would soon abort all of them.
-        """
+        """End the watch, at the end of the program and before JAX's own end; do nothing the second time."""
         if os.getpid() != self._process or self._stopped.is_set():
             return
         try:
             error = last_error()
             if wait and error is not None and error is not self._last_error and not hasattr(sys, "ps1"):
                 self._fail_with(error)  # a hook of the program's own has taken the place of the guard's
-            elif wait:
+            elif wait:  # as long as the others live: JAX would soon abort all of them
                 self._end()
         except KeyboardInterrupt:
             self._fail(Verdict(f"worker {self._worker} was interrupted while it waited for the others to end"), INTERRUPTED)
@@ -167,7 +164,7 @@ class Guard:
     def _end(self) -> None:
         """Wait for all workers to come to their end."""
         code = self._sys_exit_code
-        self._progress.phases = (self._progress.phase(f"sys.exit({code})"),) if code else ()
+        self._progress.phases = (self._progress.phase(f"sys.exit({code})"),) * bool(code)
         self._has_ended = True
         self._say_where(0.0)  # at once: who waits for this worker waits in vain
         self._coordination.say(_ENDED)
@@ -275,10 +272,8 @@ class Guard:
             return own
 
     def _watch_host(self) -> None:
-        """Leave at once when a worker of this host has died: if it was worker 0, JAX aborts this one within 50 ms.
-
-        Watch the other thread's calls too. This thread calls the service, which may block, only when a worker has died.
-        """
+        """Leave at once when a worker of this host has died: if it was worker 0, JAX aborts this one within 50 ms."""
+        # It watches the other thread's calls too. It calls the service, which may block, only when a worker has died.
         try:
             while not self._stopped.is_set():
                 self._neighbours.await_death(ROUND_SECONDS)

@@ -59,11 +59,8 @@ class Links:
         self._stuck: dict[int, float] = {}  # worker -> seconds
 
     def check(self, step: int, elapsed: float) -> Verdict | None:
-        """Publish the connections without an answer, `elapsed` seconds after the last call; return a verdict if one is lost.
-
-        The kernel knows addresses, not workers: one worker publishes both ends of a connection, and the worker that has the other
-        end knows the two workers.
-        """
+        """Publish the connections without an answer, `elapsed` seconds after the last call; return a verdict if one is lost."""
+        # The kernel knows addresses, not workers: a worker publishes both ends, and the worker at the other end knows both.
         told = self._tell_and_hear()
         before, self._stuck = self._stuck, {worker: self._stuck.get(worker, -elapsed) + elapsed for worker in self._cut_off(told)}
         for worker, seconds in self._stuck.items():
@@ -118,13 +115,10 @@ class Links:
 
 
 def describe_unanswered(told: Mapping[int, Sequence[Connection]], of: int | None = None) -> str:
-    """Say which workers get no answer to their first packets, and from which worker; "" if there are none.
-
-    With `of`, only links between this worker and another. A program may connect to strangers too, and only an error names them.
-    """
+    """Say which workers get no answer to their first packets, and from which worker; with `of`, only links of this worker."""
     at = {link.local: worker for worker, links in told.items() for link in links if link.state == LISTENING}
     unanswered = [(worker, link) for worker, links in sorted(told.items()) for link in links if link.state == UNANSWERED]
-    if of is not None:
+    if of is not None:  # between workers only: a program may connect to strangers too, whom only an error names
         unanswered = [(worker, link) for worker, link in unanswered if link.remote in at and of in (worker, at[link.remote])]
     if not unanswered:
         return ""
@@ -164,7 +158,7 @@ def connections(min_retries: int = 0) -> Iterator[Connection]:
 
 
 def _asked_end(inode: int) -> str:
-    """Return the remote end of an unanswered connection, from the kernel's tables: its socket has none; "" if it is not there."""
+    """Return the remote end of an unanswered connection from the kernel's tables, because the socket has none; "" if unknown."""
     found = (unanswered_ends(Path(table).read_text()).get(inode, "") for table in _TABLES if os.path.exists(table))
     return next(filter(None, found), "")
 

@@ -38,7 +38,9 @@ class Process(NamedTuple):
     def decode(cls, text: str) -> Process | None:
         """Return the process in a text of another worker; None if there is none, or its host is unknown."""
         process = read(cls, text)
-        return process if process and process.host and process.number > 0 else None
+        if process is None or not process.host or process.number <= 0:
+            return None
+        return process
 
     def encode(self) -> str:
         """Return the text that `decode` takes."""

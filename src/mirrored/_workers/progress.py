@@ -114,10 +114,10 @@ class ProgramTrail:
 
 
 class Habits:
-    """The program that followed each program the last time: by it, all workers expect the same next one, without a message.
+    """A prediction of the next program from the history, by which all workers expect the same one without a message.
 
-    A program is expected as often in succession as it ran the last time, and then the program that followed it. So repetitions
-    are expected: a step and a reduction in turns, or epochs of one length with an evaluation after each.
+    A program is expected to repeat as often as it did the last time, and then to be followed by the same program. That covers a
+    step and a reduction in turns, and epochs of one length with an evaluation after each.
     """
 
     def __init__(self) -> None:

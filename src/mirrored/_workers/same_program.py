@@ -45,14 +45,11 @@ def data_ended(worker: int, other: int) -> str:
 
 
 class Agreement:
-    """The comparison of a program with the other workers' before it starts, if it is new or the habits do not expect it.
-
-    With `checks_order` (MIRRORED_DEBUG=detail), every start is compared.
-    """
+    """The comparison of a program with the other workers' before it starts, if it is new or the habits do not expect it."""
 
     def __init__(self, coordination: Coordination, progress: Progress = progress) -> None:
         self._coordination, self._progress = coordination, progress
-        self.checks_order = _env.DEBUG.get() == "detail"
+        self.checks_order = _env.DEBUG.get() == "detail"  # compare every start
 
     def check(self, name: str, text: str, own: bytes, where: str = "") -> None:
         """Compare a program with those of the other workers, which all call this; raise ProgramMismatchError if they differ.
@@ -213,7 +210,9 @@ def _mismatch(names: Sequence[str], excerpts: Sequence[str]) -> str:
 
 def _words(value: object, count: int, unknown: str) -> list[str]:
     """Return the `count` words of another worker; `unknown` for each if it has sent something else."""
-    return list(map(str, value)) if isinstance(value, list) and len(value) == count else [unknown] * count
+    if not isinstance(value, list) or len(value) != count:
+        return [unknown] * count
+    return list(map(str, value))
 
 
 def _count(value: object) -> int:

@@ -53,7 +53,7 @@ class Position(NamedTuple):
 
     @property
     def waits_between(self) -> bool:
-        """Whether it waits for other workers in no program: in a phase to which all must come, or for their input."""
+        """Whether it waits for other workers outside of a program: in a phase to which all must come, or for their input."""
         return (self.waits and bool(self.phase)) or (self.phase == NEXT_BATCH and self.detail == OTHERS_INPUT)
 
     def encode(self) -> str:
@@ -80,7 +80,9 @@ class Position(NamedTuple):
 def decode(text: str) -> Position | None:
     """Return the position in a text of another worker; None if there is none."""
     position = read(Position, text)
-    return position if position and all(map(_is_place, [position.batch, *position.ends])) else None
+    if position is None or not all(map(_is_place, [position.batch, *position.ends])):
+        return None
+    return position
 
 
 def _is_place(value: object) -> bool:
@@ -150,7 +152,7 @@ class JobView(NamedTuple):
         lines = []
         for worker, position in sorted(self.positions.items()):
             seconds = self.silence(worker)
-            note = f"; it has been silent for {seconds:.0f} s: stopped, cut off, or dead" if seconds >= SILENT_SECONDS else ""
+            note = f"; it has been silent for {seconds:.0f} s: stopped, cut off, or dead" * (seconds >= SILENT_SECONDS)
             lines.append(f"  worker {worker}: {position}{note}")
         return "\n".join(lines)
 
@@ -174,7 +176,7 @@ class Others:
 
 
 def shorter_data(positions: Mapping[int, Position]) -> tuple[int, int] | None:
-    """Return a worker whose data has ended, and one that has taken a later batch of the same pass, however old the news is."""
+    """Return a worker whose data has ended, and a worker with a later batch of the same pass; old positions count too."""
     ends = ((worker, end) for worker, position in positions.items() for end in position.ends)
     for worker, (channel, of_pass, count) in ends:
         for ahead, position in positions.items():
@@ -197,10 +199,7 @@ def judge_all(view: JobView, limit: float) -> str | None:
 
 
 def judge(waiting: int, view: JobView, limit: float, sees_all: bool = True) -> str | None:
-    """Say why a waiting worker will wait for ever, or has waited for longer than the limit; None while there is hope.
-
-    If all workers in view have come to the same place, nobody is late: then a verdict needs a view of all workers.
-    """
+    """Say why a waiting worker will wait for ever, or has waited for longer than the limit; None while there is hope."""
     here = view.positions[waiting]
     if not here.waits and (here.phase != NEXT_BATCH or here.still < SETTLED_SECONDS):  # for a batch it may wait
         return None
@@ -230,6 +229,7 @@ def _too_long(waiting: int, view: JobView, sees_all: bool) -> str | None:
     late = sorted({worker for worker, position in others.items() if _is_late(here, position)} | silent)
     if here.phase == NEXT_BATCH and here.detail != OTHERS_INPUT:  # its own input has given nothing
         late = sorted([*late, waiting])
+    # If nobody in view is late, a verdict needs a view of all workers.
     if not (late or sees_all) or any(view.positions[worker].is_patient and worker not in silent for worker in late):
         return None
     place = escape(here.phase or f"step {here.started} (program {here.program!r})", _MAX_WORD)

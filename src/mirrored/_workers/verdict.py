@@ -61,7 +61,9 @@ def last_error() -> BaseException | None:
     """Return the error that has ended the main thread: Python notes it before it calls any exception hook."""
     error = getattr(sys, "last_value", None)
     trace = getattr(error, "__traceback__", None)
-    return error if trace is not None and trace.tb_frame.f_back is None else None  # else somebody has caught it
+    if trace is None or trace.tb_frame.f_back is not None:  # somebody has caught it
+        return None
+    return error
 
 
 def tells_of_loss(error: BaseException) -> bool:
@@ -84,7 +86,9 @@ def exit_code_of(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     code = getattr(error, "exit_code", FAILED)
-    return code if type(code) is int and 0 < code < 256 else FAILED
+    if type(code) is not int or not 0 < code < 256:
+        return FAILED
+    return code
 
 
 def _text_of(error: BaseException) -> str:

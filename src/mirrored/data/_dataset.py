@@ -159,7 +159,9 @@ mesh_of: Callable[[DistributedDataset], ReplicaMesh] = operator.attrgetter("_mes
 def batch_rows(dataset: DistributedDataset) -> int | None:
     """Return the number of rows in each global batch but the last; None if only the dataset itself knows."""
     cut = kind_of(dataset._plan.dataset).cut(dataset._plan.dataset)
-    return cut.batch_size if cut is not None and dataset._plan.kind == "DATA" else None
+    if cut is None or dataset._plan.kind != "DATA":
+        return None
+    return cut.batch_size
 
 
 def check_dataset(dataset: object, verb: str, policy: AutoShardPolicy | str = AutoShardPolicy.AUTO) -> None:
@@ -195,7 +197,7 @@ def check_dataset(dataset: object, verb: str, policy: AutoShardPolicy | str = Au
 
 
 def _why_share(dataset: object) -> str | None:
-    """Say which share of the rows a loader yields that has a sampler for torch.distributed; None if it yields all rows."""
+    """Say which share of the rows a loader with a sampler for torch.distributed yields; None if it yields all rows."""
     batch_sampler = getattr(dataset, "batch_sampler", None)
     for sampler in (getattr(dataset, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
         count, rank = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)

@@ -285,7 +285,7 @@ class DistributedIterator:
 
 
 def joined(iterator: DistributedIterator, by_worker: list[Any]) -> Any:
-    """Return the state from which this worker goes on, given the states of workers that were more or fewer."""
+    """Merge the saved states of more or fewer workers into the one from which this worker goes on."""
     is_by_file = isinstance(by_worker[0], dict) and by_worker[0].get("policy") == "FILE"
     if not is_by_file or not isinstance(iterator, DistributedIterator) or not iterator._plan.goes_on_by_file("FILE"):
         return by_worker[0]  # perhaps refused; an iterator of another library decides itself

@@ -30,7 +30,7 @@ def parse_example(records: bytes | Sequence[bytes], spec: Mapping[str, Feature])
 
     Args:
         records: one record, or a list of records, as `mr.data.tfrecord_dataset(files).batch(n)` yields.
-        spec: for the name of each feature to read, an `mr.data.FixedLenFeature` or an `mr.data.VarLenFeature`.
+        spec: for the name of each feature to read, an `mr.data.FixedLenFeature` or `mr.data.VarLenFeature`; others are ignored.
 
     Returns:
         for each name, an array with the feature's shape; for a list of records it has a leading axis. A

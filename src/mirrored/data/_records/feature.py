@@ -183,5 +183,5 @@ def _checked_dtype(dtype: Any, is_decoded: bool) -> Any:
         is_of_list = found == np.float32 or found.kind in "biu"
         if dtype is not None and (is_of_list or (is_decoded and is_numeric(found))):
             return found
-    also = ", or, for bytes to be decoded, another dtype of numbers" if is_decoded else ""
+    also = ", or, for bytes to be decoded, another dtype of numbers" * is_decoded
     raise TypeError(f"dtype is {dtype!r}; expected bytes, np.float32, np.int64 or another integer dtype, bool{also}.")

@@ -45,7 +45,7 @@ class TFRecordDataset(grain.IterDataset):
         return TFRecordIterator(self)
 
     def __repr__(self) -> str:
-        batched = "" if self.batch_size is None else f", batch_size={self.batch_size}, drop_remainder={self.drop_remainder}"
+        batched = f", batch_size={self.batch_size}, drop_remainder={self.drop_remainder}" * (self.batch_size is not None)
         return f"TFRecordDataset({len(self.files)} files{batched})"
 
 

@@ -1,7 +1,4 @@
-"""Reads the TFRecord format: yields records from files in order, each only after its checks.
-
-docs/design/tfrecord.md explains the format, why the reader works on chunks, its checks and its speed.
-"""
+"""Reads the TFRecord format, and yields each record only after its checks (docs/design/tfrecord.md)."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ Place: TypeAlias = tuple[int, int, int]
 def read_files(
     files: Sequence[str], place: Place, compression: str | None, max_record_bytes: int
 ) -> Generator[tuple[Place, list[bytes], list[int]]]:
-    """Yield chunks of the files' records, in order: the place of the first record, the records, the byte after each."""
+    """Yield chunks of records, file by file: the place of the first record, the records, and the byte where each ends."""
     first, record, offset = place
     for file, path in enumerate(files[first:], first):
         with contextlib.closing(_read_chunks(path, record, offset, compression, max_record_bytes)) as chunks:
@@ -59,7 +56,7 @@ def read_files(
 def _read_chunks(
     path: str, record: int, offset: int, compression: str | None, max_record_bytes: int
 ) -> Generator[tuple[list[bytes], list[int]]]:
-    """Yield chunks of a file's records from a position on: the records, and the byte after each."""
+    """Yield chunks of a file's records from a position on: the records, and the byte where each ends."""
 
     def fault(problem: str, or_later: str = "") -> TFRecordError:
         place = f"at byte {offset}{or_later}" + " of what it decompresses to" * bool(compression)

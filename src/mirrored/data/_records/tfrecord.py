@@ -139,7 +139,7 @@ def _checked_file(file: object) -> str:
     if os.path.isdir(path):
         raise IsADirectoryError(f"{path!r} is a directory; name its files: {os.path.join(path, '*.tfrecord')!r}.")
     if not os.path.exists(path):
-        hint = " In a list each file is named; expand a pattern with sorted(glob.glob(pattern))." if glob.has_magic(path) else ""
+        hint = " In a list each file is named; expand a pattern with sorted(glob.glob(pattern))." * glob.has_magic(path)
         raise FileNotFoundError(f"there is no file {path!r} (working directory: {os.getcwd()}).{hint}")
     raise ValueError(f"{path!r} is a pipe or a device, which cannot be read again from a position; write its bytes to a file.")
 

@@ -77,7 +77,7 @@ def make_plan(
         reason = kind.why_not_by_file(dataset, worker.count, is_auto)
     if reason is None:
         count = kind.num_files(dataset)
-        of_all = "" if count is None else f" of {count}"
+        of_all = f" of {count}" * (count is not None)
         which = f"worker i of {worker.count} reads the files i, i + {worker.count}, ...{of_all}"
         how = f"{'AUTO chose ' * is_auto}FILE: {which} and gives its share of each global batch"
         return SharingPlan(dataset, "FILE", how, share=share, by_file=by_file, is_auto_by_file=is_auto)

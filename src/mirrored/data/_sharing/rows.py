@@ -166,4 +166,4 @@ def copied(batch: PyTree) -> PyTree:
 
 
 def _at(path: Sequence[Any]) -> str:
-    return f" at {jax.tree_util.keystr(tuple(path))}" if path else ""
+    return f" at {jax.tree_util.keystr(tuple(path))}" * bool(path)

@@ -93,7 +93,7 @@ class NumpyDataset:
             seed: an int of at least 0.
         """
         if buffer_size is not None or seed is None:
-            given = f"seed={seed!r}" if buffer_size is None else f"buffer_size={buffer_size!r}, seed={seed!r}"
+            given = f"buffer_size={buffer_size!r}, " * (buffer_size is not None) + f"seed={seed!r}"
             raise TypeError(
                 f"shuffle got {given}; expected a seed by its name, and no more: .shuffle(seed={seed or 0!r}). Here all rows "
                 "change places, as in tf.data with a buffer_size of the number of rows."
