@@ -12,6 +12,7 @@ import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.ode import odeint
+from parameters import nightly
 from strategies import all_reduce, ctx, made, numbers, strategy_of, variable
 
 import mirrored as mr
@@ -535,9 +536,7 @@ PACKED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "num_replicas"), [("a sine", 1), ("a sine", 3), pytest.param("odeint", 3, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("name", "num_replicas"), [("a sine", 1), ("a sine", 3), *nightly(("odeint", 3))])
 def test_a_backward_pass_that_packs_values_and_cotangents_warns_and_the_designs_lines_silence_it(name, num_replicas):
     strategy, rows, (losses, parts) = strategy_of(num_replicas), np.arange(7, dtype=np.float32), PACKED[name]
     w, [own] = variable(2.0, strategy), strategy.distribute_dataset([rows])
@@ -715,7 +714,7 @@ class TrainState(NamedTuple):
 
 
 @pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.adam(0.1)], ids=["sgd", "adam"])
-@pytest.mark.parametrize("rows", [6, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [6, *nightly(5)])
 def test_a_forgotten_all_reduce_is_said_once_at_the_users_line(strategy2, tx, rows):
     params, state = PARAMS, tx.init(PARAMS)
     message = r"such as result\[0\]\['b'\], are arrays .*all_reduce\('sum', grads\)"

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from parameters import nightly
 from strategies import ctx, strategy_of
 
 import mirrored as mr
@@ -116,7 +117,7 @@ def keras_alone(data: list[Batch], strategy: mr.Strategy | None = None) -> list[
     return [float(strategy.reduce("sum", strategy.run(train, args=batch))) for batch in strategy.distribute_dataset(data)]
 
 
-REPLICAS = [3, *(pytest.param(r, marks=pytest.mark.slow) for r in (1, 8))]
+REPLICAS = [3, *nightly(1, 8)]
 
 
 @pytest.mark.parametrize("train", [jax_alone, nnx_alone, keras_alone])

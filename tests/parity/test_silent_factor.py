@@ -15,7 +15,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training import train_state
-from parameters import slow
+from parameters import nightly
 from strategies import ctx, made, strategy_of, variable
 
 import mirrored as mr
@@ -161,7 +161,7 @@ def on_one_device(name):
 
 
 @pytest.mark.parametrize(
-    ("library", "num_replicas"), [*((name, 2) for name in LIBRARIES), *slow(("by_tree_in_a_variable", 1), ("by_nnx", 3))]
+    ("library", "num_replicas"), [*((name, 2) for name in LIBRARIES), *nightly(("by_tree_in_a_variable", 1), ("by_nnx", 3))]
 )
 def test_a_factor_is_said_in_any_library_and_right_steps_are_silent(library, num_replicas):
     """One library runs all right steps, the others one each; of the others the programs are made."""
@@ -263,7 +263,7 @@ DERIVATIVES = {
 OTHERS = [*((name, 2) for name in list(DERIVATIVES)[1:]), ("sum", 3)]
 
 
-@pytest.mark.parametrize(("derivative", "num_replicas"), [("sum", 2), *slow(*OTHERS)])
+@pytest.mark.parametrize(("derivative", "num_replicas"), [("sum", 2), *nightly(*OTHERS)])
 def test_right_losses_are_silent_and_their_wrong_sums_are_not(derivative, num_replicas):
     strategy, combine = strategy_of(num_replicas), DERIVATIVES[derivative]
     losses = {name: loss for name, loss in LOSSES.items() if (derivative, name) != ("forward", "custom_vjp")}
