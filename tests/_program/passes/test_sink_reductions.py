@@ -331,7 +331,7 @@ def price_of(lowered):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["W2", "W3", "W4", "GPT", "ResNet in float32", "ResNet in bfloat16", *RECURRENT])
+@pytest.mark.parametrize("name", ["W2", *nightly("W3", "W4", "GPT", "ResNet in float32", "ResNet in bfloat16", *RECURRENT)])
 def test_replicas_of_a_device_cost_what_it_costs_without(name, benchmarks):
     if name.startswith("ResNet"):
         pytest.importorskip("flax")
