@@ -24,9 +24,9 @@ demo-cluster: setup
 test: setup
 	$(BIN)/python -m pytest -q -n $(JOBS) --durations=5 --durations-min=5 $(TESTS)
 
-# Numbers that are compared with those of one device.
-OPTIMIZED := tests/parity tests/_program/uneven tests/_replicas/test_cross_replica.py tests/_replicas/test_reductions.py \
-  tests/_updates tests/test_losses.py
+# Numbers that are compared with those of one device, all that NumPy computes in the default suite among them.
+OPTIMIZED := $(shell grep -rl --include='test_*.py' in_numpy tests) tests/parity/test_tf_numbers.py \
+  tests/_replicas/test_cross_replica.py tests/_updates
 
 ## test-optimized: numbers that are compared with those of one device, by XLA with its optimizations
 test-optimized: setup

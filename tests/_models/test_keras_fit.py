@@ -15,7 +15,10 @@ import mirrored as mr
 keras = pytest.importorskip("keras")
 load_digits = pytest.importorskip("sklearn.datasets").load_digits
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("in_numpy"),
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # of Keras' variables
+]
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 each_loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)

@@ -15,7 +15,10 @@ import mirrored as mr
 keras = pytest.importorskip("keras")
 load_digits = pytest.importorskip("sklearn.datasets").load_digits
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of Keras' variables
+pytestmark = [
+    pytest.mark.usefixtures("in_numpy"),
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # of Keras' variables
+]
 
 #: Four steps, the last of which leaves some of four replicas without rows.
 SIZES = [32] * 3 + [3]

@@ -15,6 +15,8 @@ from mirrored import testing
 from mirrored._program.program import StepProgram
 from mirrored._replicas import division
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 nnx = pytest.importorskip("flax.nnx")
 
 ROWS = np.random.default_rng(0).standard_normal((12, 3)).astype(np.float32)

@@ -17,6 +17,8 @@ from strategies import all_reduce, ctx, made, numbers, strategy_of, variable
 
 import mirrored as mr
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 SIZE = 3
 HERE = re.escape(__file__)
 

@@ -16,6 +16,8 @@ from mirrored._program.passes import fuse_all_reduces, order_sums
 from mirrored._replicas import collectives, division
 from mirrored._variables import spec
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 DEVICES = [f"cpu:{i}" for i in range(8)]
 WIDTH, LAYERS = 20, 3
 packing = collectives, fuse_all_reduces

@@ -15,6 +15,8 @@ from strategies import ctx, strategy_of
 
 import mirrored as mr
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 Batch = tuple[np.ndarray, np.ndarray]
 SIZES = (24, 19)
 

@@ -20,6 +20,8 @@ from strategies import ctx, made, strategy_of, variable
 
 import mirrored as mr
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 X = np.random.default_rng(0).normal(size=(7, 3)).astype(np.float32)
 W = np.array([[0.3], [-0.2], [0.1]], np.float32)
 TX = optax.sgd(0.1, momentum=0.5)
