@@ -483,7 +483,7 @@ OF_SHARES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("num_replicas", [1, 3])
+@pytest.mark.parametrize("num_replicas", [*nightly(1), 3])
 def test_what_is_not_linear_in_a_share_is_said_with_the_shares_line_and_the_lines_to_write_are_right(num_replicas):
     strategy, one = strategy_of(num_replicas), strategy_of(1)
     rows = np.arange(1, 8, dtype=np.float32)
@@ -618,7 +618,7 @@ ALONE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("num_replicas", [1, 3])
+@pytest.mark.parametrize("num_replicas", [*nightly(1), 3])
 def test_what_is_no_linear_function_of_own_gradients_is_not_to_be_summed(num_replicas):
     strategy, w = strategy_of(num_replicas), np.float32(2)
     x = np.arange(1, 8, dtype=np.float32)

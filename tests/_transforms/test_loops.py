@@ -12,7 +12,7 @@ from strategies import TWO, all_reduce, numbers, strategy_of, values_of, variabl
 
 import mirrored as mr
 
-pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
+pytestmark = [pytest.mark.usefixtures("in_numpy"), pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")]
 
 
 CONTEXTS = {
