@@ -63,12 +63,13 @@ def without_optimizations():
 
 
 @pytest.fixture
-def in_numpy():
+def in_numpy(request: pytest.FixtureRequest):
     """Let NumPy compute the programs of steps, replicas in lockstep: compiling takes longer than all else.
 
-    What is tested is what the library makes of a step. Where XLA optimizes, XLA computes.
+    What is tested is what the library makes of a step. Where XLA optimizes, and in tests marked `by_xla`, XLA computes.
     """
-    with lockstep.computed() if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1" else contextlib.nullcontext():
+    by_xla = os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] != "1" or request.node.get_closest_marker("by_xla")
+    with contextlib.nullcontext() if by_xla else lockstep.computed():
         yield
 
 
