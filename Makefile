@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # How many processes share the tests.
 JOBS ?= 2
 
-.PHONY: demo demo-cluster test test-oldest test-all nightly check docs mutants mutations programs bench setup dist lock clean
+.PHONY: demo demo-cluster test test-optimized test-oldest test-all nightly lint check docs mutants mutations programs bench setup dist lock clean
 
 ## demo: train on real digits with 4 replicas; picture in out/
 demo: setup
@@ -24,30 +24,42 @@ demo-cluster: setup
 test: setup
 	$(BIN)/python -m pytest -q -n $(JOBS) --durations=5 --durations-min=5 $(TESTS)
 
+# Numbers that are compared with those of one device, all that NumPy computes in the default suite among them.
+OPTIMIZED := $(shell grep -rl --include='test_*.py' in_numpy tests) tests/parity/test_tf_numbers.py \
+  tests/_replicas/test_cross_replica.py tests/_updates
+
+## test-optimized: numbers that are compared with those of one device, by XLA with its optimizations
+test-optimized: setup
+	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -q -n $(JOBS) $(OPTIMIZED)
+
 # What another version of Python, JAX, NumPy, Optax, grain or a model library can break: what we take of them, the numbers of one
-# device, each docstring's example, and what users write wrongly.
-OF_VERSIONS := tests/_jax tests/_models tests/_transforms tests/_updates tests/_checkpoint tests/data tests/random_programs \
-  $(filter-out %/test_silent_factor.py,$(wildcard tests/parity/test_*.py)) tests/_program/uneven/test_properties.py \
-  $(addprefix tests/test_,bad_input.py docs.py env.py losses.py optax.py optimizer.py public.py testing.py)
+# device, and each docstring's example.
+OF_VERSIONS := tests/_jax tests/_models tests/data/test_sources.py tests/data/test_kinds.py tests/parity/test_programs.py \
+  $(addprefix tests/test_,docs.py env.py optax.py public.py)
 
 ## test-oldest: what versions can break, with the oldest Python and JAX that are supported; `make nightly` runs all
 test-oldest:
 	$(MAKE) test VENV=.venv-oldest LOCK=requirements-oldest.lock PYTHON=$$(tools/newest-python 3.12) TESTS="$(OF_VERSIONS)"
 
-## nightly: what .ci/run takes a sample of: the whole default suite with the oldest versions, all mutants, 3000 random programs
-nightly: mutants programs
+## nightly: what .ci/run takes a sample of: the claims of its tests at other sizes, the whole default suite with the oldest
+## versions, numbers by XLA with its optimizations, all mutants, 3000 random programs
+nightly: mutants programs test-optimized
+	$(BIN)/python -m pytest -q -n $(JOBS) -m nightly
 	$(MAKE) test-oldest OF_VERSIONS=tests
 
 ## test-all: the default suite and the slow tests
 test-all: setup
 	$(BIN)/python -m pytest -q -n $(JOBS) -m "slow or not slow"
 
-## check: lint, types, and the documentation, whose pages are built and executed
-check: setup
+## lint: style and types
+lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
-	$(BIN)/python -m pytest -q -n $(JOBS) -m "$(or $(MARKED),slow or not slow)" tests/test_docs.py tests/test_house.py tests/test_built_pages.py
+
+## check: lint, and the documentation, whose pages are built and executed
+check: lint
+	$(BIN)/python -m pytest -q -n $(JOBS) -m "slow or not slow" tests/test_docs.py tests/test_house.py tests/test_built_pages.py
 
 ## docs: build the documentation into out/docs
 docs: setup
@@ -83,7 +95,7 @@ setup: $(VENV)/.ready
 $(VENV)/.ready: $(LOCK) pyproject.toml
 	@test -n "$(PYTHON)"
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $(LOCK)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -r $(LOCK)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@$(BIN)/python -c "import platform, jax; print('Python', platform.python_version(), 'with jax', jax.__version__)"
 	@touch $@

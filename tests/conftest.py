@@ -19,6 +19,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 import jax
 import numpy as np
 import pytest
+from parameters import nightly
 from random_programs import lockstep
 
 import mirrored as mr
@@ -28,9 +29,14 @@ mr.MirroredStrategy(ALL_DEVICES)  # starts the backend with 8 devices, whichever
 gc.freeze()  # what is imported stays: no collection looks at it again
 
 
-@pytest.fixture(
-    params=[1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(8, marks=pytest.mark.slow)], ids=lambda r: f"R{r}"
-)
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("nightly"):
+            item.add_marker("slow")
+
+
+@pytest.fixture(params=[1, *nightly(2), 3, *nightly(8)], ids=lambda r: f"R{r}")
 def strategy(request: pytest.FixtureRequest) -> mr.MirroredStrategy:
     """A strategy of each size for which the anchor behaves differently."""
     return mr.MirroredStrategy(ALL_DEVICES[: request.param])
@@ -57,12 +63,13 @@ def without_optimizations():
 
 
 @pytest.fixture
-def in_numpy():
+def in_numpy(request: pytest.FixtureRequest):
     """Let NumPy compute the programs of steps, replicas in lockstep: compiling takes longer than all else.
 
-    What is tested is what the library makes of a step. Where XLA optimizes, XLA computes.
+    What is tested is what the library makes of a step. Where XLA optimizes, and in tests marked `by_xla`, XLA computes.
     """
-    with lockstep.computed() if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1" else contextlib.nullcontext():
+    by_xla = os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] != "1" or request.node.get_closest_marker("by_xla")
+    with contextlib.nullcontext() if by_xla else lockstep.computed():
         yield
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from parameters import nightly
 from processes import run_program
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -53,6 +54,8 @@ OPTIONS = {
     "models": ["--only=NNX"],
     "virtual_replicas": ["--workloads=W1"],
 }
+#: Of the slow suite: one that has peers and losses to compare, and one that has neither. The harness is the same in all.
+QUICK = ("step_time", "transfers")
 #: What imports jax is there already; a benchmark sees itself as its own program.
 RUN = """
 import os, runpy, sys
@@ -66,7 +69,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", [*QUICK, *nightly(*(file for file in FILES if file not in QUICK))])
 def test_quick_run_prints_its_table(file: str, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True)
     command = [tmp_path, BENCHMARKS / f"{file}.py", "--quick", *OPTIONS.get(file, [])]

@@ -6,7 +6,10 @@ import subprocess
 import pytest
 from foreign import run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.nightly("tests/parity/test_random_numbers.py::test_a_library_draws_what_it_draws_alone"),
+    pytest.mark.timeout(600),
+]
 KERAS = """
     layers/rnn/lstm_test.py layers/normalization/spectral_normalization_test.py layers/core/dense_test.py
     optimizers/optimizer_test.py

@@ -1,6 +1,7 @@
 """The house stands: floors, borders, one word for one thing, short ways. docs/design/house.md says why."""
 
 import ast
+import functools
 import gc
 import re
 import runpy
@@ -78,9 +79,17 @@ def imports(name: str) -> Iterator[tuple[str, str, ast.ImportFrom]]:
                 yield (whole, "", node) if whole in PATHS or f"{whole}.__init__" in PATHS else (module, alias.name, node)
 
 
-def each(kind: type) -> Iterator[tuple[str, ast.AST]]:
+@functools.cache
+def nodes() -> dict[type, list[tuple[str, ast.AST]]]:
+    found = defaultdict(list)
     for name, tree in TREES.items():
-        yield from ((name, node) for node in ast.walk(tree) if isinstance(node, kind))
+        for node in ast.walk(tree):
+            found[type(node)].append((name, node))
+    return found
+
+
+def each(kind: type) -> list[tuple[str, ast.AST]]:
+    return nodes()[kind]
 
 
 def test_imports_go_down_the_floors() -> None:
@@ -581,24 +590,10 @@ def test_a_line_is_read_once() -> None:
 #: Arguments that are annotated as a bare `Any`, of each wing that has some. A commit may lower a number: of 3,100
 #: arguments one in seventeen is so.
 ANYS = {
-    "_checkpoint": 6,
-    "_cluster": 6,
-    "_jax": 5,
-    "_models": 10,
-    "_program": 46,
-    "_replicas": 16,
-    "_report": 4,
-    "_strategy": 3,
-    "_testing": 8,
-    "_tf_names": 6,
-    "_transforms": 7,
-    "_updates": 5,
-    "_variables": 6,
-    "_workers": 13,
-    "data": 12,
-    "losses": 2,
-    "optimizer": 3,
-}
+    "_checkpoint": 6, "_cluster": 6, "_jax": 5, "_models": 10, "_program": 46, "_replicas": 16, "_report": 4, "_strategy":
+    3, "_testing": 8, "_tf_names": 6, "_transforms": 7, "_updates": 5, "_variables": 6, "_workers": 13, "data": 12,
+    "losses": 2, "optimizer": 3,
+}  # fmt: skip
 
 
 def any_arguments() -> Counter[str]:
@@ -637,6 +632,29 @@ def test_docstrings_begin_with_one_sentence() -> None:
     )
     classes = [(name, node.name) for name, node in each(ast.ClassDef) if verbs.match(ast.get_docstring(node) or "")]
     assert classes == [], "a class is a noun"
+
+
+def test_what_is_nightly_has_a_twin_that_is_not() -> None:
+    """`nightly("tests/....py::test_x")` names a test that `.ci/run` takes; of parameters others are not nightly."""
+    for path in sorted(Path(__file__).parent.rglob("test_*.py")):
+        text = path.read_text()
+        tree = ast.parse(text if "nightly" in text else "")
+        lists = {id(part) for node in ast.walk(tree) if isinstance(node, ast.List) and not is_nightly(node) for part in node.elts}
+        for node in ast.walk(tree):
+            where = f"{path}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Starred) and is_nightly(node.value):
+                assert id(node) in lists, f"{where}: a list with a case that is not nightly"
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.nightly":
+                file, _, name = ast.literal_eval(node.args[0]).partition("::")
+                found = [n for n in ast.parse((ROOT / file).read_text()).body if getattr(n, "name", "") == name]
+                assert len(found) == 1 and not any(map(is_nightly, found[0].decorator_list)), f"{where}: no such twin"
+
+
+def is_nightly(node: ast.expr) -> bool:
+    """Tell whether an expression is `nightly(...)`, or a list of nothing else."""
+    if isinstance(node, ast.List):
+        return all(isinstance(part, ast.Starred) and is_nightly(part.value) for part in node.elts)
+    return isinstance(node, ast.Call) and ast.unparse(node.func).endswith("nightly")
 
 
 def way(step: Callable[[], object]) -> tuple[set[str], int]:

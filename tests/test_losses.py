@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from parameters import slow
+from parameters import nightly
 from strategies import made, variable
 
 import mirrored as mr
@@ -262,7 +262,7 @@ def by_hand(strategy, x):
     return strategy.run(step, args=(x,))
 
 
-@pytest.mark.parametrize("sizes", [[4, 3, 0], *slow([4, 4, 4])], ids=["uneven", "even"])
+@pytest.mark.parametrize("sizes", [[4, 3, 0], *nightly([4, 4, 4])], ids=["uneven", "even"])
 def test_every_right_form_is_the_update_of_one_device_in_silence(sizes):
     strategy, x = batch_of(sizes)
     found = by_optimizer(strategy, x, {name: of_ours(loss) for name, (loss, _) in RIGHT.items()})

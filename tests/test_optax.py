@@ -12,7 +12,7 @@ import optax
 import pytest
 from optax import contrib
 from optax_rows import CHANGE_STRUCTURE, OF_EXAMPLES, ROWS, exported
-from parameters import slow
+from parameters import nightly
 from strategies import variable
 
 import mirrored as mr
@@ -93,7 +93,7 @@ def largest_difference(tree: Any, other: Any) -> float:
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore:inject_stateful_hyperparams is deprecated", "ignore:`optimistic_adam` is deprecated")
 @pytest.mark.usefixtures("without_optimizations")
-@pytest.mark.parametrize("names", [SOME, *slow(*GROUPS)], ids=lambda names: names[0])
+@pytest.mark.parametrize("names", [SOME, *nightly(*GROUPS)], ids=lambda names: names[0])
 def test_each_trains_as_on_one_device(names: Sequence[str], strategy3: mr.Strategy) -> None:
     wrong = {}
     for name, (variables, optimizer) in together(names, strategy3).items():

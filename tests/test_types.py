@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from parameters import nightly
 
 _BIN = Path(sys.executable).parent
 
@@ -99,11 +100,11 @@ mr.value_and_grad(lambda x: w[0] * x, [w])(1)[0].values
 """
 
 
-_MYPY = pytest.param(("mypy", "--ignore-missing-imports"), marks=pytest.mark.slow, id="mypy")
-_PYRIGHT = pytest.param(("basedpyright", "--level=error", "--pythonpath", sys.executable), id="pyright")
+_MYPY = "mypy", "--ignore-missing-imports"
+_PYRIGHT = "basedpyright", "--level=error", "--pythonpath", sys.executable
 
 
-@pytest.mark.parametrize("command", [_PYRIGHT, _MYPY])
+@pytest.mark.parametrize("command", [_PYRIGHT, *nightly((_MYPY,))], ids=["pyright", "mypy"])
 def test_a_right_program_is_accepted_and_each_wrong_line_is_found(command: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard"}')
     right, wrong = _BEGIN + RIGHT, WRONG.strip()

@@ -77,7 +77,7 @@ def test_variables_are_taken_over_where_a_step_meets_or_makes_them(strategy3: mr
         jax.jit(lambda: inside.kernel.value + 1)()
 
 
-@pytest.mark.slow  # each operation of Keras is compiled alone
+@pytest.mark.nightly("tests/_models/test_library.py::test_the_twin_of_a_step_in_eager_mode_and_in_a_function_is_the_same")
 def test_eager_steps_do_the_same(strategy2: mr.Strategy) -> None:
     [x] = strategy2.distribute_dataset([np.arange(8, dtype=np.float32).reshape(4, 2)])
     with strategy2.scope():

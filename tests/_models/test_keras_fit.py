@@ -8,14 +8,17 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from parameters import slow
+from parameters import nightly
 
 import mirrored as mr
 
 keras = pytest.importorskip("keras")
 load_digits = pytest.importorskip("sklearn.datasets").load_digits
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("in_numpy"),
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # of Keras' variables
+]
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 each_loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
@@ -59,7 +62,7 @@ def require_equal(own: Any, expected: Any) -> None:
     assert {name: pytest.approx(values, rel=1e-5) for name, values in own[0].items()} == expected[0]
 
 
-@pytest.mark.parametrize(("num_replicas", "options"), [(2, {}), *slow((5, {"steps_per_execution": 2}))])
+@pytest.mark.parametrize(("num_replicas", "options"), [(2, {}), *nightly((5, {"steps_per_execution": 2}))])
 def test_fit_is_that_of_one_device(num_replicas: int, options: dict[str, Any]) -> None:
     with warnings.catch_warnings():  # JAX warns of labels of int64 where no strategy is
         warnings.filterwarnings("ignore", "Explicitly requested dtype int64")

@@ -8,14 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from parameters import slow
+from parameters import nightly
 
 import mirrored as mr
 
 keras = pytest.importorskip("keras")
 load_digits = pytest.importorskip("sklearn.datasets").load_digits
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of Keras' variables
+pytestmark = [
+    pytest.mark.usefixtures("in_numpy"),
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # of Keras' variables
+]
 
 #: Four steps, the last of which leaves some of four replicas without rows.
 SIZES = [32] * 3 + [3]
@@ -95,7 +98,7 @@ def train(strategy: mr.Strategy, make_optimizer: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.usefixtures("without_optimizations")
-@pytest.mark.parametrize("num_replicas, optimizer", slow((5, "nadam"), (4, "all")))
+@pytest.mark.parametrize("num_replicas, optimizer", [pytest.param(5, "nadam", marks=pytest.mark.slow), *nightly((4, "all"))])
 def test_a_net_learns_as_on_one_device(num_replicas: int, optimizer: str) -> None:
     strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
     model, state, accuracy = train(strategy, OPTIMIZERS[optimizer])

@@ -15,6 +15,8 @@ from mirrored import testing
 from mirrored._program.program import StepProgram
 from mirrored._replicas import division
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 nnx = pytest.importorskip("flax.nnx")
 
 ROWS = np.random.default_rng(0).standard_normal((12, 3)).astype(np.float32)
@@ -134,6 +136,7 @@ def test_a_step_trains_as_nnx_jit_does_whatever_form_its_arguments_have(strategy
     assert wrong == []
 
 
+@pytest.mark.by_xla
 def test_copies_are_equal_and_one_program_serves_all_steps(strategy2: mr.Strategy, batch: dict) -> None:
     model, optimizer = made()
     with testing.count_programs() as programs:
@@ -244,6 +247,7 @@ def test_layers_of_a_scan_draw_what_they_draw_on_one_device(strategy3: mr.Mirror
     assert np.asarray(model.drops.rngs.count[...]).tolist() == [4, 4, 4]
 
 
+@pytest.mark.by_xla  # `lockstep` knows no scatter of one number
 def test_metrics_are_those_of_all_rows(strategy3: mr.MirroredStrategy) -> None:
     def evaluate(metrics: nnx.MultiMetric, batch: dict, afresh: bool) -> None:
         if afresh:

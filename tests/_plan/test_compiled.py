@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from parameters import nightly
 from strategies import variable
 
 import mirrored as mr
@@ -113,7 +114,7 @@ def test_a_shared_out_update_keeps_an_eighth_of_the_state() -> None:
     assert max(sent.num_bytes for sent in shared.collectives if sent.kind == "reduce-scatter") >= 4 * WIDTH * WIDTH
 
 
-@pytest.mark.parametrize("name", ["v5e:8x8", "v5e:16x16", "v5p:4x4x4", "v6e:8x8"])
+@pytest.mark.parametrize("name", ["v5e:8x8", *nightly("v5e:16x16", "v5p:4x4x4", "v6e:8x8")])
 def test_gradients_are_scattered_among_many_chips_too(name) -> None:
     strategy = mr.MirroredStrategy(mr.topology(name))
     w = variable(jax.ShapeDtypeStruct((1024, 1024), jnp.float32), strategy, name="w")
@@ -141,7 +142,7 @@ def test_a_scatter_that_xla_writes_as_a_fused_all_reduce_counts_what_is_sent() -
     assert rows.size * 4 <= sent.num_bytes <= 1.05 * rows.size * 4
 
 
-@pytest.mark.parametrize("schedule", ["together", "one_by_one"])
+@pytest.mark.parametrize("schedule", ["together", *nightly("one_by_one")])
 def test_several_replicas_on_a_device(schedule) -> None:
     strategy, *_ = train(num_replicas=16, schedule=schedule)
     [program] = mr.plan(strategy).programs
@@ -294,7 +295,7 @@ def plan_script(tmp_path, *options, **words):
     return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False)
 
 
-@pytest.mark.parametrize("name", ["MirroredStrategy", "MultiWorkerMirroredStrategy"])
+@pytest.mark.parametrize("name", ["MirroredStrategy", *nightly("MultiWorkerMirroredStrategy")])
 def test_the_command_plans_a_script_as_it_is(name, tmp_path) -> None:
     done = plan_script(tmp_path, "--topology", "v5e:8x8", strategy=name)
     assert done.returncode == 0, done.stderr

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from parameters import nightly
 
 import mirrored as mr
 from mirrored._jax import topologies
@@ -12,7 +13,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["W1", "W2", "W3", "W4"])
+@pytest.mark.parametrize("name", ["W1", *nightly("W2", "W3", "W4")])
 def test_a_plan_says_what_is_measured(name, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import _jax_contenders

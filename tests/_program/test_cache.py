@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from parameters import slow
+from parameters import nightly
 from strategies import variable
 
 import mirrored as mr
@@ -66,7 +66,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", ["argument", "method", *slow(*sorted(WAYS.keys() - {"argument", "method"}))])
+@pytest.mark.parametrize("way", ["argument", "method", *nightly(*sorted(WAYS.keys() - {"argument", "method"}))])
 def test_a_model_that_is_dropped_takes_its_programs_with_it(way, strategy2):
     dropped, counts = [], []
     for _ in range(3):

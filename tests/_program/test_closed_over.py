@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from parameters import slow
+from parameters import nightly
 from strategies import variable
 
 import mirrored as mr
@@ -48,7 +48,7 @@ USES = SEARCHES | {
 EVEN, UNEVEN, FEW = (2, 2, 2), (1, 3, 0), ("a jitted function", "a search", "a jacobian")
 CASES = [
     ("of this", EVEN, tuple(SEARCHES)), ("of another", EVEN, FEW), ("of a variable", EVEN, FEW),
-    *slow(
+    *nightly(
         ("of this", EVEN, tuple(USES)), ("on one device", EVEN, FEW), ("of another", UNEVEN, ("a jitted function",)),
         ("of this", UNEVEN, ("a gradient", "a collective", "merge_call")),
     ),
@@ -131,7 +131,7 @@ def run_all(strategy, frozen):
 
 
 @pytest.mark.parametrize(("kind", "num_devices", "num_replicas"), [
-    ("numpy", 1, 3), ("jax", 3, 3), ("nnx", 2, 2), ("equinox", 2, 2), *slow(("numpy", 1, 1), ("jax", 1, 1), ("numpy", 3, 3)),
+    ("numpy", 1, 3), ("jax", 3, 3), ("nnx", 2, 2), ("equinox", 2, 2), *nightly(("numpy", 1, 1), ("jax", 1, 1), ("numpy", 3, 3)),
     ("of a step", 2, 2),
 ])  # fmt: skip
 def test_what_steps_name_exists_once_on_a_device_and_ends_with_its_owner(kind, num_devices, num_replicas):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from parameters import nightly
 from strategies import TWO, variable
 
 import mirrored as mr
@@ -94,7 +95,7 @@ def read_only(x):
     return {name: read(x) for name, read in READERS.items()}
 
 
-@pytest.mark.parametrize("names", [("jit",), pytest.param(tuple(READERS), marks=pytest.mark.slow)], ids=["jit", "all"])
+@pytest.mark.parametrize("names", [("jit",), *nightly((tuple(READERS),))], ids=["jit", "all"])
 def test_a_helper_that_reads_a_variable_sees_its_value_of_the_moment(names):
     compiled = mr.function(read_write_read)
     for seen in (TWO.run(read_write_read, args=(TEN, names)), compiled(TEN, names), compiled(TEN, names)):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from parameters import nightly
 from strategies import ctx, made, strategy_of, variable
 
 import mirrored as mr
@@ -63,7 +64,7 @@ def said_by(function):
     return [str(warning.message) for warning in caught if not issubclass(warning.category, mr.RecompilationWarning)]
 
 
-@pytest.mark.parametrize("num_replicas", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_replicas", [2, *nightly(1)])
 def test_equal_noise_on_the_rows_of_all_replicas_is_said(num_replicas):
     strategy = strategy_of(num_replicas)
     for name, step in (FOR_ROWS | FOR_ALL).items():

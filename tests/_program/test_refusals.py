@@ -12,9 +12,12 @@ import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.ode import odeint
+from parameters import nightly
 from strategies import all_reduce, ctx, made, numbers, strategy_of, variable
 
 import mirrored as mr
+
+pytestmark = pytest.mark.usefixtures("in_numpy")
 
 SIZE = 3
 HERE = re.escape(__file__)
@@ -480,7 +483,7 @@ OF_SHARES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("num_replicas", [1, 3])
+@pytest.mark.parametrize("num_replicas", [*nightly(1), 3])
 def test_what_is_not_linear_in_a_share_is_said_with_the_shares_line_and_the_lines_to_write_are_right(num_replicas):
     strategy, one = strategy_of(num_replicas), strategy_of(1)
     rows = np.arange(1, 8, dtype=np.float32)
@@ -535,9 +538,7 @@ PACKED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "num_replicas"), [("a sine", 1), ("a sine", 3), pytest.param("odeint", 3, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("name", "num_replicas"), [("a sine", 1), ("a sine", 3), *nightly(("odeint", 3))])
 def test_a_backward_pass_that_packs_values_and_cotangents_warns_and_the_designs_lines_silence_it(name, num_replicas):
     strategy, rows, (losses, parts) = strategy_of(num_replicas), np.arange(7, dtype=np.float32), PACKED[name]
     w, [own] = variable(2.0, strategy), strategy.distribute_dataset([rows])
@@ -617,7 +618,7 @@ ALONE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("num_replicas", [1, 3])
+@pytest.mark.parametrize("num_replicas", [*nightly(1), 3])
 def test_what_is_no_linear_function_of_own_gradients_is_not_to_be_summed(num_replicas):
     strategy, w = strategy_of(num_replicas), np.float32(2)
     x = np.arange(1, 8, dtype=np.float32)
@@ -715,7 +716,7 @@ class TrainState(NamedTuple):
 
 
 @pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.adam(0.1)], ids=["sgd", "adam"])
-@pytest.mark.parametrize("rows", [6, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [6, *nightly(5)])
 def test_a_forgotten_all_reduce_is_said_once_at_the_users_line(strategy2, tx, rows):
     params, state = PARAMS, tx.init(PARAMS)
     message = r"such as result\[0\]\['b'\], are arrays .*all_reduce\('sum', grads\)"

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from parameters import nightly
 from strategies import all_reduce, ctx, number, strategy_of, values_of, variable
 
 import mirrored as mr
@@ -23,8 +24,8 @@ def test_the_table_has_every_reduction_and_every_aggregation_but_two() -> None:
     assert {mode.name for mode in mr.VariableAggregation} - set(ReduceOp.__members__) == {"NONE", "ONLY_FIRST_REPLICA"}
 
 
-@pytest.mark.parametrize("num_replicas", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("way", ["devices", "together", pytest.param("one by one", marks=pytest.mark.slow), "function"])
+@pytest.mark.parametrize("num_replicas", [*nightly(1, 2), 3])
+@pytest.mark.parametrize("way", ["devices", "together", *nightly("one by one"), "function"])
 def test_each_reduction_is_that_of_all_rows(num_replicas: int, way: str) -> None:
     """Uneven batches, with and without axes, in a step, in merged code and outside; and even arrays over the replicas."""
     schedules = {"together": "together", "one by one": "one_by_one"}
@@ -60,7 +61,7 @@ def test_each_reduction_is_that_of_all_rows(num_replicas: int, way: str) -> None
     assert np.array_equal(nest[0], rows.max(0)) and np.array_equal(nest[1]["of"], rows.max(0))
 
 
-@pytest.mark.parametrize("num_replicas", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("num_replicas", [1, *nightly(2), 3])
 def test_each_reduction_aggregates_variables(num_replicas: int) -> None:
     strategy = strategy_of(num_replicas)
     own = np.float32([1, -2]) * np.arange(1, num_replicas + 1)[:, None]
@@ -118,7 +119,7 @@ def test_a_largest_value_keeps_its_bits_and_a_nan(strategy3, dtype: str) -> None
         np.testing.assert_array_equal(np.asarray(whole, "float64"), getattr(np, op)(table).astype("float64"))
 
 
-@pytest.mark.parametrize("num_replicas", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("num_replicas", [1, *nightly(2), 3])
 def test_the_gradient_goes_to_the_values_that_are_the_largest(num_replicas: int) -> None:
     """As that of `jnp.max` of all rows, from the losses of all replicas; ties share it. Uneven batches, devices and virtual."""
     rows = np.float32([[1, 5], [4, 5], [4, -7], [2, 5]])[: sum(SIZES[num_replicas])]

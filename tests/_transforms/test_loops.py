@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from parameters import slow
+from parameters import nightly
 from strategies import TWO, all_reduce, numbers, strategy_of, values_of, variable
 
 import mirrored as mr
 
-pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
+pytestmark = [pytest.mark.usefixtures("in_numpy"), pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")]
 
 
 CONTEXTS = {
@@ -28,7 +28,7 @@ CONTEXTS = {
 
 
 @pytest.mark.parametrize(
-    "context", ["in a step", "in mr.scan", *slow(*(c for c in CONTEXTS if c not in ("in a step", "in mr.scan")))]
+    "context", ["in a step", "in mr.scan", *nightly(*(c for c in CONTEXTS if c not in ("in a step", "in mr.scan")))]
 )
 def test_variables_are_read_and_written_in_every_context(context, strategy2):
     w, factor, unused = variable(1.0, strategy2), variable(2.0, strategy2), variable(5.0, strategy2)

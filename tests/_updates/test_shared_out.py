@@ -7,7 +7,7 @@ import optax
 import pytest
 from optax import contrib
 from optax_rows import ROWS
-from parameters import slow
+from parameters import nightly
 from strategies import strategy_of, variable
 
 import mirrored as mr
@@ -66,7 +66,7 @@ def both(strategy, make_tx=lambda: optax.adam(0.1), **options):
 
 
 #: Of eight replicas some have no elements of a small array.
-SIZES = [(3, ["sgd", "clip_by_global_norm"]), *slow((8, list(TRANSFORMATIONS)))]
+SIZES = [(3, ["sgd", "clip_by_global_norm"]), *nightly((8, list(TRANSFORMATIONS)))]
 
 
 @pytest.mark.parametrize(("num_replicas", "names"), SIZES, ids=["some", "all"])
@@ -176,7 +176,7 @@ def test_what_differs_by_replica_is_refused_before_it_is_gathered(strategy2):
     refused(optax.polyak_sgd(), "already been combined", summed, mr.FactorOfReplicasError)
 
 
-@pytest.mark.parametrize("there, here", [(True, False), *slow((False, True))])
+@pytest.mark.parametrize("there, here", [(True, False), *nightly((False, True))])
 def test_a_checkpoint_restores_into_the_other_kind_on_another_number_of_replicas(strategy2, strategy3, tmp_path, there, here):
     tx = optax.sgd(0.1, momentum=0.9)
     saved = make(strategy3, tx, shard_state=there)

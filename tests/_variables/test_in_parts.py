@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from parameters import nightly
 from strategies import strategy_of
 
 import mirrored as mr
@@ -24,7 +25,7 @@ def small_arrays_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(division, "LEAST_BYTES", 256)
 
 
-@pytest.fixture(params=[1, 2, 3, 8], ids=lambda r: f"R{r}")
+@pytest.fixture(params=[1, *nightly(2), 3, 8], ids=lambda r: f"R{r}")
 def parts(request: pytest.FixtureRequest) -> mr.MirroredStrategy:
     return strategy_of(request.param, storage="parts")
 

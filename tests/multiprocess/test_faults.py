@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from parameters import nightly
 from processes import Ended, Worker, run_workers, wait_for_line, workers
 
 SCRIPT = Path(__file__).with_name("faults.py")
@@ -71,10 +72,12 @@ ENDS = {
     "input is killed": (["policy=data"], 2, 1, 1, KILLED, LOST),
     "outside": ([], 2, 1, 1, KILLED, LOST),
 }
+#: The default suite takes two of these; `make nightly` kills at other moments.
+FAST, MOMENTS = ("killed", "raise hostile"), ("killed while compiling", "input is killed", "outside")
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ("killed", "raise hostile") else pytest.param(name, marks=slow) for name in ENDS]
+    "name", [*FAST, *(pytest.param(name, marks=slow) for name in ENDS if name not in (*FAST, *MOMENTS)), *nightly(*MOMENTS)]
 )
 def test_whatever_ends_one_worker_ends_all_at_once(name: str) -> None:
     args, num_workers, devices, culprit, code, message = ENDS[name]
@@ -89,7 +92,7 @@ def test_whatever_ends_one_worker_ends_all_at_once(name: str) -> None:
 
 
 @slow
-@pytest.mark.parametrize(("fault", "num_workers", "devices"), [("killed in step", 3, 2), ("killed while saving", 2, 1)])
+@pytest.mark.parametrize(("fault", "num_workers", "devices"), [("killed in step", 3, 2), *nightly(("killed while saving", 2, 1))])
 def test_a_dead_chief_is_named_at_once(fault: str, num_workers: int, devices: int, tmp_path: Path) -> None:
     """JAX would abort the others 30 to 80 ms later, and names nobody: a busy machine gets a second try."""
     for folder in ("first", "second"):
@@ -124,7 +127,7 @@ HEARTBEAT = 11.0
 
 
 @slow
-@pytest.mark.parametrize("name", [name for name, (*_, message) in ENDS.items() if message.startswith(LOST)])
+@pytest.mark.parametrize("name", ["killed", *nightly(*MOMENTS)])
 def test_a_worker_that_is_alone_on_its_host_is_named_when_it_is_killed(name: str) -> None:
     """The kernel tells nobody, and XLA keeps gloo's error to itself where it has two devices: the heartbeat tells worker 0."""
     args, num_workers, _, culprit, code, _ = ENDS[name]
@@ -154,7 +157,7 @@ def test_the_worker_whose_input_is_stuck_is_named() -> None:
 
 
 @slow
-@pytest.mark.parametrize("culprit", [1, 0])
+@pytest.mark.parametrize("culprit", [1, *nightly(0)])
 def test_a_stopped_worker_is_named(culprit: int) -> None:
     with workers(SCRIPT, 2, "steps=100000", "limit=3") as running:
         wait_for_line(running[culprit], "STEP 2")
@@ -181,7 +184,7 @@ def test_a_chief_in_a_call_that_lets_no_other_python_run_is_named() -> None:
 
 
 @slow
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [1, *nightly(0)])
 def test_a_short_stop_costs_only_time(who: int) -> None:
     with workers(SCRIPT, 2, "steps=200") as running:
         wait_for_line(running[who], "STEP 2")

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from parameters import nightly
 from processes import run_workers
 
 SCRIPT = Path(__file__).parent / "same_results.py"
@@ -41,7 +42,7 @@ def test_three_workers_give_in_64_bits_what_one_gives_without_a_warning(tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.parametrize("num_workers", [2, *nightly(3)])
 def test_a_worker_with_another_cpu_is_named_when_they_meet_and_when_copies_differ(num_workers: int, tmp_path: Path) -> None:
     """Another CPU, as XLA sees it: without the flag, all machines are the same here."""
     last = f"worker {num_workers - 1} with --xla_cpu_max_isa=SSE4_2"

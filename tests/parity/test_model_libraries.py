@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from parameters import nightly
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 LIBRARIES = ["nnx", "linen", "equinox"]
@@ -51,7 +52,7 @@ def test_the_models_page_shows_the_whole_examples_and_marks_the_lines_that_diffe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("library", TABS.values())
+@pytest.mark.parametrize("library", ["nnx", *nightly(*(name for name in TABS.values() if name != "nnx"))])
 def test_an_example_learns_what_its_twin_learns(library: str, capsys: pytest.CaptureFixture[str]) -> None:
     said = []
     for path in paths(library):

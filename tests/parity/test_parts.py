@@ -9,11 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from parameters import nightly
 
 import mirrored as mr
 from mirrored._program.passes import fuse_all_reduces, order_sums
 from mirrored._replicas import collectives, division
 from mirrored._variables import spec
+
+pytestmark = pytest.mark.usefixtures("in_numpy")
 
 DEVICES = [f"cpu:{i}" for i in range(8)]
 WIDTH, LAYERS = 20, 3
@@ -210,16 +213,16 @@ def check(made: Callable[[], Made], num_devices: int, num_rows: int, tolerance: 
         np.testing.assert_allclose(other, one, rtol=tolerance, atol=tolerance * (1 + np.abs(one).max()))
 
 
-#: The cases of the default suite; the others are slow.
+#: The cases of the default suite; the others are nightly.
 FAST = ("scan, checkpoint", "MultiSteps", "statistics", "with_conditions", "in_micro_batches")
 
 
-@pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in MADE])
+@pytest.mark.parametrize("name", [*FAST, *nightly(*(name for name in MADE if name not in FAST))])
 def test_three_replicas_with_odd_batches_and_padding(name: str) -> None:
     check(MADE[name], 3, 6 if name == "in_micro_batches" else 7, tolerance=3e-2 if "bfloat16" in name else 2e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly("tests/parity/test_parts.py::test_three_replicas_with_odd_batches_and_padding")
 @pytest.mark.parametrize("name", ["checkpoint", "clip", "reduced"])
 @pytest.mark.parametrize(("num_devices", "num_rows"), [(1, 3), (2, 5), (4, 8), (8, 13)])
 def test_other_numbers_of_replicas(name: str, num_devices: int, num_rows: int) -> None:
@@ -242,7 +245,7 @@ def test_float64() -> None:
         check(lambda: by_hand(with_typed_numbers), 3, 6)
 
 
-@pytest.mark.parametrize("num_replicas", [4, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_replicas", [4, *nightly(6)])
 def test_several_replicas_on_a_device(num_replicas: int) -> None:
     check(MADE["clip"], 2, 7, num_replicas=num_replicas)
 

@@ -173,23 +173,25 @@ def in_groups(names: list[str], size: int = 7) -> list[tuple[str, ...]]:
 def cells() -> list[Any]:
     """Return the table: each group of steps in every second way, of other models in README's step in every fourth.
 
-    The default suite runs most programs with an odd batch, and README's in some other ways.
+    The default suite runs most programs with an odd batch, and README's in some other ways; the slow suite the others with an
+    odd batch, and README's in all ways. What is left is of the night.
     """
     default = ("R1", "R3, sharded, odd", "R2, function, odd", "R6 on 2, odd")
-    table = [cell(("Readme",), way, way not in default) for way in WAYS]
+    table = [cell(("Readme",), way, "" if way in default else "slow") for way in WAYS]
     kinds = {}
     for name, program in list(PROGRAMS.items())[1:]:
         kinds.setdefault((program.is_slow, 4 if program.is_slow or program.has_readmes_step() else 2), []).append(name)
     for (is_slow, every), names in kinds.items():
         for i, group in enumerate(in_groups(names)):
             ways = [way for j, way in enumerate(WAYS) if way == "R3, odd" or (i + j) % every == 0]
-            table += [cell(group, way, is_slow or way != "R3, odd") for way in ways if way != "R2, eager"]  # which takes long
-    return [*table, cell(("NormalizedAdvantages", "Clusters", "AggregatedAssignment"), "R2, eager", True)]
+            ways = [way for way in ways if way != "R2, eager"]  # which takes long
+            table += [cell(group, way, "nightly" if way != "R3, odd" else "slow" if is_slow else "") for way in ways]
+    return [*table, cell(("NormalizedAdvantages", "Clusters", "AggregatedAssignment"), "R2, eager", "nightly")]
 
 
-def cell(names: tuple[str, ...], way: str, is_slow: bool) -> Any:
+def cell(names: tuple[str, ...], way: str, mark: str) -> Any:
     group = names[0] if len(names) == 1 else f"{names[0]}...{names[-1]}"
-    return pytest.param(names, way, marks=[pytest.mark.slow] * is_slow, id=f"{group}-{way}")
+    return pytest.param(names, way, marks=[getattr(pytest.mark, mark)] if mark else [], id=f"{group}-{way}")
 
 
 @pytest.mark.parametrize(("names", "way"), cells())

@@ -10,9 +10,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from parameters import nightly
 from strategies import ctx, strategy_of
 
 import mirrored as mr
+
+pytestmark = pytest.mark.usefixtures("in_numpy")
 
 Batch = tuple[np.ndarray, np.ndarray]
 SIZES = (24, 19)
@@ -116,10 +119,10 @@ def keras_alone(data: list[Batch], strategy: mr.Strategy | None = None) -> list[
     return [float(strategy.reduce("sum", strategy.run(train, args=batch))) for batch in strategy.distribute_dataset(data)]
 
 
-REPLICAS = [3, *(pytest.param(r, marks=pytest.mark.slow) for r in (1, 8))]
+REPLICAS = [3, *nightly(1, 8)]
 
 
-@pytest.mark.parametrize("train", [jax_alone, nnx_alone, keras_alone])
+@pytest.mark.parametrize("train", [jax_alone, nnx_alone, *nightly(keras_alone)])
 @pytest.mark.parametrize("num_replicas", REPLICAS)
 def test_a_library_draws_what_it_draws_alone(num_replicas: int, train: Callable[..., list[float]]) -> None:
     """Even and odd rows; each replica has two at least, so that a mask for all rows is known."""

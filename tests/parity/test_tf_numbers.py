@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from parameters import slow
+from parameters import nightly
 from strategies import all_reduce, numbers, strategy_of, values_of, variable
 
 import mirrored as mr
@@ -121,7 +121,7 @@ REDUCE = {
 }
 
 
-@pytest.mark.parametrize("num_replicas", ["3", *slow("2")])
+@pytest.mark.parametrize("num_replicas", ["3", *nightly("2")])
 def test_reduce_and_gather_give_the_numbers_of_tensorflow(num_replicas):
     strategy, recorded = strategy_of(int(num_replicas)), RECORDED["reduce_and_gather"]
     names = [name for name in REDUCE if num_replicas in recorded[name]]

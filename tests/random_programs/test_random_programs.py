@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from parameters import nightly
 from random_programs import lockstep
 from random_programs.grammar import LIBRARIES, MAPS, SMALL_MAPS, TRANSFORMATIONS, Program
 from random_programs.harness import (
@@ -77,7 +78,7 @@ def test_programs_are_those_of_one_device() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("old", "jit"), [*((old, lockstep.jit) for old in DAMAGES), ("rows = replicas", jax.jit)])
+@pytest.mark.parametrize(("old", "jit"), [*((old, lockstep.jit) for old in DAMAGES), *nightly(("rows = replicas", jax.jit))])
 def test_a_damaged_step_is_found(old: str, jit: Any) -> None:
     new, kinds = DAMAGES[old]
 

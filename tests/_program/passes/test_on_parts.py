@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from parameters import nightly
 
 import mirrored as mr
 from mirrored._program.passes import parted
@@ -40,7 +41,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
-@pytest.mark.parametrize("num_parts", [3, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_parts", [3, *nightly(5)])
 def test_operations_on_parts(num_parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(division, "LEAST_BYTES", 128)
     whole_for: set[str] = set()

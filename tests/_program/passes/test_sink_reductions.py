@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from parameters import slow
+from parameters import nightly
 from strategies import all_reduce, numbers, strategy_of, variable
 
 import mirrored as mr
@@ -75,7 +75,7 @@ EVEN = [(jnp.bfloat16, 2, 4)]
 MORE = [(jnp.bfloat16, 1, 4), (jnp.bfloat16, 3, 7), (jnp.bfloat16, 8, 16), (jnp.float32, 3, 7), (jnp.float32, 8, 16)]
 
 
-@pytest.mark.parametrize(("dtype", "num_replicas", "num_rows"), [*EVEN, *slow(*MORE)])
+@pytest.mark.parametrize(("dtype", "num_replicas", "num_rows"), [*EVEN, *nightly(*MORE)])
 def test_gradients_are_those_of_as_many_devices(dtype, num_replicas, num_rows):
     found = []
     for devices in (1, num_replicas):
@@ -127,8 +127,8 @@ def layer_by_layer(strategy, num_rows, again=lambda layer: layer, unroll=False):
 HOW = [{}, {"again": jax.checkpoint}, {"again": jax.checkpoint, "unroll": True}]
 
 
-@pytest.mark.parametrize("how", [HOW[0], *slow(HOW[1]), HOW[2]])
-@pytest.mark.parametrize(("num_replicas", "schedule"), [(2, "together"), *slow((3, "together"), (3, "one_by_one"))])
+@pytest.mark.parametrize("how", [HOW[0], *nightly(HOW[1]), HOW[2]])
+@pytest.mark.parametrize(("num_replicas", "schedule"), [(2, "together"), *nightly((3, "together"), (3, "one_by_one"))])
 def test_gradients_of_layers_are_those_of_as_many_devices(num_replicas, schedule, how):
     found = []
     for devices in (1, num_replicas):
@@ -192,12 +192,12 @@ CARRIED = [
     (recurrent, {}),
     HELD,
     (cast_before, {"dtype": jnp.float16}),
-    *slow((cast_before, {"dtype": jnp.bfloat16}), (recurrent, {"dtype": jnp.bfloat16}), (recurrent, {"dtype": jnp.float16})),
+    *nightly((cast_before, {"dtype": jnp.bfloat16}), (recurrent, {"dtype": jnp.bfloat16}), (recurrent, {"dtype": jnp.float16})),
 ]
 
 
 @pytest.mark.parametrize(("losses", "how"), CARRIED)
-@pytest.mark.parametrize(("num_replicas", "schedule"), [(2, "together"), *slow((3, "together"), (3, "one_by_one"))])
+@pytest.mark.parametrize(("num_replicas", "schedule"), [(2, "together"), *nightly((3, "together"), (3, "one_by_one"))])
 def test_gradients_that_a_scan_adds_up_are_those_of_as_many_devices(num_replicas, schedule, losses, how):
     found = []
     for devices in (1, num_replicas):
@@ -248,7 +248,7 @@ def large(own):
     return [(wide @ wide).astype(jnp.float32), kernel.astype(jnp.float32), narrow]
 
 
-@pytest.mark.parametrize("num_replicas", [2, *slow(1, 3, 8)])
+@pytest.mark.parametrize("num_replicas", [2, *nightly(1, 3, 8)])
 @pytest.mark.parametrize("step", [counted, rounded, large])
 def test_a_wide_sum_of_narrow_values_is_as_exact_as_that_of_devices(step, num_replicas):
     strategy = strategy_of(1, num_replicas=num_replicas)
@@ -331,7 +331,7 @@ def price_of(lowered):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["W2", "W3", "W4", "GPT", "ResNet in float32", "ResNet in bfloat16", *RECURRENT])
+@pytest.mark.parametrize("name", ["W2", *nightly("W3", "W4", "GPT", "ResNet in float32", "ResNet in bfloat16", *RECURRENT)])
 def test_replicas_of_a_device_cost_what_it_costs_without(name, benchmarks):
     if name.startswith("ResNet"):
         pytest.importorskip("flax")

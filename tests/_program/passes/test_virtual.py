@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.experimental import io_callback
 from jax.interpreters import mlir
-from parameters import slow
+from parameters import nightly
 from strategies import ctx, number, variable
 
 import mirrored as mr
@@ -83,7 +83,7 @@ def loops(x):
     return total, own, rows, more, chosen, times, scanned, jitted
 
 
-CASES = [(collectives, "together", 2), (loops, "one_by_one", 1), *slow((collectives, "one_by_one", 1), (loops, "together", 2))]
+CASES = [(collectives, "together", 2), (loops, "one_by_one", 1), *nightly((collectives, "one_by_one", 1), (loops, "together", 2))]
 
 
 @pytest.mark.parametrize(("step", "schedule", "num_devices"), CASES)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from _program.uneven.rows import COLUMNS, DEVICES, STRATEGIES, assert_equals_one_device, data, run, split, total
-from parameters import slow
+from parameters import nightly
 from strategies import variable
 
 import mirrored as mr
@@ -78,7 +78,7 @@ RIGHT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("num_rows", [3, *slow(7)])
+@pytest.mark.parametrize("num_rows", [3, *nightly(7)])
 def test_loops_with_collectives_that_use_the_rows_equal_one_device(num_rows):
     x = data(num_rows)
     steps = lambda x, y: {step.__name__: step(x, y) for step in RIGHT}  # noqa: E731
@@ -86,7 +86,7 @@ def test_loops_with_collectives_that_use_the_rows_equal_one_device(num_rows):
     assert_equals_one_device(outcome, num_replicas=4, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("num_rows", [2, *slow(7)])
+@pytest.mark.parametrize("num_rows", [2, *nightly(7)])
 def test_loops_and_conditions_of_this_library_assign_in_uneven_steps(num_rows):
     x = data(num_rows)
 
@@ -350,7 +350,7 @@ def compute_on_one(compute):
 SEVERAL = [mr.MirroredStrategy(DEVICES[:2], num_replicas=4, schedule=schedule) for schedule in ("together", "one_by_one")]
 
 
-@pytest.mark.parametrize("compute", [BESIDE_ROWS[0], *slow(*BESIDE_ROWS[1:])], ids=lambda compute: compute.__name__)
+@pytest.mark.parametrize("compute", [BESIDE_ROWS[0], *nightly(*BESIDE_ROWS[1:])], ids=lambda compute: compute.__name__)
 def test_what_needs_no_rows_beside_them_in_a_loop_may_be_assigned(compute):
     for num_rows, strategies in ((7, (STRATEGIES[2], SEVERAL[1])), (2, (STRATEGIES[3], SEVERAL[0]))):
         expected = assigned(STRATEGIES[1], compute, data(num_rows))

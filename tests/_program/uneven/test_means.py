@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from _program.uneven.rows import STRATEGIES, assert_equals_one_device, run, split, total
-from parameters import slow
+from parameters import nightly
 from strategies import ctx, in_threads, strategy_of, variable
 
 import mirrored as mr
@@ -143,7 +143,7 @@ SOME = ["plain", "under vmap", "checkpointed", "scanned"]
 OF_R = ("sums of sums", "gathered")  # which depend on the number of replicas
 
 
-@pytest.mark.parametrize(("names", "num_rows"), [(SOME, 2), *slow(([name for name in NETS if name not in OF_R], 10))])
+@pytest.mark.parametrize(("names", "num_rows"), [(SOME, 2), *nightly(([name for name in NETS if name not in OF_R], 10))])
 def test_losses_that_have_their_weights_have_the_gradients_of_one_device(names, num_rows):
     averages = {name: gradient_of(name, mr.losses.compute_average_loss) for name in names}
     gradients = lambda x: total({name: average(PARAMS, x) for name, average in averages.items()})  # noqa: E731

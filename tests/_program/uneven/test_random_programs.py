@@ -232,7 +232,9 @@ def test_random_programs_compute_what_threads_compute_and_only_mirrored_values_a
     check_random_program(names, sizes)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly(
+    "tests/_program/uneven/test_random_programs.py::test_random_programs_compute_what_threads_compute_and_only_mirrored_values_are_assigned"
+)
 @pytest.mark.timeout(1200)
 @given(names=PROGRAMS, sizes=SIZES)
 @settings(max_examples=25, deadline=None, derandomize=True)
