@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,7 +13,9 @@ os.environ["KERAS_BACKEND"] = "jax"  # before any test imports keras
 # are compared with those of one device, and what slow tests start has them.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # What an earlier run, another process or another test has compiled is loaded, in a seventh of the time: `make clean` drops it.
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".pytest_cache" / "jax"))
+# For each Python apart: JAX compresses the entries otherwise in 3.14.
+CACHE = Path(__file__).parent.parent / ".pytest_cache" / "jax" / str(sys.implementation.cache_tag)
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
