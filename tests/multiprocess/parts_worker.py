@@ -78,6 +78,9 @@ def refuse(strategy: mr.Strategy) -> None:
         w = mr.Variable(np.zeros((256, 256), np.float32), name="w")
         found["repr"] = repr(w)[:90]
         found["seeds"] = error_of(lambda: Model(strategy, seed=worker))
+        own = ("whole", "parts")[worker]
+        found["words"] = error_of(lambda: mr.Variable(np.zeros((256, 256)), name="v", storage=own))
+        found["made"] = error_of(lambda: mr.Variable(lambda: jnp.zeros((256, 256)), name="u", storage=own))
 
 
 if mode == "differ":

@@ -51,7 +51,9 @@ def test_workers_that_do_not_store_alike_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_first_values_that_differ_are_told(tmp_path: Path) -> None:
+def test_first_values_and_words_that_differ_are_told(tmp_path: Path) -> None:
     for own in job(2, 1, "refuse", "parts", tmp_path):
         assert "in 2 parts along axis 0" in own["repr"]
         assert "ReplicasDivergeError" in own["seeds"] and "Seed what makes it alike" in own["seeds"]
+        assert "create different variables" in own["words"] and "worker 1: 'v in 2 parts along axis 0'" in own["words"]
+        assert "ProgramMismatchError: the workers have come to different programs" in own["made"]

@@ -251,7 +251,7 @@ def test_several_replicas_on_a_device(num_replicas: int) -> None:
 
 
 def test_functions_and_loops_around_steps() -> None:
-    """A function reads parts, runs steps, and loops over them."""
+    """A function reads parts, and loops over steps."""
 
     def made() -> Made:
         step, (w, s) = trained(optax.adam(1e-2))
@@ -259,7 +259,7 @@ def test_functions_and_loops_around_steps() -> None:
         @mr.function
         def outer(x: Any) -> Any:
             strategy = mr.get_strategy()
-            loss = strategy.run(step, args=(x,))
+            loss, _ = mr.scan(lambda loss, _: (loss + strategy.reduce("sum", strategy.run(step, args=(x,))), None), 0.0, length=2)
             w.assign(jax.tree.map(lambda a: a * 0.99, w.value))
             return loss, sum(jnp.sum(a) for a in jax.tree.leaves(w.value))
 
@@ -271,7 +271,7 @@ def test_functions_and_loops_around_steps() -> None:
         with strategy.scope():
             outer, (w, _) = made()
             results = [outer(batch) for batch in strategy.distribute_dataset([rows] * 2)]
-        sums = [float(total) for _, total in results]
+        sums = [float(number) for pair in results for number in pair]
         return [*sums, *(np.asarray(a) for a in jax.tree.leaves(w.value))]
 
     for one, other in zip(values("whole"), values("parts"), strict=True):
@@ -343,3 +343,45 @@ def test_what_padding_or_an_earlier_sum_would_change(name: str, num_devices: int
         results.append(jax.tree.map(lambda a: np.asarray(a, np.float64), strategy.run(lambda x: compute(w.value, x), args=(x,))))  # noqa: B023
     assert all(np.isfinite(a).all() for a in jax.tree.leaves(results))
     jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+#: Values of all kinds, large and small: each is divided, padded, or whole.
+KINDS = {
+    "complex": numbers(np.complex64) * (1 + 2j),
+    **{np.dtype(d).name: numbers(d) for d in (np.int8, np.uint16, np.float16, jnp.bfloat16, jnp.float8_e4m3fn)},
+    "bool": numbers(np.float32) > 0,
+    "empty": np.zeros((0, 100), np.float32),
+    "number": np.float32(3),
+    "row": np.ones((1, 399), np.float32),
+    "four axes": np.arange(2 * 3 * 4 * 24, dtype=np.int32).reshape(2, 3, 4, 24),
+    "a row for each replica": np.arange(3 * 100, dtype=np.float32).reshape(3, 100),
+}
+
+
+def test_all_kinds_of_values_in_steps_with_callbacks() -> None:
+    """Variables, arguments and results of each kind, which steps take, change, return and hand to the host."""
+
+    def values(storage: str) -> list[Any]:
+        strategy, seen = mr.MirroredStrategy(DEVICES[:3], storage=storage), []
+        with strategy.scope():
+            v = mr.Variable(KINDS, name="v", trainable=False)
+            own = mr.Variable(np.zeros(SHAPE, np.float32), synchronization="on_read", aggregation="sum")
+
+        def step(bare: Any, x: Any) -> Any:
+            half = v.value["bfloat16"].astype(jnp.float32)
+            jax.debug.callback(lambda a: seen.append(float(a.sum())), half)
+            twice = jax.pure_callback(lambda a: np.asarray(a) * 2, jax.ShapeDtypeStruct(SHAPE, jnp.float32), half)
+            own.assign_add(half * x.sum())
+            v.assign(jax.tree.map(lambda a: ~a if a.dtype == bool else (a + jnp.ones((), a.dtype)).astype(a.dtype), v.value))
+            return jax.tree.map(lambda a: a + a, bare), v.value["four axes"][1].sum((0, 2)), twice, v.value["int8"].sum()
+
+        bare: Any = KINDS | {"weak": jax.jit(lambda: jnp.broadcast_to(2.0, SHAPE))()}
+        for x in strategy.distribute_dataset([np.ones(6, np.float32)] * 2):
+            bare, *others = strategy.run(step, args=(bare, x))
+        jax.effects_barrier()
+        strategy.assert_mirrored()
+        others[1] = strategy.reduce("mean", others[1])
+        leaves = jax.tree.leaves((bare, others, strategy.reduce("mean", bare), v.value, own.numpy()))
+        return [*sorted(set(seen)), *((a.dtype, getattr(a, "weak_type", None), np.asarray(a)) for a in leaves)]
+
+    jax.tree.map(np.testing.assert_array_equal, values("whole"), values("parts"))

@@ -165,7 +165,8 @@ def placed(array: jax.Array | np.ndarray, mesh: ReplicaMesh, name: str = "", div
     if division is not None:
         now = getattr(array, "sharding", None) or mesh.mirrored  # a ShapeDtypeStruct has None
         is_joint = now.device_set == mesh.mirrored.device_set and not now.is_fully_replicated
-        return placement.divide(mesh, division, array if mesh.is_alone or is_joint else placed(array, mesh, name))
+        what = name and f"{name} {division}"  # which must be the same, too
+        return placement.divide(mesh, division, array if mesh.is_alone or is_joint else placed(array, mesh, what))
     if mesh.is_alone or not name:
         return placement.mirror(mesh, [array])[0]
     sum_of_name = np.uint32(zlib.crc32(without_counters(name).encode()))

@@ -100,7 +100,7 @@ def make(
     elif kinds:
         program: Any = jax.jit(compute, out_shardings=placements)
         if in_flight.is_joint(mesh.mirrored):
-            program = joint_programs.agreed(_NAME, _ADDRESS.sub("", str(closed.jaxpr)), program)
+            program = joint_programs.agreed(_NAME, _ADDRESS.sub("", f"{closed.jaxpr} {placements}"), program)
         constants = placement.mirror_constants(mesh, closed.consts, "an array that makes the first value of a variable")
         stored = in_flight.dispatch(mesh.mirrored, program, [*constants, *(array for _, array in given)])
     new = iter([Made(array, aval.shape, division) for array, (aval, division) in zip(stored, kinds, strict=True)])

@@ -109,7 +109,8 @@ class Parted(Interpreter[Value]):
         self.sums = {var for var in added - carried if var in self.varying and self._division_of(var)}
         self.only = {var for var in self.sums if used[var] == 1}
         for equation in reversed(equations):
-            if self.only.issuperset(equation.outvars) and (var := self._scaled(equation)) is not None and used[var] == 1:
+            is_only = equation.outvars and self.only.issuperset(equation.outvars)  # a callback may have no results
+            if is_only and (var := self._scaled(equation)) is not None and used[var] == 1:
                 self.only.add(var)
         self.terms = terms_of(self.sums, equations, self.varying)
 
