@@ -1,5 +1,6 @@
 """What differs by platform, on CPUs that are given the name of another platform's devices."""
 
+import contextlib
 from types import SimpleNamespace
 
 import jax
@@ -27,11 +28,12 @@ def packs(request, monkeypatch):
 
 @pytest.mark.parametrize("platform", ["tpu", "gpu", "neuron"])
 def test_only_cpus_pack_are_paced_and_share_memory(platform):
-    assert PLATFORMS["cpu"] == (True, True, 0, True, True, True)
+    assert PLATFORMS["cpu"][:6] == (True, True, 0, True, True, True)
     mesh = SimpleNamespace(
         devices=np.array([SimpleNamespace(platform=platform, client=SimpleNamespace(runtime_type="stream_executor"))] * 2)
     )
-    assert platform_of(mesh) == (False, False, 128 * (platform == "tpu"), platform == "gpu", platform in ("gpu", "tpu"), False)
+    own = platform_of(mesh)
+    assert own[:6] == (False, False, 128 * (platform == "tpu"), platform == "gpu", platform in ("gpu", "tpu"), False)
     placement = SimpleNamespace(num_devices=2, mesh=mesh, is_fully_addressable=True)
     assert not in_flight.is_paced(placement)
     placement.is_fully_addressable = False
@@ -99,3 +101,16 @@ def test_a_reduce_scatter_in_rows_of_lanes_gives_the_same_parts(lanes, num_repli
     strategy.run(step, args=(x,))
     np.testing.assert_allclose(params.numpy()["w"], 1 - 0.25 * (1 + num_replicas) * np.tile(np.arange(5.0), (7, 1)), rtol=1e-6)
     np.testing.assert_allclose(params.numpy()["b"], -0.5 * np.arange(3.0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("storage", ["whole", "parts"])
+def test_programs_with_arrays_in_parts_have_options_of_their_own(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"xla_no_such_option": 1}  # XLA refuses to compile with it
+    monkeypatch.setitem(PLATFORMS, "cpu", PLATFORMS["cpu"]._replace(options_of_parts=options))
+    for of_all, own in ((storage, None), ("whole", storage)):
+        strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"], storage=of_all)
+        with strategy.scope():
+            v = mr.Variable(np.zeros((256, 256), np.float32), storage=own)
+        refused = contextlib.nullcontext() if storage == "whole" else pytest.raises(Exception, match="xla_no_such_option")
+        with refused:
+            strategy.run(lambda v=v: v.assign(v + 1))

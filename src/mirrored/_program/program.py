@@ -25,6 +25,7 @@ from .._replicas.collectives import ReplicaAxis
 from .._replicas.division import division_of_array, placement_of_array
 from .._replicas.mesh import PlannedMesh, ReplicaMesh
 from .._replicas.per_replica import PerReplica
+from .._replicas.platforms import platform_of
 from .._text import bytes_in_words, counted
 from .._typing import PyTree, Shape
 from .._variables import equal_copies, storage
@@ -136,6 +137,8 @@ class Program(abc.ABC):
         options: dict[str, Any] = {} if calls_host else {"donate_argnums": 0}
         if out_shardings is not None:
             options["out_shardings"] = out_shardings
+        if mesh.storage is not Storage.WHOLE or any(spec_of(variable).division for variable in lifted.variables):
+            options["compiler_options"] = platform_of(mesh.mesh).options_of_parts
         jitted = jax.jit(function, **options)
         compiled: Any = mesh.executable(jitted, name, lambda: [spec_of(variable).trainable for variable in lifted.variables])
         jax_name = compiled.__name__
