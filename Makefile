@@ -1,4 +1,4 @@
-# The only things that must be on the machine are Python 3.12 or 3.13 with pip and venv, and make. The newest is taken;
+# The only things that must be on the machine are Python 3.12 to 3.14 with pip and venv, and make. The newest is taken;
 # `make PYTHON=... VENV=... setup` makes another environment.
 PYTHON ?= $(shell tools/newest-python)
 VENV ?= .venv
@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # How many processes share the tests.
 JOBS ?= 2
 
-.PHONY: demo demo-cluster test test-oldest test-all nightly check docs mutants mutations programs bench setup dist lock clean
+.PHONY: demo demo-cluster test test-oldest test-newest test-all nightly check docs mutants mutations programs bench setup dist lock clean
 
 ## demo: train on real digits with 4 replicas; picture in out/
 demo: setup
@@ -34,8 +34,13 @@ OF_VERSIONS := tests/_jax tests/_models tests/_transforms tests/_updates tests/_
 test-oldest:
 	$(MAKE) test VENV=.venv-oldest LOCK=requirements-oldest.lock PYTHON=$$(tools/newest-python 3.12) TESTS="$(OF_VERSIONS)"
 
-## nightly: what .ci/run takes a sample of: the whole default suite with the oldest versions, all mutants, 3000 random programs
-nightly: mutants programs
+## test-newest: the default suite with Python 3.14; where the machine has none, it comes from Debian
+test-newest:
+	$(MAKE) test VENV=.venv-newest PYTHON=$$(tools/newest-python 3.14 2>/dev/null || tools/python-of-debian 3.14 .python)
+
+## nightly: what .ci/run takes a sample of: the whole default suite with the oldest and the newest Python, all mutants, 3000
+## random programs
+nightly: mutants programs test-newest
 	$(MAKE) test-oldest OF_VERSIONS=tests
 
 ## test-all: the default suite and the slow tests
@@ -102,4 +107,4 @@ lock:
 	$(COMPILE) --resolution lowest-direct --output-file requirements-oldest.lock
 
 clean:
-	rm -rf .venv .venv-oldest .pytest_cache out dist
+	rm -rf .venv .venv-oldest .venv-newest .python .pytest_cache out dist
