@@ -1,4 +1,4 @@
-# The only things that must be on the machine are Python 3.12 or 3.13 with pip and venv, and make. The newest is taken;
+# The only things that must be on the machine are Python 3.12 to 3.14 with pip and venv, and make. The newest is taken;
 # `make PYTHON=... VENV=... setup` makes another environment.
 PYTHON ?= $(shell tools/newest-python)
 VENV ?= .venv
@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # How many processes share the tests.
 JOBS ?= 2
 
-.PHONY: demo demo-cluster test test-optimized test-oldest test-all nightly lint check docs mutants mutations programs bench setup dist lock clean
+.PHONY: demo demo-cluster test test-optimized test-oldest test-newest test-all nightly lint check docs mutants mutations programs bench setup dist lock clean
 
 ## demo: train on real digits with 4 replicas; picture in out/
 demo: setup
@@ -41,9 +41,13 @@ OF_VERSIONS := tests/_jax tests/_models tests/data/test_sources.py tests/data/te
 test-oldest:
 	$(MAKE) test VENV=.venv-oldest LOCK=requirements-oldest.lock PYTHON=$$(tools/newest-python 3.12) TESTS="$(OF_VERSIONS)"
 
+## test-newest: the default suite with Python 3.14; where the machine has none, it comes from Debian
+test-newest:
+	$(MAKE) test VENV=.venv-newest PYTHON=$$(tools/newest-python 3.14 2>/dev/null || tools/python-of-debian 3.14 .python)
+
 ## nightly: what .ci/run takes a sample of: the claims of its tests at other sizes, the whole default suite with the oldest
-## versions, numbers by XLA with its optimizations, all mutants, 3000 random programs
-nightly: mutants programs test-optimized
+## versions and with Python 3.14, numbers by XLA with its optimizations, all mutants, 3000 random programs
+nightly: mutants programs test-optimized test-newest
 	$(BIN)/python -m pytest -q -n $(JOBS) -m nightly
 	$(MAKE) test-oldest OF_VERSIONS=tests
 
@@ -114,4 +118,4 @@ lock:
 	$(COMPILE) --resolution lowest-direct --output-file requirements-oldest.lock
 
 clean:
-	rm -rf .venv .venv-oldest .pytest_cache out dist
+	rm -rf .venv .venv-oldest .venv-newest .python .pytest_cache out dist
