@@ -42,7 +42,7 @@ test-oldest:
 	$(MAKE) test VENV=.venv-oldest LOCK=requirements-oldest.lock PYTHON=$$(tools/newest-python 3.12) TESTS="$(OF_VERSIONS)"
 
 ## nightly: what .ci/run takes a sample of: the claims of its tests at other sizes, the whole default suite with the oldest
-## versions, numbers by XLA with its optimizations, all mutants, 3000 random programs
+## versions, numbers by XLA with its optimizations, all mutants, 3000 random programs, and Ray, where it is installed
 nightly: mutants programs test-optimized
 	$(BIN)/python -m pytest -q -n $(JOBS) -m nightly
 	$(MAKE) test-oldest OF_VERSIONS=tests
