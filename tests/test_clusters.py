@@ -228,10 +228,9 @@ def test_ray_trains_on_two_workers_and_goes_on_when_a_program_is_killed(tmp_path
         while not (tmp_path / "c" / "200").exists():
             with pytest.raises(subprocess.TimeoutExpired):  # it has not ended
                 job.wait(0.2)
-        one = subprocess.run(
-            ["pgrep", "-f", f"two_hosts.py --checkpoints {tmp_path}"], stdout=subprocess.PIPE, text=True, check=True
-        ).stdout.split()[-1]
-        os.kill(int(one), signal.SIGKILL)
+        search = ["pgrep", "-f", f"two_hosts.py --checkpoints {tmp_path}"]
+        found = subprocess.run(search, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
+        os.kill(int(found[-1]), signal.SIGKILL)
         assert job.wait(200) == 0, (tmp_path / "log").read_text()
     first, last = re.findall(r"steps (\d+) to (\d+) on 4 replicas of 2 workers", (tmp_path / "log").read_text())[-1]
     assert int(first) > 200 and last == "6150"

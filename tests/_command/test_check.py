@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import run_workers
 
 from mirrored import launch
 from mirrored._command import check, check_host, check_sums
 from mirrored._command.check_lines import Finding
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "multiprocess"))
-from processes import run_workers
 
 SCRIPT = Path(__file__).parents[1] / "multiprocess" / "check_worker.py"
 

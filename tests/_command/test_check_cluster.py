@@ -4,18 +4,15 @@ import itertools
 import re
 import shutil
 import socket
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from together import run_together
 
 from mirrored._command import check_cluster, check_folder
 from mirrored._command.check_lines import Finding, Lines
-
-sys.path.insert(0, str(Path(__file__).parent))
-from together import run_together
 
 
 def test_versions_are_compared_with_those_of_the_first_worker() -> None:
