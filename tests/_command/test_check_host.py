@@ -1,5 +1,6 @@
 """What one host lacks is found without the network: GPUs, shared memory, open files."""
 
+import os
 import resource
 import shutil
 from pathlib import Path
@@ -47,9 +48,12 @@ def test_shared_memory_is_for_gpus(two_gpus: tuple[str, str], tmp_path: Path, mo
     assert problem.startswith(
         "64.0 MiB free, and NCCL needs 512.0 MiB: docker run --shm-size=1g; in Kubernetes mount an emptyDir"
     )
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert check_host.shared_memory("/x", gpus) == ("64.0 MiB free, enough for CPUs", "")
+    monkeypatch.delenv("JAX_PLATFORMS")
     free = 1 << 30
     assert check_host.shared_memory("/x", gpus) == ("1.0 GiB free", "")
-    monkeypatch.undo()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: os.statvfs(path))
     assert check_host.shared_memory("/no/such/folder", gpus).problem.startswith("0 B free, and NCCL")
 
 

@@ -72,7 +72,7 @@ def shared_memory(folder: str = "/dev/shm", devices: str = "/dev") -> Finding:
     fact = f"{bytes_in_words(free)} free"
     if free >= _LEAST_SHARED_MEMORY:
         return Finding(fact)
-    if not num_gpus(devices):
+    if not num_gpus(devices) or _env.JAX_PLATFORMS.get() == "cpu":
         return Finding(f"{fact}, enough for CPUs")
     remedy = "docker run --shm-size=1g; in Kubernetes mount an emptyDir with medium: Memory at /dev/shm"
     return Finding("", f"{fact}, and NCCL needs {bytes_in_words(_LEAST_SHARED_MEMORY)}: {remedy}")
