@@ -46,7 +46,8 @@ test-newest:
 	$(MAKE) test VENV=.venv-newest PYTHON=$$(tools/newest-python 3.14 2>/dev/null || tools/python-of-debian 3.14 .python)
 
 ## nightly: what .ci/run takes a sample of: the claims of its tests at other sizes, the whole default suite with the oldest
-## versions and with Python 3.14, numbers by XLA with its optimizations, all mutants, 3000 random programs
+## versions and with Python 3.14, numbers by XLA with its optimizations, all mutants, 3000 random programs, and
+## Ray, where it is installed
 nightly: mutants programs test-optimized test-newest
 	$(BIN)/python -m pytest -q -n $(JOBS) -m nightly
 	$(MAKE) test-oldest OF_VERSIONS=tests

@@ -47,8 +47,8 @@ LONGER = {
 }
 #: Files that start threads: none starts one at import, and each ends its own.
 THREADS = {
-    "_checkpoint.preemption", "_checkpoint.writer", "_cluster.meeting", "_testing.inputs", "_workers.guard", "_workers.runtime",
-    "data._prefetch", "_jax.interrupts",
+    "_checkpoint.preemption", "_checkpoint.writer", "_cluster.meeting", "_command.check_folder", "_testing.inputs",
+    "_workers.guard", "_workers.runtime", "data._prefetch", "_jax.interrupts",
 }  # fmt: skip
 PATHS = {path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."): path for path in sorted(PACKAGE.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text()) for name, path in PATHS.items()}

@@ -74,7 +74,11 @@ def main() -> None:
         train_loop_config={"cpu": options.cpu, "arguments": arguments or ["--checkpoints", "/shared/two_hosts"]},
         jax_config=JaxConfig(),
         scaling_config=ray.train.ScalingConfig(num_workers=numbers[0] if len(numbers) == 1 else numbers, use_gpu=not options.cpu),
-        run_config=ray.train.RunConfig(failure_config=ray.train.FailureConfig(max_failures=3)),
+        run_config=ray.train.RunConfig(
+            failure_config=ray.train.FailureConfig(max_failures=3),
+            # When Ray ends a worker, to start another number of them, it would kill its program at once, which could not save.
+            worker_runtime_env={"env_vars": {"RAY_kill_child_processes_on_worker_exit": "false"}},
+        ),
     )
     print(trainer.fit())
 

@@ -33,7 +33,7 @@ USAGE_ERROR = 2
 _OF_THIS_PROCESS = ("/dev/stdin", "/dev/fd/", "/proc/self/")
 
 _HELP = """usage: mirrored launch -n N [options] script.py args...   start N workers, and start them again after a failure
-       mirrored check                                     compute and measure with all workers of this cluster
+       mirrored check                                     is this machine, or cluster, ready for a first training?
        mirrored env                                       what a bug report needs: versions, devices, cluster
        mirrored report RUN                                one page about a run that has ended, or that goes on
        mirrored plan --topology v5e:16x16 train.py        compile a program for machines that are not here, and what it needs

@@ -1,110 +1,117 @@
-"""`mirrored check` says ok for a cluster that is in order, and what is wrong for one that is not."""
+"""`mirrored check` says ok for a machine or a cluster that is in order, and what to do about one that is not."""
 
-import itertools
-import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import pytest
+from processes import run_workers
 
 from mirrored import launch
-from mirrored._command import check
-from mirrored._workers.coordination import Coordination
+from mirrored._command import check, check_host, check_sums
+from mirrored._command.check_lines import Finding
+
+SCRIPT = Path(__file__).parents[1] / "multiprocess" / "check_worker.py"
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "SIZES", ((4, 2), (8192, 2)))
-    monkeypatch.setattr(check, "LENGTHS", (1, 1009))
+    monkeypatch.setattr(check_sums, "SIZES", ((4, 2), (8192, 2)))
+    monkeypatch.setattr(check_sums, "LENGTHS", (1, 1009))
 
 
-def test_one_worker_is_ok(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_machine_is_ok(capsys: pytest.CaptureFixture[str]) -> None:
     assert launch.main(["check"]) == 0
-    out = capsys.readouterr().out
-    assert re.search(r"^1 worker met in \d\.\d s, mr.MultiWorkerMirroredStrategy\(8 replicas", out)
-    assert re.search(rf"^worker 0: host .*, pid {os.getpid()}, 8 x cpu", out, re.M)
-    assert re.search(r"^all-reduce of 4 bytes: [\d.]+ ms$", out, re.M)
-    assert re.search(r"^all-reduce of 8192 bytes: [\d.]+ ms, [\d.]+ GB/s for each replica$", out, re.M)
-    assert re.search(r"^computing, ms: worker 0 [\d.]+$", out, re.M)
-    assert out.endswith("\nok\n")
+    lines = capsys.readouterr().out.splitlines()
+    expected = (
+        "ok    cluster        one worker: no variable describes a cluster",
+        r"ok    versions       Python 3\.\d+\.\d+, jax [\d.]+, jaxlib [\d.]+, mirrored [\d.]+, numpy [\d.]+.*",
+        "ok    GPUs           .*",
+        "ok    /dev/shm       .* free.*",
+        r"ok    open files     at most \d+, and 260 are enough|ok    open files     any number",
+        "ok    proxies        .*",
+        "ok    devices        8 x cpu on each worker",
+        "ok    sums           of integers and floats, up to 1,009 of them: right, and the same on all",
+        r"ok    all-reduce     4 B in [\d.]+ ms, 8.0 KiB in [\d.]+ ms \([\d.]+ GB/s\) on each replica",
+        r"ok    computing      worker 0 [\d.]+ ms",
+        "ok: 10 checks",
+    )
+    assert [re.fullmatch(pattern, line) is not None for pattern, line in zip(expected, lines, strict=True)] == [True] * 11, lines
 
 
-def test_a_wrong_sum_is_found(strategy2: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "_measure", lambda *_: ())
-    monkeypatch.setattr(check, "MultiWorkerMirroredStrategy", lambda **_: strategy2)
-    monkeypatch.setattr(check, "coordination_of", lambda _: Coordination())
-    make, calls = check._make_all_reduce, itertools.count()
-
-    def make_wrong(*args: Any) -> Callable[[], Any]:
-        work, factor = make(*args), 1.001 if next(calls) >= 3 else 1
-        return lambda: jnp.asarray(work()) * factor
-
-    monkeypatch.setattr(check, "_make_all_reduce", make_wrong)
+def test_what_is_wrong_with_one_machine_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_host, "shared_memory", lambda: Finding("", "64.0 MiB free\x1b[2J"))
     assert launch.main(["check"]) == 1
-    out = capsys.readouterr().out
-    for kind in ("integers", "whole floats", "floats"):
-        assert re.search(rf"^WRONG: worker 0: sum of 1009 {kind}: element \d+ is [\d.]+, expected [\d.]+$", out, re.M)
-    assert out.count("WRONG") == 3 and out.endswith("\nnot ok\n")
+    lines = capsys.readouterr().out.splitlines()
+    assert r"wrong /dev/shm       64.0 MiB free\x1b[2J" in lines
+    assert [line[:5] for line in lines].count("wrong") == 1 and lines[-1] == "not ok: 1 of 10 checks"
 
 
-class Canned(Coordination):
-    """A worker 0 whose two peers answer with what it says, multiplied."""
-
-    def exchange(self, channel: str, value: Any, timeout_seconds: float | None = None) -> Any:
-        if channel == "check/digests":
-            return [value, value + 1, value]
-        return [value, value * 30, value] if channel == "check/computing" else [value] * 3
-
-
-class Foreign(Coordination):
-    """A worker 0 whose peer draws on the terminal."""
-
-    def exchange(self, channel: str, value: Any, timeout_seconds: float | None = None) -> Any:
-        return ["host \x1b[2J"] if channel == "check/who" else [["sum\nok\x1b[2J"]]
-
-
-def test_what_other_workers_say_is_shown_escaped(
+def test_gpus_that_jax_does_not_use_are_found(
     strategy2: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check, "MultiWorkerMirroredStrategy", lambda **_: strategy2)
-    monkeypatch.setattr(check, "coordination_of", lambda _: Foreign())
-    for name, result in (("_compare", []), ("_measure", []), ("_find_slow", [])):
-        monkeypatch.setattr(check, name, lambda *_, result=result: result)
-    assert check.main([]) == 1
-    out = capsys.readouterr().out
-    assert r"worker 0: host \x1b[2J" in out.splitlines() and r"WRONG: worker 0: sum\nok\x1b[2J" in out.splitlines()
-
-
-def test_a_slow_worker_is_marked() -> None:
-    computing, talking = check._find_slow(Canned())
-    assert re.fullmatch(r"computing, ms: worker 0 [\d.]+, worker 1 [\d.]+ SLOW, worker 2 [\d.]+", computing)
-    assert "SLOW" not in talking
-
-
-def test_results_that_differ_by_worker_are_found(strategy2: Any) -> None:
-    problems = check._compare(strategy2, Canned())
-    assert len(problems) == 2 * 3
-    assert problems[0] == "sum of 1 integers: the workers have different results"
+    monkeypatch.setattr(check_host, "gpus", lambda: Finding("2 NVIDIA GPUs, driver 470.1"))
+    assert launch.main(["check"]) == 1
+    assert "\nwrong devices        JAX uses the CPU, not the NVIDIA GPUs: is the driver" in capsys.readouterr().out
 
 
 def test_a_wrong_cluster_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_CONFIG", "{")
     assert launch.main(["check"]) == 1
-    out, err = capsys.readouterr()
-    assert err.startswith("mirrored check: TF_CONFIG: it is not JSON") and err.count("\n") == 1 and out == ""
+    wrong, end = capsys.readouterr().out.splitlines()
+    assert wrong.startswith("wrong cluster        TF_CONFIG: it is not JSON")
+    assert end == "not ok: 1 of 1 checks; the rest is not checked"
 
 
-def test_a_missing_worker_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_chief_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mirrored._jax.distributed.has_backend", lambda: False)
     for name, value in (("JAX_COORDINATOR_ADDRESS", "127.0.0.1:1"), ("JAX_NUM_PROCESSES", "2"), ("JAX_PROCESS_ID", "1")):
         monkeypatch.setenv(name, value)
     assert launch.main(["check", "--timeout", "1"]) == 1
-    assert capsys.readouterr().err.startswith("mirrored check: worker 1 waited 1 s for the chief (127.0.0.1:1): Connection ref")
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("wrong start          worker 1 waited 1 s for the chief (127.0.0.1:1): Connection ref")
+
+
+def test_two_workers_are_ok_behind_a_dead_proxy(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    chief, other = run_workers(SCRIPT, 2, "right", "--checkpoints", folder, env={"grpc_proxy": "http://127.0.0.1:9"})
+    assert (chief.code, other.code) == (0, 0), chief.output + other.output
+    assert not re.search("^(ok|wrong)", other.output, re.MULTILINE), "it prints only its own failures"
+    assert list(folder.iterdir()) == []
+    lines = [line for line in chief.output.splitlines() if "Gloo" not in line]
+    assert lines[-1] == "ok: 16 checks" and {line[:6] for line in lines[:-1]} == {"ok    "}, chief.output
+    assert "ok    proxies        grpc_proxy set; the workers connect without" in lines
+    for pattern in (
+        r"start          2 workers met in [\d.]+ s: worker 0 on \S+, worker 1 on \S+",
+        "same versions  Python, .*: the same on all",
+        r"connections    each worker reaches 1 other, at ports of \d+-\d+",
+        r"clocks         differ by at most 0\.\d+ s",
+        rf"checkpoints    {folder}: written at \d+ MB/s, read by all, [\d.]+ GiB free",
+        r"messages       worker 0 [\d.]+, worker 1 [\d.]+ ms",
+    ):
+        assert re.search(f"^ok    {pattern}$", chief.output, re.MULTILINE), chief.output
+
+
+def test_all_that_is_wrong_with_another_worker_is_said_by_both(tmp_path: Path) -> None:
+    """And JAX's devices, which would wait for each other, are not started."""
+    chief, other = run_workers(SCRIPT, 2, "wrong", "--checkpoints", tmp_path / "{worker}")
+    assert (chief.code, other.code) == (1, 1), chief.output + other.output
+    wrong = [line for line in chief.output.splitlines() if line.startswith("wrong ")]
+    patterns = (
+        r"wrong /dev/shm       worker 1 on \S+: 64.0 MiB free, and NCCL needs 512.0 MiB: docker run --shm-size=1g; .*",
+        r"wrong same versions  worker 1 on \S+: has nvidia-nccl-cu13 2.1, not none as worker 0: use the same on all hosts",
+        r"wrong connections    worker 1 on \S+: cannot reach worker 0 on \S+ at [\d.:]+ \(timed out\); open the TCP .*",
+        r"wrong clocks         worker 1 on \S+: its clock is 1\d\d.\d s ahead of worker 0's: start NTP .*",
+        rf"wrong checkpoints    worker 1 on \S+: {tmp_path}/1 is another folder, the new file of worker 0 on \S+ is not .*",
+    )
+    assert [re.fullmatch(pattern, line) is not None for pattern, line in zip(patterns, wrong, strict=True)] == [True] * 5, wrong
+    assert chief.output.endswith("\nnot ok: 5 of 11 checks; the rest is not checked\n")
+    told = [line for line in other.output.splitlines() if line.startswith("wrong ")]
+    assert told[0].startswith("wrong /dev/shm       64.0 MiB free") and told[1:] == wrong[1:], "it met the others after the first"
 
 
 @pytest.mark.slow
@@ -113,9 +120,7 @@ def test_a_cluster_under_the_launcher_is_ok() -> None:
     start = time.monotonic()
     result = subprocess.run([sys.executable, "-m", "mirrored", *command], capture_output=True, text=True, timeout=100)
     assert result.returncode == 0, result.stderr
-    assert "[0] 2 workers met in " in result.stdout
-    assert all(f"[0] worker {i}: host " in result.stdout for i in range(2))
-    assert re.search(r"all-reduce of 67108864 bytes: [\d.]+ ms, [\d.]+ GB/s", result.stdout)
-    assert result.stdout.splitlines()[-1] == "[0] ok"
+    assert re.search(r"^\[0\] ok    all-reduce .* 64\.0 MiB in [\d.]+ ms \([\d.]+ GB/s\) on each replica$", result.stdout, re.M)
+    assert result.stdout.splitlines()[-1] == "[0] ok: 15 checks" and "[1]" not in result.stdout
     assert "Warning" not in result.stderr
     assert time.monotonic() - start < 90

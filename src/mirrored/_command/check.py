@@ -1,158 +1,121 @@
-"""`mirrored check`, which every worker runs: tests whether the cluster computes correctly, and how fast it communicates."""
+"""`mirrored check`: is this cluster ready for a first training? Without a cluster it checks this machine.
+
+Every worker runs it, under `mirrored launch` or any other launcher; worker 0 prints for all. What needs no network comes first.
+"""
 
 from __future__ import annotations
 
 import argparse
-import os
+import collections
 import platform
-import statistics
-import sys
 import time
 import warnings
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
+from .._cluster.resolvers import discover
+from .._cluster.spec import LOOPBACK, Cluster
 from .._errors import ClusterConfigError, ClusterStartError, DeviceError, RecompilationWarning
 from .._options import CommunicationOptions
-from .._strategy.current import get_replica_context
+from .._replicas.mesh import raising_cpu_threads
 from .._strategy.strategies import MultiWorkerMirroredStrategy
 from .._strategy.strategy import Strategy, coordination_of
-from .._text import counted, escape
+from .._workers import runtime
 from .._workers.coordination import Coordination
+from . import check_cluster, check_host, check_sums
+from .check_folder import check_folder
+from .check_lines import Finding, Lines
 
-#: Lengths of the summed arrays: one, a prime, and a prime that exceeds caches.
-LENGTHS = (1, 1_009, 1_000_003)
-#: Name, dtype and relative tolerance of the summed values.
-KINDS = (("integers", np.int32, 0.0), ("whole floats", np.float32, 0.0), ("floats", np.float32, 1e-5))
-#: Bytes of each measured all-reduce, and how often it is measured.
-SIZES = ((4, 30), (1 << 10, 30), (1 << 20, 15), (64 << 20, 5))
-#: A worker is slow if it takes more than this multiple of the median.
-SLOW = 2.0
-_MATRIX, _PRODUCTS = 256, 9
-#: The number of characters shown of another worker's text.
-_MAX_TEXT = 1000
+_DESCRIPTION = (
+    "Check this machine, or the cluster of all workers that run this, as by srun mirrored check, mirrored launch -n 2 -m "
+    "mirrored check, or torchrun --nproc-per-node 2 -m mirrored check."
+)
+#: So many workers are named, with their hosts.
+_MAX_NAMED = 8
 
 
 def main(argv: Sequence[str]) -> int:
     """Check the cluster; return 0 if it is in order, else 1."""
     parser = argparse.ArgumentParser(
-        "mirrored check", description="Compute and measure with all workers of this cluster. On one host: mirrored launch -n 2 "
-        "--cpu-devices 1 -m mirrored check"
-    )  # fmt: skip
+        "mirrored check", description=_DESCRIPTION, epilog="Exit code: 0 if all is in order, else 1."
+    )
+    parser.add_argument("--checkpoints", type=Path, metavar="DIR", help="the folder of checkpoints, which all hosts share")
     parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds to wait for the other workers (60)")
     options = parser.parse_args(argv)
-    start = time.monotonic()
     try:
         limits = CommunicationOptions(timeout_seconds=options.timeout)
-        strategy = MultiWorkerMirroredStrategy(communication_options=limits)
-    except (ClusterConfigError, ClusterStartError, DeviceError, ValueError) as error:
-        sys.stderr.write(f"mirrored check: {error}\n")
-        return 1
-    seconds = time.monotonic() - start
+        cluster, found = discover()
+    except ValueError as error:
+        return Lines(0).fail("cluster", error)
+    lines = Lines(cluster.worker_index)
+    lines.add("cluster", Finding(found))
+    for name, finding in check_host.findings(cluster.num_workers):
+        lines.add(name, finding)
+    what = "start"
+    try:
+        host = _meet(lines, cluster, limits)
+        if not _compare_hosts(lines, host, options.checkpoints):
+            return lines.end("; the rest is not checked")
+        what = "devices"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RecompilationWarning)  # each size needs its own program
+            _compute(lines, MultiWorkerMirroredStrategy(communication_options=limits))
+    except (ClusterConfigError, ClusterStartError, DeviceError) as error:
+        return lines.fail(what, error)
+    return lines.end()
+
+
+def _meet(lines: Lines, cluster: Cluster, limits: CommunicationOptions) -> str:
+    """Wait for the other workers; return the address at which they reach this one."""
+    if cluster.num_workers == 1:
+        lines.meet(Coordination(), platform.node())
+        return LOOPBACK
+    start = time.monotonic()
+    with raising_cpu_threads():
+        joined = runtime.start(cluster, limits)
+    assert joined is not None
+    lines.meet(joined.coordination, platform.node())
+    seconds = f"{time.monotonic() - start:.1f} s"
+    names = ", ".join(map(lines.call, range(min(_MAX_NAMED, cluster.num_workers))))
+    more = ", ..." * (cluster.num_workers > _MAX_NAMED)
+    lines.add("start", Finding(f"{cluster.num_workers} workers met in {seconds}: {names}{more}"))
+    return joined.host
+
+
+def _compare_hosts(lines: Lines, host: str, folder: Path | None) -> bool:
+    """Compare the hosts, before JAX starts its devices; return whether the workers can compute together."""
+    is_ready = True
+    if len(lines.hosts) > 1:
+        lines.add("same versions", check_cluster.differences(lines, check_host.versions()))
+        is_ready = lines.add("connections", check_cluster.connections(lines, host))
+        lines.add("clocks", check_cluster.clocks(lines))
+    if folder is not None:
+        check_folder(lines, folder)
+    return is_ready
+
+
+def _compute(lines: Lines, strategy: Strategy) -> None:
+    """Look at the devices, and compute with all of them."""
     coordination = coordination_of(strategy)
-    problems: list[str] = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RecompilationWarning)  # each size needs its own program
-        for line in _check(strategy, coordination, seconds, problems):
-            if coordination.worker == 0:
-                sys.stdout.write(line + "\n")
-                sys.stdout.flush()
-    return 1 if problems else 0
-
-
-def _check(strategy: Strategy, coordination: Coordination, seconds: float, problems: list[str]) -> Iterator[str]:
-    """Yield the lines that worker 0 prints; on every worker, add all workers' problems to `problems`."""
-    yield f"{counted(coordination.num_workers, 'worker')} met in {seconds:.1f} s, {strategy}"
-    for index, text in enumerate(coordination.exchange("check/who", _who())):
-        yield f"worker {index}: {escape(str(text), _MAX_TEXT)}"
-    for index, found in enumerate(coordination.exchange("check/problems", _compare(strategy, coordination)[:20])):
-        problems += [f"worker {index}: {escape(str(problem), _MAX_TEXT)}" for problem in found]
+    lines.add("devices", _devices(lines))
+    lines.add("sums", check_sums.sums(strategy, coordination))
     if strategy.num_replicas_in_sync > 1:
-        yield from _measure(strategy, coordination)
-    yield from _find_slow(coordination)
-    yield from (f"WRONG: {problem}" for problem in problems)
-    yield "not " * bool(problems) + "ok"
+        lines.add("all-reduce", check_sums.rates(strategy, coordination))
+    lines.add("computing", check_sums.computing(coordination))
+    if coordination.num_workers > 1:
+        lines.add("messages", check_sums.messages(coordination))
 
 
-def _who() -> str:
-    kinds = sorted({device.device_kind for device in jax.local_devices()})
-    versions = f"Python {platform.python_version()}, jax {jax.__version__}"
-    devices = f"{jax.local_device_count()} x {jax.default_backend()} ({', '.join(kinds)})"
-    return f"host {platform.node()}, pid {os.getpid()}, {devices}, {os.cpu_count()} cores, {versions}"
-
-
-def _compare(strategy: Strategy, coordination: Coordination) -> list[str]:
-    """Sum known values over the replicas; describe sums that are wrong, or differ between workers."""
-    problems = []
-    replicas = strategy.num_replicas_in_sync
-    for length in LENGTHS:
-        base = np.arange(length) % 97
-        for name, dtype, tolerance in KINDS:
-            values = base / 7 if tolerance else base
-            result = np.asarray(_make_all_reduce(strategy, values.astype(dtype))())
-            expected = values.astype(np.float64) * (replicas * (replicas + 1) // 2)
-            if not np.allclose(result, expected, rtol=tolerance, atol=0.0):
-                at = int(np.argmax(np.abs(result - expected)))
-                problems.append(f"sum of {length} {name}: element {at} is {result[at]}, expected {expected[at]}")
-            digests = coordination.exchange("check/digests", zlib.crc32(result.tobytes()))
-            if len(set(digests)) > 1:
-                problems.append(f"sum of {length} {name}: the workers have different results")
-    return problems
-
-
-def _make_all_reduce(strategy: Strategy, values: np.ndarray) -> Callable[[], Any]:
-    """Return a function that sums `(i + 1) * values` over the replicas i, and waits for the sum."""
-    by_replica = strategy.distribute_values_from_function(
-        lambda ctx: values * values.dtype.type(ctx.replica_id_in_sync_group + 1)
-    )
-
-    def step(value: jax.Array) -> Any:
-        context = get_replica_context()
-        assert context is not None
-        return context.all_reduce("sum", value)
-
-    return lambda: jax.block_until_ready(strategy.run(step, args=(by_replica,)))
-
-
-def _measure(strategy: Strategy, coordination: Coordination) -> Iterator[str]:
-    """Measure all-reduces of several sizes, each by the median of repetitions that all workers begin together."""
-    replicas = strategy.num_replicas_in_sync
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = min(coordination.exchange("check/memory", memory // (32 * jax.local_device_count())))
-    for size, times in SIZES:
-        size = min(size, limit) // 4 * 4
-        work = _make_all_reduce(strategy, np.ones(size // 4, np.float32))
-        seconds = _median(work, times, coordination)
-        seconds = max(coordination.exchange("check/seconds", seconds))
-        rate = f", {size * 2 * (replicas - 1) / replicas / seconds / 1e9:.3f} GB/s for each replica" * (size > 1024)
-        yield f"all-reduce of {size} bytes: {seconds * 1e3:.3f} ms{rate}"
-
-
-def _find_slow(coordination: Coordination) -> Iterator[str]:
-    """Compare the workers' times for a local computation, and for a call of the coordination service."""
-    matrix = jnp.full((_MATRIX, _MATRIX), 1.0 / _MATRIX)
-    product = jax.jit(lambda x: jax.lax.fori_loop(0, 20, lambda _, y: y @ x, x))
-    computing = _median(lambda: product(matrix).block_until_ready(), _PRODUCTS, coordination)
-    talking = _median(lambda: coordination.put(f"check/ping/{coordination.worker}", "ping"), _PRODUCTS, coordination)
-    for task, duration in (("computing", computing), ("talking to worker 0", talking)):
-        seconds = coordination.exchange(f"check/{task}", duration)
-        middle = statistics.median_low(seconds)
-        listed = (f"worker {i} {s * 1e3:.2f}" + " SLOW" * (s > SLOW * middle + 1e-3) for i, s in enumerate(seconds))
-        yield f"{task}, ms: {', '.join(listed)}"
-
-
-def _median(work: Callable[[], object], times: int, coordination: Coordination) -> float:
-    """Return the median of the seconds that a function takes, without its first call."""
-    seconds = []
-    for i in range(times + 1):
-        coordination.barrier("check")
-        start = time.perf_counter()
-        work()
-        if i:
-            seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+def _devices(lines: Lines) -> Finding:
+    """Compare the kinds of the devices with worker 0's, and with the GPUs that are there."""
+    counts = collections.Counter(device.device_kind for device in jax.local_devices())
+    kinds = ", ".join(f"{count} x {kind}" for kind, count in sorted(counts.items()))
+    first = lines.exchange("kinds", kinds)[0]
+    if kinds != first:
+        return Finding("", f"has {kinds}, not {first} as worker 0: use hosts of one kind")
+    is_unused = jax.default_backend() == "cpu" and "driver" in check_host.gpus().fact
+    if is_unused:
+        return Finding("", "JAX uses the CPU, not the NVIDIA GPUs: is the driver (`nvidia-smi`) new enough for JAX's CUDA?")
+    return Finding(f"{kinds} on each worker")

@@ -51,6 +51,7 @@ class Runtime:
     coordination: Coordination
     agreement: Agreement
     cluster: Cluster | None  # None when the user had started `jax.distributed`
+    host: str = ""  # the numeric address of this worker; empty then
 
 
 _current: Runtime | None = None
@@ -126,7 +127,7 @@ def start(cluster: Cluster, options: CommunicationOptions) -> Runtime | None:
         with distributed.without_warnings():
             _connect(cluster, meeting, min(seconds, CONNECT_SECONDS))
         distributed.listen_at(meeting.host)
-        return _begin(cluster, options, cluster.worker_index, cluster.num_workers)
+        return _begin(cluster, options, cluster.worker_index, cluster.num_workers, meeting.host)
 
 
 def _connect(cluster: Cluster, meeting: Meeting, seconds: float) -> None:
@@ -194,11 +195,11 @@ def _is_waiting_for_devices() -> tuple[bool, str]:
     return False, ""
 
 
-def _begin(cluster: Cluster | None, options: CommunicationOptions, worker: int, num_workers: int) -> Runtime:
+def _begin(cluster: Cluster | None, options: CommunicationOptions, worker: int, num_workers: int, host: str = "") -> Runtime:
     global _current
     coordination = Coordination(distributed.client(), worker, num_workers)
     guard = Guard(coordination, progress, stall_seconds=options.timeout_seconds)
-    _current = Runtime(coordination, Agreement(coordination), cluster)
+    _current = Runtime(coordination, Agreement(coordination), cluster, host)
 
     def end() -> None:
         guard.stop()
