@@ -48,7 +48,7 @@ test-newest:
 ## nightly: what .ci/run takes a sample of: the claims of its tests at other sizes, the whole default suite with the oldest
 ## versions and with Python 3.14, numbers by XLA with its optimizations, all mutants, 3000 random programs, and
 ## Ray, where it is installed
-nightly: mutants programs test-optimized test-newest
+nightly: mutants programs test-optimized test-newest plans
 	$(BIN)/python -m pytest -q -n $(JOBS) -m nightly
 	$(MAKE) test-oldest OF_VERSIONS=tests
 
@@ -85,7 +85,7 @@ programs: setup
 
 ## plans: compile training steps for TPUs, with the compiler beside the environment: where JAX finds libtpu, it looks for a TPU
 plans: setup .plan/libtpu
-	PYTHONPATH=.plan $(BIN)/python -m pytest -q -m slow tests/_plan tests/_jax/test_topologies.py
+	PYTHONPATH=.plan $(BIN)/python -m pytest -q -m "$(or $(MARKED),slow)" tests/_plan tests/_jax/test_topologies.py
 
 .plan/libtpu:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .plan libtpu==0.0.52

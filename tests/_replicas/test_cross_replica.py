@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from parameters import nightly
 from strategies import strategy_of, variable
 
 import mirrored as mr
@@ -375,8 +374,8 @@ def is_leaf(value: Any) -> bool:
     return isinstance(value, mr.PerReplica | mr.Variable)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("devices, num_replicas", [(3, 3), *nightly((2, 6))])
+@pytest.mark.nightly("tests/_replicas/test_cross_replica.py::test_a_tree_of_small_arrays_is_one_program_and_few_sums")
+@pytest.mark.parametrize("devices, num_replicas", [(3, 3), (2, 6)])
 def test_a_tree_gives_what_its_leaves_give(devices: int, num_replicas: int) -> None:
     strategy = strategy_of(devices, num_replicas=num_replicas)
     for op, axis, rank in (("sum", None, 0), ("mean", None, 0), ("mean", 0, 1), ("sum", (0, 1), 2), ("gather", 0, 1)):
