@@ -26,7 +26,7 @@ test: setup
 
 # Numbers that are compared with those of one device, all that NumPy computes in the default suite among them.
 OPTIMIZED := $(shell grep -rl --include='test_*.py' in_numpy tests) tests/parity/test_tf_numbers.py \
-  tests/_replicas/test_cross_replica.py tests/_updates
+  tests/_replicas/test_cross_replica.py
 
 ## test-optimized: numbers that are compared with those of one device, by XLA with its optimizations
 test-optimized: setup

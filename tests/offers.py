@@ -21,11 +21,11 @@ OFFERS = {
         primitives.DEVICE_MAPS primitives.DEVICE_RANDOM primitives.DIVISIONS primitives.DOT_PRODUCTS primitives.DRAWS
         primitives.ELEMENTWISE primitives.FILLS primitives.HOST_CALLBACKS primitives.HOST_EFFECTS primitives.INLINE_CALLS
         primitives.KEEP_AXES primitives.LOOPS primitives.MAKE_SAME primitives.MOVES primitives.ONE_TO_ONE primitives.PADS
-        primitives.PRINTS primitives.PURE primitives.RANDOM primitives.RESHAPES primitives.SAID_TWICE primitives.SCATTERS
-        primitives.SCATTER_SUMS primitives.SELECTS primitives.SIMPLE primitives.SPREADS primitives.SUMS primitives.TRANSPOSES
-        random_keys.Count random_keys.THREEFRY random_keys.are_counted random_keys.by_rows random_keys.draws_by_rows
-        random_keys.folded random_keys.of_rows random_keys.plain topologies.runs_nothing tracing.NO_TRACE tracing.barrier
-        tracing.bind tracing.context tracing.current_trace tracing.have_mesh tracing.is_for_this_call tracing.is_mapped_over
+        primitives.PRINTS primitives.PURE primitives.RANDOM primitives.RESHAPES primitives.SAID_TWICE primitives.SCATTER_SUMS
+        primitives.SELECTS primitives.SIMPLE primitives.SPREADS primitives.SUMS primitives.TRANSPOSES random_keys.Count
+        random_keys.THREEFRY random_keys.are_counted random_keys.by_rows random_keys.draws_by_rows random_keys.folded
+        random_keys.of_rows random_keys.plain topologies.runs_nothing tracing.NO_TRACE tracing.barrier tracing.bind
+        tracing.context tracing.current_trace tracing.have_mesh tracing.is_for_this_call tracing.is_mapped_over
         tracing.is_staging tracing.is_wide tracing.key_kind tracing.lowered tracing.new_operand tracing.operand_p
         tracing.room_for tracing.separate_caches tracing.settings tracing.trace tracing.trace_state tracing.untraced
         user_code.OURS user_code.equation_line user_code.hide_lines user_code.leave_out user_code.line_of user_code.raising_line
@@ -63,8 +63,7 @@ OFFERS = {
         host_memory.gathers in_flight.dispatch in_flight.finish in_flight.is_joint in_flight.is_paced in_flight.joined
         in_flight.new_witness in_flight.require_threads in_flight.started mesh.PlannedMesh mesh.ReplicaMesh mesh.cluster_mesh
         mesh.default_mesh mesh.make_mesh mesh.raising_cpu_threads mesh.replicas_of mesh.resolve_devices mesh.with_replicas
-        named.seen parts.all_gather_parts parts.join_parts parts.num_real parts.own_part parts.part_size parts.reduce_scatter
-        parts.split_parts per_replica.Origin per_replica.PerReplica per_replica.carried_sums per_replica.facts_of
+        named.seen per_replica.Origin per_replica.PerReplica per_replica.carried_sums per_replica.facts_of
         per_replica.is_per_replica per_replica.lost_rank per_replica.origin_of per_replica.proven_of per_replica.require_whole
         per_replica.stack_of per_replica.stack_shapes per_replica.uneven_shapes placement.Sliced placement.check_later
         placement.checksum placement.divide placement.divide_slices placement.join placement.mirror placement.mirror_constants
@@ -76,10 +75,10 @@ OFFERS = {
         access.all_copies access.claimed access.copied access.lent access.load access.lose access.store access.store_in_parts
         assignment.check_per_replica bindings.Bindings bindings.bound bindings.outer_reader bindings.with_few_compilations
         equal_copies.CopiesCompared equal_copies.Watch equal_copies.check equal_copies.last_comparisons equal_copies.watch
-        in_parts.describe making.make sharded.ShardedVariable spec.VariableSpec spec.without_counters storage.Home
-        storage.WeakVariables storage.home_of storage.lent storage.overwrite storage.overwrite_when_done tree.VariableTree
-        tree.trainable variable.Variable variable.is_variable variable.listeners variable.live_variables variable.local_arrays
-        variable.local_copies variable.note_use variable.spec_of variable.use_value
+        in_parts.describe making.make spec.VariableSpec spec.without_counters storage.Home storage.WeakVariables storage.home_of
+        storage.lent storage.overwrite storage.overwrite_when_done tree.VariableTree tree.trainable variable.Variable
+        variable.is_variable variable.listeners variable.live_variables variable.local_arrays variable.local_copies
+        variable.note_use variable.spec_of variable.use_value
     """,
     "data": """
         _dataset.DistributedDataset _dataset.batch_rows _dataset.check_dataset _dataset.mesh_of
@@ -103,9 +102,6 @@ OFFERS = {
     "_transforms": """
         function.function function.function_programs gradients.check_variables gradients.grad gradients.value_and_grad
         loops.cond loops.fori_loop loops.scan
-    """,
-    "_updates": """
-        shared_out.check_variables shared_out.combined shared_out.state_variable shared_out.store shared_out.update
     """,
     "_strategy": """
         current.DefaultStrategy current.get_replica_context current.get_strategy current.has_strategy

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 import mirrored as mr
+from mirrored._program.passes import fuse_all_reduces, order_sums
 from mirrored._program.program import Program
+from mirrored._replicas import collectives, division
 
 
 def strategy_of(num_devices: int, **options: Any) -> mr.MirroredStrategy:
@@ -47,6 +49,14 @@ def all_reduce(op: str, tree: Any, **options: Any) -> Any:
 def values_of(result: mr.PerReplica) -> list[Any]:
     """Return each replica's value as a number or a list."""
     return [value.tolist() for value in result.values]
+
+
+def divide_small_arrays(patch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    """Take arrays of so many bytes for large, so that a test of arrays in parts need not make larger ones."""
+    patch.setattr(division, "LEAST_BYTES", num_bytes)
+    patch.setattr(order_sums, "LARGE_BYTES", num_bytes)
+    for module in (collectives, fuse_all_reduces):
+        patch.setattr(module, "PACK_BELOW_BYTES", num_bytes)
 
 
 class Made(Exception):

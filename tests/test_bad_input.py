@@ -413,10 +413,6 @@ Optimizer
     mr.Optimizer(optax.sgd(0.1), [w], aggregate=1) => TypeError: aggregate is 1.*; expected one of 'sum', 'mean'
     mr.Optimizer(optax.sgd(0.1), [w, w]) => ValueError: 'w' is listed twice
     mr.Optimizer(optax.sgd(0.1), [w, of_three]) => StrategyMismatchError: 'w' and 'of_three' belong to different strategies
-    mr.Optimizer(optax.sgd(0.1), [mr.Variable(ONES * 1j, name="z")], shard_state=True)
-        => TypeError: variable 'z' has dtype complex64; .* real numbers only.*Leave shard_state=True out
-    mr.MirroredStrategy(FOUR, num_replicas=8).scope()(lambda: mr.Optimizer(optax.sgd(1.0), mr.Variable(ONES), shard_state=True))()
-        => ValueError: shard_state=True on 8 replicas on 4 devices.*share one copy
     step(lambda: mr.Optimizer(optax.sgd(0.1), [w])) => ContextError: was created inside a step.*next to the variables
 Optimizer.minimize
     optimizer.minimize(3.0) => TypeError: minimize got an object of type float as its loss; .*minimize\(lambda: loss_of

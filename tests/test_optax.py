@@ -13,7 +13,7 @@ import pytest
 from optax import contrib
 from optax_rows import CHANGE_STRUCTURE, OF_EXAMPLES, ROWS, exported
 from parameters import nightly
-from strategies import variable
+from strategies import divide_small_arrays, variable
 
 import mirrored as mr
 from mirrored import losses
@@ -61,11 +61,11 @@ def alone(name: str) -> tuple[Any, Any]:
     return params, state
 
 
-def together(names: Sequence[str], strategy: mr.Strategy) -> dict[str, tuple[Any, mr.Optimizer]]:
+def together(names: Sequence[str], strategy: mr.Strategy, shard_state: bool) -> dict[str, tuple[Any, mr.Optimizer]]:
     """Train with each of them, in one step."""
     with strategy.scope():
         variables = {name: jax.tree.map(mr.Variable, ROWS[name].start) for name in names}
-        optimizers = {name: mr.Optimizer(ROWS[name].make(), variables[name]) for name in names}
+        optimizers = {name: mr.Optimizer(ROWS[name].make(), variables[name], shard_state=shard_state) for name in names}
 
     def step(x: Any, y: Any) -> None:
         for name, optimizer in optimizers.items():
@@ -93,10 +93,14 @@ def largest_difference(tree: Any, other: Any) -> float:
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore:inject_stateful_hyperparams is deprecated", "ignore:`optimistic_adam` is deprecated")
 @pytest.mark.usefixtures("without_optimizations")
+@pytest.mark.parametrize("shard_state", [False, *nightly(True)])
 @pytest.mark.parametrize("names", [SOME, *nightly(*GROUPS)], ids=lambda names: names[0])
-def test_each_trains_as_on_one_device(names: Sequence[str], strategy3: mr.Strategy) -> None:
+def test_each_trains_as_on_one_device(
+    names: Sequence[str], shard_state: bool, strategy3: mr.Strategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wrong = {}
-    for name, (variables, optimizer) in together(names, strategy3).items():
+    divide_small_arrays(monkeypatch, 16)
+    for name, (variables, optimizer) in together(names, strategy3, shard_state).items():
         params, state = alone(name)
         own, own_state = jax.tree.map(lambda value: value, (variables, optimizer.state))
         found, moved = largest_difference(own, params), largest_difference(ROWS[name].start, params)

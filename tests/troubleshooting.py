@@ -74,7 +74,7 @@ Each device holds all parameters, all of the optimizer's state, and the activati
 * **Parameters and state**: `mr.MirroredStrategy(storage="parts")` keeps 1/R of them on each device ({doc}`large_models`).
 * **Activations**: `mr.MirroredStrategy(num_replicas=..., schedule="one_by_one")` computes the batch in parts
   ({doc}`recipes/accumulation`). bfloat16 halves them ({doc}`recipes/mixed-precision`). `jax.checkpoint` recomputes them.
-* **Optimizer state alone**: `mr.Optimizer(tx, variables, shard_state=True)` keeps 1/R on each replica ({doc}`sharded-update`).
+* **Optimizer state alone**: `mr.Optimizer(tx, variables, shard_state=True)` keeps 1/R on each device ({doc}`sharded-update`).
 * **Two states**: a step that takes and returns a train state or a module holds the old and the new one. A `mr.Variable` is
   updated in place ({doc}`model-libraries`).
 * **Batches**: two wait on the device. `mr.InputOptions(prefetch=1)` keeps one.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
@@ -17,7 +16,7 @@ from ._errors import ContextError, PerReplicaError
 from ._jax import user_code
 from ._jax.marks import Mark, Purpose, mark
 from ._models.libraries import own_variable
-from ._options import ReduceOp
+from ._options import ReduceOp, Storage
 from ._program.refusals import check_outside
 from ._replicas import cross_replica, frames
 from ._replicas.collectives import ReplicaAxis, all_reduce
@@ -28,7 +27,6 @@ from ._replicas.per_replica import PerReplica, is_per_replica, proven_of, stack_
 from ._text import call_it, shown
 from ._transforms.gradients import check_variables, value_and_grad
 from ._typing import PyTree
-from ._updates import shared_out
 from ._variables.access import copied, lent
 from ._variables.assignment import check_per_replica
 from ._variables.making import make
@@ -53,13 +51,12 @@ class Optimizer:
             and the losses of `mr.losses` are shares, whose gradients are summed. For any other scalar, `"mean"` says that the
             loss is a mean over the replica's own rows, `jnp.mean(per_example_loss)`: gradients are averaged, weighted by the
             replicas' rows. `"sum"`: the loss was divided by all rows. `False`: the gradients are already combined.
-        shard_state: whether each of the R replicas holds only 1/R of the state, updates 1/R of the variables' elements, and
-            gets the rest from the others; the numbers are the same. Every replica holds scalars, such as counts.
+        shard_state: whether large arrays of the state are stored in parts (`mr.Storage`), also where the variables are not: each
+            device stores and updates its parts, and gets the variables' others from the other devices. The numbers are the same.
 
     Raises:
-        TypeError: when `tx` is no transformation or `variables` holds anything else; for complex variables with `shard_state`.
-        ValueError: for a sync-on-read variable, a variable listed twice, any other `aggregate`, and `shard_state` if a device
-            has several replicas.
+        TypeError: when `tx` is no transformation or `variables` holds anything else.
+        ValueError: for a sync-on-read variable, a variable listed twice, and any other `aggregate`.
 
     >>> with strategy.scope():
     ...     w = mr.Variable(1.0, name="w")
@@ -87,34 +84,32 @@ class Optimizer:
             )
         self._aggregate = _parse_aggregate(aggregate)
         self._tx = tx
-        self._is_sharded = bool(shard_state) or _process.what_if.shard_state
         self._leaves, self._treedef = check_variables(variables, "mr.Optimizer", "mr.Optimizer(optax.adam(1e-3), [w, b])")
         for own in (variable for variable in self._leaves if spec_of(variable).is_on_read):
             raise ValueError(
                 f"variable {own.name!r} is sync-on-read: each replica has its own value, and an optimizer needs mirrored ones."
             )
-        if self._is_sharded:
-            shared_out.check_variables(self._leaves)
         # The state is on the variables' devices, even if the optimizer is made outside their scope.
         mesh = spec_of(self._leaves[0]).mesh
         with frames.entered(Frame(None, mesh)):
-            state = self._first_state(mesh)
+            is_sharded = (shard_state or _process.what_if.shard_state) and mesh.storage is Storage.WHOLE
+            storage = Storage.PARTS if is_sharded else None
+            state = self._first_state(mesh, storage)
             paths, self._state_treedef = jax.tree_util.tree_flatten_with_path(state)
             del state  # `paths` has the arrays
-            variable_of = shared_out.state_variable if self._is_sharded else functools.partial(Variable, trainable=False)
             self._state: list[Variable] = []
             while paths:  # removed one by one, so that all arrays never exist twice
                 path, leaf = paths.pop(0)
-                self._state.append(variable_of(leaf, name=f"optimizer{keystr(path)}"))
+                self._state.append(Variable(leaf, name=f"optimizer{keystr(path)}", trainable=False, storage=storage))
             self._iterations = Variable(np.int32(0), name="optimizer.iterations", trainable=False)
 
-    def _first_state(self, mesh: ReplicaMesh) -> PyTree:
-        """Return the transformation's first state; of variables in parts, it is made in parts."""
-        if self._is_sharded or not any(spec_of(variable).division for variable in self._leaves):
+    def _first_state(self, mesh: ReplicaMesh, storage: Storage | None) -> PyTree:
+        """Return the transformation's first state, made in parts where it is stored so, or the variables are."""
+        if storage is None and not any(spec_of(variable).division for variable in self._leaves):
             return mesh.evaluate(self._tx.init, self._as_tree(copied(self._leaves)))
         with lent(self._leaves) as arrays:
             given = list(zip(map(spec_of, self._leaves), arrays, strict=True))
-            return make(lambda *values: self._tx.init(self._as_tree(list(values))), mesh, given=given)
+            return make(lambda *values: self._tx.init(self._as_tree(list(values))), mesh, storage, given=given)
 
     @property
     def variables(self) -> PyTree:
@@ -213,17 +208,12 @@ class Optimizer:
                 )
             return jax.tree.leaves(optax.apply_updates(tree, updates)), jax.tree.leaves(new_state)
 
-        frame, store = frames.current(), Variable.assign
-        if self._is_sharded and frame is not None and frame.axis is not None:
-            new_values, new_state = shared_out.update(compute, gradients, self._leaves, self._state, frame.axis)
-            store = shared_out.store
-        else:
-            new_values, new_state = compute(gradients, [v.value for v in self._leaves], [v.value for v in self._state])
+        new_values, new_state = compute(gradients, [v.value for v in self._leaves], [v.value for v in self._state])
         new = list(zip(self._leaves, new_values, is_skipped, strict=True))
         new += zip(self._state, new_state, self._skipped_state(is_skipped), strict=True)
         for variable, value, keep in new:
             if not keep:
-                store(variable, value)
+                variable.assign(value)
         self._iterations.assign_add(1)
 
     def _skipped_state(self, is_skipped: list[bool]) -> list[bool]:
@@ -260,8 +250,6 @@ class Optimizer:
         if op is None:
             return [gradient for gradient, _ in pairs]
         marked = [mark(jnp.asarray(gradient), note) for note, (gradient, _) in zip(notes, pairs, strict=True)]
-        if self._is_sharded:
-            return shared_out.combined(op, marked, axis_of(frame.replica))
         return all_reduce(op, marked, axis_of(frame.replica))  # type: ignore[no-any-return]
 
     def _aligned(self, grads: PyTree | Iterable[tuple[Any, Variable]]) -> list[Any]:

@@ -13,7 +13,7 @@ from mirrored import _process, launch
 from mirrored._jax import topologies
 from mirrored._plan import command, trials
 from mirrored._plan.trials import Command, Trial, most_rows, plan_with, remedies
-from mirrored._replicas import cross_replica
+from mirrored._replicas import cross_replica, division
 
 
 @pytest.mark.parametrize(
@@ -122,6 +122,7 @@ def test_a_planned_program_has_the_rows_and_parts_that_the_command_says(what_if,
     monkeypatch.setattr(topologies, "runs_nothing", lambda device: True)
     monkeypatch.setattr(cross_replica, "_compile", cross_replica._compile.__wrapped__)  # nothing is kept of these devices
     monkeypatch.setattr(_process, "what_if", _process.WhatIf(**what_if, shard_state="parts" not in what_if))
+    monkeypatch.setattr(division, "LEAST_BYTES", 64)
     strategy = mr.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
     with strategy.scope():
         w = mr.Variable(jax.ShapeDtypeStruct((64, 8), jnp.float32))

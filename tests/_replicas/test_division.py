@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ from jax.sharding import PartitionSpec
 from mirrored._options import Storage
 from mirrored._replicas.division import Division, division_of, division_of_array, placement_of
 from mirrored._replicas.mesh import make_mesh
+from mirrored._replicas.platforms import PLATFORMS
 
 
 def mesh_of(count, storage=Storage.PARTS):
@@ -32,6 +35,13 @@ def mesh_of(count, storage=Storage.PARTS):
 def test_the_axis_of_a_division(count, shape, axis):
     division = division_of(mesh_of(count), shape, jnp.dtype("float32"))
     assert (division and division.axis) == axis
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((1009, 1024), 1), ((1009, 1016), 0), ((512, 1016), 0), ((4, 40000), 1)])
+def test_the_last_axis_is_not_divided_into_parts_of_a_few_lanes(shape, axis, monkeypatch):
+    monkeypatch.setitem(PLATFORMS, "cpu", PLATFORMS["cpu"]._replace(has_lanes=True))
+    division = division_of(mesh_of(8), shape, jnp.dtype("float32"))
+    assert division.axis == axis and division.in_two
 
 
 @pytest.mark.parametrize(
@@ -60,7 +70,11 @@ def test_what_is_no_variable_is_divided_only_without_padding():
     [Division(0, 16, 8), Division(1, 10, 8), Division(1, 3, 8), Division(0, 7, 4, 2), Division(1, 10, 2, 4)],
     ids=str,
 )
-def test_parts_are_gathered_and_summed_on_the_devices(division):
+@pytest.mark.parametrize("in_two", [False, True])
+def test_parts_are_gathered_and_summed_on_the_devices(division, in_two, monkeypatch):
+    """Also in two rounds, as XLA on TPUs needs it."""
+    monkeypatch.setattr("mirrored._replicas.division.MOST_AT_ONCE", 2)
+    division = dataclasses.replace(division, in_two=in_two)
     mesh, shape = mesh_of(8), (division.length, 5) if division.axis == 0 else (6, division.length)
     whole = np.arange(1, np.prod(shape) + 1, dtype=np.float32).reshape(shape)
     placement = placement_of(mesh, division)

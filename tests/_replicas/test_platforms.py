@@ -6,12 +6,11 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import mirrored as mr
 from mirrored._jax import jaxprs
-from mirrored._replicas import host_memory, in_flight, parts
+from mirrored._replicas import host_memory, in_flight
 from mirrored._replicas.per_replica import carried_sums
 from mirrored._replicas.platforms import PLATFORMS, platform_of
 
@@ -28,12 +27,11 @@ def packs(request, monkeypatch):
 
 @pytest.mark.parametrize("platform", ["tpu", "gpu", "neuron"])
 def test_only_cpus_pack_are_paced_and_share_memory(platform):
-    assert PLATFORMS["cpu"][:6] == (True, True, 0, True, True, True)
+    assert PLATFORMS["cpu"][:5] == (True, True, False, True, True)
     mesh = SimpleNamespace(
         devices=np.array([SimpleNamespace(platform=platform, client=SimpleNamespace(runtime_type="stream_executor"))] * 2)
     )
-    own = platform_of(mesh)
-    assert own[:6] == (False, False, 128 * (platform == "tpu"), platform == "gpu", platform in ("gpu", "tpu"), False)
+    assert platform_of(mesh)[:5] == (False, False, platform == "tpu", platform == "gpu", False)
     placement = SimpleNamespace(num_devices=2, mesh=mesh, is_fully_addressable=True)
     assert not in_flight.is_paced(placement)
     placement.is_fully_addressable = False
@@ -71,36 +69,6 @@ def test_a_platform_that_nobody_named_gets_a_sum_of_each_array_and_the_same_numb
     assert nest["x"].tolist() == [*expected] and float(nest["loss"]) == expected.sum()
     shapes = operands_of_sums(strategy, x._array)
     assert sorted(shapes) == ([(6 + 2 + 6 + 1 + 1,)] if packs else [(), (), (2,), (2, 3), (6,)])
-
-
-def shared_out(num_replicas, width, num_outputs):
-    """Make a strategy, parameters, their optimizer with shared-out state, and a value `[2, width]` of each replica."""
-    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
-    with strategy.scope():
-        params = mr.Variable({"w": np.ones((width, num_outputs), np.float32), "b": np.zeros(3, np.float32)})
-        optimizer = mr.Optimizer(optax.sgd(0.5, 0.9), params, shard_state=True)
-    x = strategy.distribute_values_from_function(lambda ctx: np.full((2, width), 1.0 + ctx.replica_id_in_sync_group, np.float32))
-    return strategy, params, optimizer, x
-
-
-@pytest.mark.parametrize(
-    ("lanes", "num_replicas", "most"), [(None, 2, 8), (None, 3, 2), (0, 6, 2), (4, 4, 2), (4, 3, 8), (128, 3, 2), (128, 2, 8)]
-)
-def test_a_reduce_scatter_in_rows_of_lanes_gives_the_same_parts(lanes, num_replicas, most, monkeypatch):
-    monkeypatch.setattr(parts, "MOST_AT_ONCE", most)
-    if lanes is None:
-        monkeypatch.delitem(PLATFORMS, "cpu")  # a platform that nobody has named
-    else:
-        monkeypatch.setitem(PLATFORMS, "cpu", PLATFORMS["cpu"]._replace(lanes=lanes))
-    strategy, params, optimizer, x = shared_out(num_replicas, 7, 5)
-
-    def step(x):
-        losses = lambda: (x @ params.value["w"] * np.arange(5.0)).sum(1) + (params.value["b"] * np.arange(3.0)).sum()  # noqa: E731
-        optimizer.apply_gradients(mr.grad(losses, params)())
-
-    strategy.run(step, args=(x,))
-    np.testing.assert_allclose(params.numpy()["w"], 1 - 0.25 * (1 + num_replicas) * np.tile(np.arange(5.0), (7, 1)), rtol=1e-6)
-    np.testing.assert_allclose(params.numpy()["b"], -0.5 * np.arange(3.0), rtol=1e-6)
 
 
 @pytest.mark.parametrize("storage", ["whole", "parts"])

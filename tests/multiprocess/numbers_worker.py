@@ -19,7 +19,9 @@ import optax
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import mirrored as mr
+from mirrored._replicas import division
 
+division.LEAST_BYTES = 16  # of arrays in parts
 folder, *parts = sys.argv[1:]
 strategy = mr.MultiWorkerMirroredStrategy()
 alone = mr.OneDeviceStrategy()
@@ -126,8 +128,8 @@ def sharded() -> list[Any]:
     compare(whole, parts, rtol=2e-5, atol=2e-6)
     sizes, num_devices = (40, 7, 1), jax.local_device_count()
     assert whole.bytes_by_device() == [4 * (1 + 2 * sum(sizes))] * num_devices
-    of_parts = 4 * (1 + 2 * sum(-(-size // count) for size in sizes))  # 1/R, rounded up for each variable; the count is on each
-    assert parts.bytes_by_device() == [of_parts] * num_devices
+    of_parts = 5 * 2 + 2 + 1  # two of 8 columns, two of 7 and padding; the scale is on each device, as the optimizer's count
+    assert count == 4 and parts.bytes_by_device() == [4 * (1 + 2 * of_parts)] * num_devices
     with parts.checkpoint("workers") as checkpoint:
         checkpoint.save(2)
     strategy.barrier("the second checkpoint is written")

@@ -10,26 +10,23 @@ import numpy as np
 import optax
 import pytest
 from parameters import nightly
+from strategies import divide_small_arrays
 
 import mirrored as mr
-from mirrored._program.passes import fuse_all_reduces, order_sums
-from mirrored._replicas import collectives, division
+from mirrored._replicas import division
 from mirrored._variables import spec
 
 pytestmark = pytest.mark.usefixtures("in_numpy")
 
 DEVICES = [f"cpu:{i}" for i in range(8)]
 WIDTH, LAYERS = 20, 3
-packing = collectives, fuse_all_reduces
 #: A step, and the variables that it trains.
 Made = tuple[Callable[[Any], Any], Any]
 
 
 @pytest.fixture(autouse=True)
 def small_arrays_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take arrays of 256 bytes for large, so that a test need not make larger ones."""
-    for module, name in ((division, "LEAST_BYTES"), (order_sums, "LARGE_BYTES"), *((m, "PACK_BELOW_BYTES") for m in packing)):
-        monkeypatch.setattr(module, name, 256)
+    divide_small_arrays(monkeypatch, 256)
 
 
 def parameters(dtype: Any = np.float32) -> dict[str, np.ndarray]:

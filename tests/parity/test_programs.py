@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from parity.programs import PROGRAMS, Batch, Program, batches
+from strategies import divide_small_arrays
 
 import mirrored as mr
 
@@ -142,8 +143,11 @@ def assert_same(ours: Any, alone: Any, rtol: float, what: str) -> None:
 
 def run(names: tuple[str, ...], way: Way) -> tuple[mr.Strategy, dict[str, Program], Any, list[Any]]:
     strategy, program = way.strategy(), Together(names)
-    program.start(strategy, way.shard_state)
-    return strategy, program.programs, *way.call(strategy, program, batches(list(way.sizes)))
+    with pytest.MonkeyPatch.context() as patch:
+        if way.shard_state:
+            divide_small_arrays(patch, 16)
+        program.start(strategy, way.shard_state)
+        return strategy, program.programs, *way.call(strategy, program, batches(list(way.sizes)))
 
 
 def check(names: tuple[str, ...], way: str) -> None:

@@ -17,10 +17,8 @@ from .._models import objects
 from .._options import VariableAggregation, VariableSynchronization
 from .._replicas import cross_replica
 from .._replicas.division import Division, division_in
-from .._replicas.parts import join_parts
 from .._typing import PyTree
 from .._variables.access import lent, lose, store, store_in_parts
-from .._variables.sharded import ShardedVariable
 from .._variables.variable import Variable, spec_of
 from ..data._iterator import DistributedIterator, expect_saves, joined
 from .array_files import Pieces
@@ -106,9 +104,7 @@ def take_snapshot(
             on_devices[key].copy_to_host_async()  # all at once, before the first is awaited
         host |= {key: np.array(array) for key, array in on_devices.items()}
         for path, leaf in leaves.items():
-            if isinstance(leaf, ShardedVariable):
-                host[entries[path]["value"]] = join_parts(host[entries[path]["value"]], leaf.shape)
-            elif entries[path].get("aggregation") == "SUM" and leaf.dtype.kind in "iu":
+            if entries[path].get("aggregation") == "SUM" and leaf.dtype.kind in "iu":
                 exact = host[entries[path]["copies"]].sum(axis=0)  # in 64 bits; the device's sum may have wrapped around
                 if not np.array_equal(exact, host[entries[path]["value"]]):
                     host[entries[path]["value"]] = np.asarray(exact)
@@ -158,9 +154,9 @@ def _array_entry(leaf: Variable | jax.Array, held: Mapping[Variable, jax.Array],
     stored, mesh = held[leaf], spec_of(leaf).mesh
     is_mirrored = leaf.synchronization is VariableSynchronization.ON_WRITE
     copies = stored
-    if not (mesh.is_alone or (is_mirrored and not isinstance(leaf, ShardedVariable))):  # this worker holds some rows only
+    if not (mesh.is_alone or is_mirrored):  # this worker holds some rows only
         copies = cross_replica.compiled(jnp.asarray, mesh.mirrored)(stored)
-    if is_mirrored:  # the host joins the parts of a sharded variable
+    if is_mirrored:
         return entry | {"kind": "mirrored", "value": add(copies)}
     entry |= {"kind": "on_read", "aggregation": leaf.aggregation.name, "copies": add(copies)}
     if leaf.aggregation is not VariableAggregation.NONE:

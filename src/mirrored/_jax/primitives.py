@@ -67,8 +67,8 @@ POWERS = frozenset({"integer_pow"})
 ONE_TO_ONE = frozenset({"optimization_barrier"})
 #: Collectives that give every replica the same result if they run over the whole axis.
 MAKE_SAME = frozenset({"psum", "pmax", "pmin", "all_gather", "pbroadcast", "psum_invariant", "all_gather_invariant"})
-#: Collectives that add up, those that add up and leave each replica a part, and those that compare.
-SUMS, SCATTERS = frozenset({"psum", "psum_invariant"}), frozenset({"reduce_scatter"})
+#: Collectives that add up, and those that compare.
+SUMS = frozenset({"psum", "psum_invariant"})
 COMPARE = frozenset({"pmax", "pmin"})
 #: Primitives that name the replica axis, but do not communicate. All others that name it are collectives.
 LOCAL = frozenset({"axis_index", "pvary"})

@@ -35,7 +35,7 @@ class Steps(Dispatcher[StepProgram]):
         self.mesh, self.spent = mesh, Spent()
         super().__init__(mesh, self.spent)
         way = platform_of(mesh.mesh)
-        self._even = ReplicaAxis(mesh.num_replicas, bytes_per_pack=bytes_per_pack, packs=way.packs, lanes=way.lanes, ops=ops)
+        self._even = ReplicaAxis(mesh.num_replicas, bytes_per_pack=bytes_per_pack, packs=way.packs, ops=ops)
 
     def make(self, strategy: object, call: Call) -> StepProgram:
         """Make the program of a step for a call."""

@@ -52,7 +52,6 @@ class ReplicaAxis:
     lengths: tuple[tuple[int, ...], ...] = ()  # of the step's arguments, on each replica: see `Call.lengths`
     bytes_per_pack: int = 0  # see `CommunicationOptions`
     packs: bool = True  # whether small arrays travel together by default
-    lanes: int = 0  # the length of the rows of a reduce-scatter; 0: all numbers of a part in one row
     ops: ReductionToOneDevice | None = None  # the user's function that replaces sums, if any
 
     def each(self, size: int) -> tuple[int, ...]:
@@ -163,8 +162,6 @@ def accumulate(ops: ReductionToOneDevice, stack: jax.Array) -> jax.Array:
 def weigh_by_rows(arrays: Sequence[jax.Array], axis: ReplicaAxis) -> list[jax.Array]:
     """Multiply arrays by this replica's rows, for a mean by rows: the caller divides their sum by the number of all rows."""
     wide = [array.astype(accumulator_dtype(ReduceOp.MEAN, array.dtype)) for array in arrays]
-    if axis.sizes is None:
-        return wide
     own, _ = axis.rows()
     note = Mark(Purpose.BY_ROWS, "a mean by rows", user_code.user_line())
     marked = [mark(array, note) for array in wide]

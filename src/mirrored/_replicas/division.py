@@ -18,9 +18,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._options import Storage
 from .._typing import REPLICA_AXIS, Shape
 from .mesh import ReplicaMesh
+from .platforms import platform_of
 
 #: Smaller arrays stay whole: a collective for each would cost more time than their bytes are worth.
 LEAST_BYTES = 128 * 1024
+#: So many numbers of the last axis lie together, on platforms that have lanes.
+LANES = 128
+#: The most devices among which a sum is scattered in one round, on platforms where two are better.
+MOST_AT_ONCE = 8
 
 
 class Shaped(Protocol):
@@ -37,13 +42,14 @@ class Division:
     """The division of an array along `axis`, which has `length` elements, into `num_parts` equal parts.
 
     Behind the last element is padding, zeros until a program computes there. There are `num_copies` of each part: device i has
-    part `i % num_parts`.
+    part `i % num_parts`. Sums are scattered in two rounds where `in_two` says so.
     """
 
     axis: int
     length: int
     num_parts: int
     num_copies: int = 1
+    in_two: bool = dataclasses.field(default=False, compare=False)
 
     def __str__(self) -> str:
         copies = "" if self.num_copies == 1 else f", {self.num_copies} copies of each"
@@ -133,11 +139,22 @@ class Division:
 
     def scattered_sum(self, whole: jax.Array, name: str = REPLICA_AXIS) -> jax.Array:
         """Return this device's part of the sum of all devices' arrays."""
-        padded, groups = self._padded(whole), self._groups
-        part = jax.lax.psum_scatter(padded, name, scatter_dimension=self.axis, tiled=True, axis_index_groups=groups)
-        if groups is None:
+        part = self._padded(whole)
+        for groups in self._rounds:
+            part = jax.lax.psum_scatter(part, name, scatter_dimension=self.axis, tiled=True, axis_index_groups=groups)
+        if self._groups is None:
             return part
-        return jax.lax.psum(part, name, axis_index_groups=list(map(list, zip(*groups, strict=True))))
+        return jax.lax.psum(part, name, axis_index_groups=list(map(list, zip(*self._groups, strict=True))))
+
+    @property
+    def _rounds(self) -> list[Any]:
+        """The groups of devices among which a sum is scattered, round by round."""
+        near = next(k for k in range(1, self.num_parts + 1) if self.num_parts % k == 0 and k**2 >= self.num_parts)
+        if not self.in_two or self.num_parts <= MOST_AT_ONCE or near == self.num_parts:
+            return [self._groups]
+        ids = np.arange(self.num_copies * self.num_parts).reshape(self.num_copies, -1, near)
+        far = ids.swapaxes(1, 2).reshape(-1, ids.shape[1])  # first, so that each gets parts that are neighbours
+        return [far.tolist(), ids.reshape(-1, near).tolist()]
 
 
 def division_of(mesh: ReplicaMesh, shape: Shape, dtype: np.dtype[Any], storage: Storage | None = None) -> Division | None:
@@ -150,7 +167,8 @@ def division_of(mesh: ReplicaMesh, shape: Shape, dtype: np.dtype[Any], storage: 
     if storage is Storage.WHOLE:
         return None
     num_copies = _num_workers(mesh) if storage is Storage.PARTS_OF_WORKER else 1
-    return _division(tuple(shape), dtype, len(mesh.devices) // num_copies, num_copies, LEAST_BYTES)
+    has_lanes = platform_of(mesh.mesh).has_lanes
+    return _division(tuple(shape), dtype, len(mesh.devices) // num_copies, num_copies, has_lanes, LEAST_BYTES)
 
 
 def _num_workers(mesh: ReplicaMesh) -> int:
@@ -158,16 +176,17 @@ def _num_workers(mesh: ReplicaMesh) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _division(shape: Shape, dtype: np.dtype[Any], num_parts: int, num_copies: int, _: int) -> Division | None:
+def _division(shape: Shape, dtype: np.dtype[Any], num_parts: int, num_copies: int, has_lanes: bool, _: int) -> Division | None:
     if num_parts == 1 or not is_divisible(shape, dtype):
         return None
 
-    def cost(axis: int) -> tuple[bool, bool, float]:
+    def cost(axis: int) -> tuple[bool, bool, bool, float]:
         length = shape[axis]
-        return length <= num_parts, axis == 0 and len(shape) > 2, -length % num_parts / length
+        is_narrow = has_lanes and axis == len(shape) - 1 and length <= (LANES - 1) * num_parts
+        return length <= num_parts, axis == 0 and len(shape) > 2, is_narrow, -length % num_parts / length
 
     axis = min((k for k in range(len(shape)) if shape[k] > 1), key=cost)
-    return Division(axis, shape[axis], num_parts, num_copies)
+    return Division(axis, shape[axis], num_parts, num_copies, has_lanes)
 
 
 def is_divisible(shape: Shape, dtype: np.dtype[Any]) -> bool:

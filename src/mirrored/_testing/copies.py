@@ -14,7 +14,6 @@ from .._replicas.per_replica import PerReplica
 from .._strategy.strategy import Strategy, parts_of
 from .._text import shown
 from .._typing import PyTree
-from .._variables.sharded import ShardedVariable
 from .._variables.variable import Variable, live_variables, local_copies, spec_of
 
 _HAS_COPIES = (Variable, PerReplica, jax.Array)
@@ -93,7 +92,7 @@ def assert_equal_copies(value: Strategy | PyTree) -> None:
         division = isinstance(leaf, jax.Array) and division_in(leaf)
         if isinstance(leaf, Variable):
             division = spec_of(leaf).division
-        if isinstance(leaf, ShardedVariable) or division:  # each element is on one device only
+        if division:  # each element is on one device only
             continue
         if isinstance(leaf, Variable) and spec_of(leaf).is_on_read:
             raise ValueError(

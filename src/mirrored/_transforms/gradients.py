@@ -20,7 +20,6 @@ from .._text import shown
 from .._typing import PyTree, UserFunction
 from .._variables.access import load, store
 from .._variables.bindings import bound, with_few_compilations
-from .._variables.sharded import ShardedVariable
 from .._variables.tree import trainable
 from .._variables.variable import Variable, is_variable, spec_of
 from ..losses import compute_average_loss
@@ -161,14 +160,9 @@ def check_variables(variables: PyTree, verb: str, example: str, hint: str = "") 
 
 
 def _refuse_copies(variables: list[Variable]) -> None:
-    """Refuse a sharded variable, and outside a step a sync-on-read variable, because only its copies have gradients."""
+    """Refuse outside a step a sync-on-read variable, because only its copies have gradients."""
     frame = frames.current()
     for variable in variables:
-        if isinstance(variable, ShardedVariable):
-            raise ContextError(
-                f"variable {variable.name!r} is an optimizer's state, of which each replica holds a part, so there is no "
-                "gradient with respect to it. Differentiate with respect to the variables that it trains: optimizer.variables."
-            )
         if spec_of(variable).is_on_read and (frame is None or frame.replica is None):
             raise ContextError(
                 f"variable {variable.name!r} is sync-on-read: outside a step it has one value per replica and no gradient of "

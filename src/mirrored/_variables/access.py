@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._options import VariableSynchronization
 from .._replicas import cross_replica, frames, placement
 from .._replicas.per_replica import PerReplica
 from .._replicas.planned import Planned
@@ -78,12 +77,9 @@ def all_copies(variable: Variable) -> PerReplica:
     frame, spec = frames.current(), variable._spec
 
     def of_stored(stored: jax.Array) -> PerReplica:
-        is_on_read = variable.synchronization is VariableSynchronization.ON_READ
-        if spec.is_on_read and not is_on_read:  # a sharded variable: each replica counts as having the whole value
-            stored = variable._value_of(frame, stored)
         if frame is not None and frame.axis is not None:
             return PerReplica(frame.axis.stack(stored))
-        if is_on_read:
+        if spec.is_on_read:
             return PerReplica(jnp.copy(stored))
         broadcast = cross_replica.compiled(cross_replica.broadcast_stack, spec.mesh.stacked, spec.mesh.num_replicas)
         return PerReplica(broadcast(stored))

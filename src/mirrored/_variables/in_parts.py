@@ -23,7 +23,7 @@ def describe(mesh: ReplicaMesh) -> list[str]:
     here, all_bytes = sum(spec.bytes_on_device for spec in divided), sum(spec.whole_bytes for spec in divided)
     lines = [
         f"in parts: {counted(len(divided), 'variable')} of {bytes_in_words(all_bytes)}, {bytes_in_words(here)} on each device, "
-        f"which saves {bytes_in_words(all_bytes - here)} there"
+        f"which saves {bytes_in_words(all_bytes - here)} there; sums of their shapes are reduce-scatters"
     ]
     padded = [f"{spec.name!r} {spec.division}" for spec in divided if spec.division is not None and spec.division.is_padded]
     if padded:

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from strategies import divide_small_arrays, strategy_of
 
 import mirrored as mr
 from mirrored._plan.modules import collectives_in
-from mirrored._program.passes import fuse_all_reduces, order_sums
-from mirrored._replicas import collectives, division
 from mirrored._replicas.division import placement_of
 from mirrored._replicas.per_replica import stack_of
 from mirrored._strategy.strategy import parts_of
@@ -27,11 +26,7 @@ BATCH = np.random.default_rng(1).normal(size=(6, WIDTH)).astype(np.float32)
 
 @pytest.fixture(autouse=True)
 def small_arrays_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take arrays of 512 bytes for large."""
-    monkeypatch.setattr(division, "LEAST_BYTES", 512)
-    monkeypatch.setattr(order_sums, "LARGE_BYTES", 512)
-    for module in (collectives, fuse_all_reduces):
-        monkeypatch.setattr(module, "PACK_BELOW_BYTES", 512)
+    divide_small_arrays(monkeypatch, 512)
 
 
 @pytest.fixture
@@ -56,10 +51,12 @@ def counted(strategy: mr.Strategy, step: Callable[[Any], Any], rows: np.ndarray 
     return Counter(itertools.chain.from_iterable([each.kind] * each.times for each in sent if each.num_bytes > 300))
 
 
-def trained(strategy: mr.Strategy, model: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
+def trained(
+    strategy: mr.Strategy, model: Callable[[Any, Any], Any], tx: Any = None, shard_state: bool = False
+) -> Callable[[Any], Any]:
     with strategy.scope():
         w = mr.Variable(WEIGHTS, name="w")
-        optimizer = mr.Optimizer(optax.adam(1e-2), w)
+        optimizer = mr.Optimizer(tx or optax.adam(1e-2), w, shard_state=shard_state)
     return lambda x: optimizer.minimize(lambda: (model(x, w.value) ** 2).mean(-1))
 
 
@@ -83,14 +80,38 @@ def test_a_layer_is_gathered_twice_and_its_gradient_is_scattered(in_parts: mr.Mi
     assert counted(in_parts, trained(in_parts, model)) == {"all-gather": gathers, "reduce-scatter": scatters}
 
 
+_turned = optax.stateless(lambda gradients, _: jnp.flip(gradients) - jnp.flip(jnp.sort(gradients, 0)))
+
+
 @pytest.mark.parametrize(
-    ("add", "scatters"),
-    [(lambda carry, own: carry + own, 2), (lambda carry, own: carry + own * carry, 1), (lambda carry, own: carry - own, 1)],
+    ("tx", "gathers"),
+    [
+        (optax.adam(1e-2), 1),  # the new weights
+        (optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1e-2, 0.9)), 1),
+        (optax.adamw(1e-2, mask=lambda w: w.ndim > 1), 1),
+        (optax.chain(_turned, optax.adam(1e-2)), 2),  # and the gradients, once
+    ],
 )
-def test_gradients_of_micro_batches_are_added_up_in_parts(in_parts: mr.MirroredStrategy, add: Any, scatters: int) -> None:
-    """A round that only adds to what it carries has a sum; any other carries whole arrays to the sum of the step."""
+def test_whole_weights_are_gathered_once_where_only_the_state_is_in_parts(tx: Any, gathers: int) -> None:
+    strategy = strategy_of(3)
+    step = trained(strategy, MODELS["checkpoint"][0], tx, shard_state=True)
+    assert counted(strategy, step) == {"all-gather": gathers, "reduce-scatter": 1}
+
+
+@pytest.mark.parametrize(
+    ("add", "storage", "scatters"),
+    [
+        (lambda carry, own: carry + own, "parts", 2),
+        (lambda carry, own: carry + own, "whole", 1),
+        (lambda carry, own: carry + own * carry, "parts", 1),
+        (lambda carry, own: carry - own, "parts", 1),
+    ],
+)
+def test_gradients_of_micro_batches_are_added_up_in_parts(add: Any, storage: mr.Storage, scatters: int) -> None:
+    """A round that only adds to what it carries has a sum, if it gathers weights; any other carries whole arrays to one sum."""
+    in_parts = strategy_of(3)
     with in_parts.scope():
-        w = mr.Variable(WEIGHTS[0], name="w")
+        w, mean = mr.Variable(WEIGHTS[0], name="w", storage=storage), mr.Variable(WEIGHTS[0], name="mean", storage="parts")
 
     def step(x: Any) -> Any:
         def one(carry: Any, row: Any) -> tuple[Any, Any]:
@@ -99,7 +120,8 @@ def test_gradients_of_micro_batches_are_added_up_in_parts(in_parts: mr.MirroredS
             return add(carry, own), loss
 
         carry, losses = jax.lax.scan(one, jnp.zeros_like(WEIGHTS[0]), x[:, None])
-        w.assign_sub(mr.get_replica_context().all_reduce("sum", mr.losses.as_share(-carry / len(x))) * 0.1)
+        mean.assign(mr.get_replica_context().all_reduce("sum", mr.losses.as_share(-carry / len(x))))
+        w.assign_sub(mean * 0.1)
         return losses
 
     assert counted(in_parts, step)["reduce-scatter"] == scatters

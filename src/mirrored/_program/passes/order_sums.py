@@ -20,13 +20,12 @@ import jax.numpy as jnp
 
 from ..._jax import jaxprs, primitives, tracing
 from ..._jax.jaxprs import Atom, ClosedJaxpr, Equation, Var
-from ..._replicas.platforms import platform_of
 from .flat import flattened, varying_in
 from .proven import LARGE_BYTES, Proven
 
 #: How many places later the backward pass waits for a sum: with 1, half as many products run beside each sum.
 LAG = 2
-_PRODUCTS = primitives.DOT_PRODUCTS | primitives.CONVOLUTIONS
+PRODUCTS = primitives.DOT_PRODUCTS | primitives.CONVOLUTIONS
 _BETWEEN = primitives.ELEMENTWISE | primitives.SPREADS | primitives.TRANSPOSES | primitives.RESHAPES | primitives.PADS
 
 
@@ -37,13 +36,9 @@ def _is_between(equation: Equation) -> bool:
 
 def order_sums(step: Proven) -> Proven:
     """Start the sums of large gradients early, and let the backward pass wait for them."""
-    jaxpr, way = step.closed.jaxpr, platform_of(step.mesh.mesh)
+    jaxpr = step.closed.jaxpr
     equations, outputs = flattened(jaxpr)
-    sums: dict[Var, Equation] = {}
-    for equation in equations:
-        is_scatter = equation.primitive.name in primitives.SCATTERS and jaxprs.is_collective(equation)
-        if (way.orders_sums and jaxprs.is_sum(equation)) or (way.orders_scatters and is_scatter):
-            sums |= dict.fromkeys(large(equation.invars), equation)
+    sums = {var: equation for equation in equations if jaxprs.is_sum(equation) for var in large(equation.invars)}
     if not sums:
         return step
     own_inputs = {var for var, is_own in zip(jaxpr.invars, step.own_inputs, strict=True) if is_own}
@@ -131,7 +126,7 @@ class _Order:
         waiting = [atom for atom in equation.invars if isinstance(atom, Var) and atom in self._differing]
         if equation.primitive.name in primitives.ONE_TO_ONE:
             return waiting
-        has_weight = equation.primitive.name in _PRODUCTS and not self._differing.issuperset(large(equation.invars))
+        has_weight = equation.primitive.name in PRODUCTS and not self._differing.issuperset(large(equation.invars))
         if not has_weight:
             return []
         return waiting

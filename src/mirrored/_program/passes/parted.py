@@ -23,7 +23,7 @@ from ..._replicas.division import Division
 from ..._typing import ArrayLike, Shape
 from .flat import flattened, varying_in
 from .on_parts import Addend, DevicePart, Gathers, Value, Whole, run_on_parts, shape_of
-from .order_sums import moved_up, terms_of
+from .order_sums import PRODUCTS, large, moved_up, terms_of
 from .turns import Turns
 
 _ADDS = primitives.COMMUTATIVE | primitives.DERIVATIVE_SUMS
@@ -196,7 +196,7 @@ class Parted(Interpreter[Value]):
         is_again = jaxprs.is_backward(equation, self.around)
         new = [v for v in values if isinstance(v, DevicePart) and (id(v.array), v.division.axis, is_again) not in self.gathered]
         own = [k for k, value in enumerate(values) if self._differs(value)]
-        if is_again and new and own:
+        if is_again and own and (new or (self.turns.has_waiting and _is_with_weight(equation, values))):
             first = own[0]
             ready = self.turns.ready([part.array for part in new])
             [tied] = self.turns.wait([self.whole(values[first])], self.begin)
@@ -241,8 +241,9 @@ class Parted(Interpreter[Value]):
         [body], is_again = loop.parts, jaxprs.is_backward(equation, self.around)
         is_of_steps = not is_again and any(jaxprs.is_backward(inner, around) for inner in jaxprs.inside(equation))
         given: list[Value] = [self._given(v, is_again, k not in body.fixed or is_of_steps) for k, v in enumerate(values)]
+        sums_rounds = is_of_steps and any(isinstance(value, DevicePart) for value in values)  # else one sum is enough
         for place, (k, var) in enumerate(zip(loop.carry, equation.outvars, strict=False)):
-            division = self._division_of(var) if is_of_steps and var in self.only else None
+            division = self._division_of(var) if sums_rounds and var in self.only else None
             if division is not None and _is_added_to(body.closed.jaxpr, k, place):
                 given[k] = Addend(None, division, self.total(given[k], division, shape_of(var)))
             elif not self.is_same(var) or not isinstance(given[k], DevicePart):
@@ -326,6 +327,12 @@ class Parted(Interpreter[Value]):
 def _is_same(value: Value) -> bool:
     """Tell whether a value is known to be the same on every replica."""
     return isinstance(value, DevicePart) or (isinstance(value, Whole) and value.is_same)
+
+
+def _is_with_weight(equation: Equation, values: Sequence[Value]) -> bool:
+    """Tell whether an operation is a product with a large array that is whole, and the same on every replica."""
+    atoms = [atom for atom, v in zip(equation.invars, values, strict=True) if isinstance(v, Whole) and v.is_same]
+    return equation.primitive.name in PRODUCTS and bool(large(atoms))
 
 
 def _is_total(value: Value) -> bool:

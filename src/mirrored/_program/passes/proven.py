@@ -95,8 +95,7 @@ class Proven:
         way, avals = platform_of(self.mesh.mesh), [var.aval for var in (*self.closed.jaxpr.constvars, *self.closed.jaxpr.invars)]
         sizes = [getattr(a, "size", 0) * getattr(getattr(a, "dtype", None), "itemsize", 0) for a in avals]
         may_add_up = self.findings.has_collective and self.mesh.per_device == 1 < self.mesh.num_replicas
-        is_ordered = way.orders_sums or way.orders_scatters
-        return may_add_up and is_ordered and max(sizes, default=0) >= LARGE_BYTES and not self.may_divide
+        return may_add_up and way.orders_sums and max(sizes, default=0) >= LARGE_BYTES and not self.may_divide
 
     def shares_devices(self) -> bool:
         """Tell whether a device has several replicas."""

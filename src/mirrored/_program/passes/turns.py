@@ -15,7 +15,7 @@ from .on_parts import Addend, Whole
 
 #: Begins the sum of an addend.
 Begin: TypeAlias = Callable[[Addend], object]
-#: So many gathers after it is begun, the backward pass waits for a sum.
+#: So many places to wait after it is begun, the backward pass waits for a sum.
 LAG = 1
 
 
@@ -23,13 +23,19 @@ class Turns:
     """The gathers and sums of a backward pass, in order.
 
     A gather begins once the operand of the gather before is there: it runs meanwhile, and no earlier. An operation on a gathered
-    array waits for the gradients that come before it, and for the sums that were begun `LAG` gathers before.
+    array, or a product with a large weight that is whole, waits for the gradients that come before it, and for the sums that were
+    begun `LAG` such operations before.
     """
 
     def __init__(self) -> None:
         self._made: list[tuple[Whole, Addend | None]] = []  # gradients that nothing waits for yet
-        self._begun: list[tuple[int, Addend]] = []  # sums, and the gathers since
+        self._begun: list[tuple[int, Addend]] = []  # sums, and the places since
         self._before: Any = None  # the operand of the gather before
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether there are gradients or sums that nothing has waited for."""
+        return bool(self._made or self._begun)
 
     def add(self, value: Whole, addend: Addend | None) -> None:
         """Note a gradient, or a term of one, that has just been made; the sum of a gradient begins at the next gather."""
@@ -43,7 +49,7 @@ class Turns:
         return parts
 
     def wait(self, operands: list[Any], begin: Begin) -> list[Any]:
-        """Return the operands of an operation on a gathered array, available after the gradients before it.
+        """Return the operands of an operation that waits, available after the gradients before it.
 
         `begin` begins the sum of an addend.
         """

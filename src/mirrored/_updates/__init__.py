@@ -1,1 +1,0 @@
-"""Divides the update of variables among the replicas."""
