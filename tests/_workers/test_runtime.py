@@ -54,7 +54,7 @@ def test_jax_is_told_where_to_listen_and_how_soon_a_silent_worker_is_dead(monkey
     for given, seconds in (({}, 300.0), ({"timeout_seconds": 20}, 20)):
         options = mr.CommunicationOptions(**given)
         monkeypatch.setattr(_env.os, "environ", {"http_proxy": "http://p:1", direct.name: "a.org"})
-        assert _runtime.start(cluster, options) == (cluster, options, 0, 2)
+        assert _runtime.start(cluster, options) == (cluster, options, 0, 2, "10.0.0.1")
         met, versions, timeout = asked.pop()
         assert (met, timeout) == (cluster, seconds) and versions["jax"] == jax.__version__
         assert set(versions) == {"mirrored", "jax", "jaxlib", "numpy", "python"}
@@ -131,7 +131,7 @@ def test_what_jax_raises_when_it_connects_is_raised(connecting, caplog: pytest.L
 
     with pytest.raises(RuntimeError, match="jax's own"):
         connecting(fail)
-    assert connecting(lambda **_: None)[2:] == (0, 2) and not caplog.messages
+    assert connecting(lambda **_: None)[2:] == (0, 2, "10.0.0.1") and not caplog.messages
 
 
 def devices_of(known: Mapping[str, Sequence[int]], process: int = 0, manager: object = None) -> SimpleNamespace:
