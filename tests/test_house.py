@@ -515,22 +515,22 @@ def test_sizes() -> None:
 #: was not there. The ground is together, and so are small wings that stand for one thing. `python tests/test_house.py` prints
 #: today's.
 BUDGETS = {
-    "_program": 6324,  # 4,000
+    "_program": 6333,  # 4,000
     "_jax": 1795,  # 1,300
-    "_replicas": 3411,  # 2,100
-    "_variables": 2260,  # 1,700
+    "_replicas": 3339,  # 2,100
+    "_variables": 2176,  # 1,700
     "_models": 1534,  # 1,050
     "_strategy": 1210,  # 1,100
-    "_transforms": 601,  # 600
+    "_transforms": 595,  # 600
     "data": 4022,  # 3,200
-    "_workers": 2505,  # 1,700
+    "_workers": 2506,  # 1,700
     "_cluster": 1555,  # 1,080
-    "_checkpoint": 2386,  # 1,800
+    "_checkpoint": 2382,  # 1,800
     "_report": 986,  # 800
     "_plan": 844,  # a feature of its own
-    "_testing": 773,  # 750
-    "losses optimizer": 708,  # 600
-    "_command launch": 1399,  # 1,000
+    "_testing": 772,  # 750
+    "losses optimizer": 696,  # 600
+    "_command launch": 1827,  # 1,000
     "__init__ __main__ _public testing": 127,
     "_process": 142,  # was in _replicas, _jax, _strategy and _models
     "_env _errors _html _libraries _options _text _tf_names _typing": 1093,  # 950
@@ -565,7 +565,7 @@ def test_who_trusts_the_proof_reads_little() -> None:
 PRONOUNS = {"each", "its", "one", "own", "there"}
 LOOPS_OVER_PRONOUNS = {"_report": 3, "optimizer": 1}
 #: Conditional expressions for 1,000 lines: one decision a line is read once. Optax has 3.
-MOST_CONDITIONAL_EXPRESSIONS = 20
+MOST_CONDITIONAL_EXPRESSIONS = 19.5
 
 
 def loops_over_pronouns(tree: ast.Module) -> list[str]:

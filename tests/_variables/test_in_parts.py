@@ -176,7 +176,7 @@ def test_what_is_in_parts_is_said() -> None:
     with strategy.scope():
         v, small = mr.Variable(VALUE, name="odd"), mr.Variable(1.0, name="one")
     text = strategy.explain()
-    assert "in parts: 1 variable of 960 B, 144 B on each device, which saves 816 B there" in text
+    assert "in parts: 1 variable, 144 B on each device in place of 960 B" in text
     assert "with padding: 'odd' in 8 parts along axis 1, padded from 20 to 24" in text
     assert "whole on each device: 1 variable of 4 B; the largest is 'one', float32[] of 4 B" in text
     assert [(e.num_bytes, e.division[:10]) for e in facts_of(strategy).variables] == [(144, "in 8 parts"), (4, "")]

@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         "mirrored plan", description="Compile a training program for machines that are not here: does it fit, what does it "
         "send, how well does it scale? If it does not fit, what would? The program is unchanged: strategies that name no devices "
-        "get those of the topology.",
+        "get those of the topology. Memory, operations and bytes sent are those of the compiled program; times are estimates.",
     )  # fmt: skip
     parser.add_argument("--topology", required=True, metavar="NAME", help="such as v5e:16x16, v5p:8x8x4, h100:32x8")
     parser.add_argument("--steps", type=int, default=100, metavar="N", help="end when one program was called so often (100)")

@@ -1,7 +1,7 @@
 """What values are in a training: losses, gradients, noise, states of metrics. Warnings and refusals of mistakes come from here.
 
 The proof carries an `Advice` with each value's state and asks here how an equation changes it. No proof rests on it: a mistake in
-this file warns wrongly, and cannot let copies differ. docs/design/mirror-proof.md has the rules.
+this file warns wrongly, and cannot let copies differ. docs/design/advice.md has the rules.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ def describe(mesh: ReplicaMesh) -> list[str]:
         return ["storage: there is one device, so that nothing is divided"]
     here, all_bytes = sum(spec.bytes_on_device for spec in divided), sum(spec.whole_bytes for spec in divided)
     lines = [
-        f"in parts: {counted(len(divided), 'variable')} of {bytes_in_words(all_bytes)}, {bytes_in_words(here)} on each device, "
-        f"which saves {bytes_in_words(all_bytes - here)} there; sums of their shapes are reduce-scatters"
+        f"in parts: {counted(len(divided), 'variable')}, {bytes_in_words(here)} on each device in place of "
+        f"{bytes_in_words(all_bytes)}; sums of their shapes are reduce-scatters"
     ]
     padded = [f"{spec.name!r} {spec.division}" for spec in divided if spec.division is not None and spec.division.is_padded]
     if padded:

@@ -1,6 +1,6 @@
 """Do all workers run the same programs in the same order? Compared before a program that is new, or not expected. No jax here.
 
-Workers that run different programs compute wrong numbers in silence, or wait for each other for ever: docs/design/failures.md.
+Different programs compute wrong numbers in silence, or their workers wait for ever: docs/design/same-programs.md.
 """
 
 from __future__ import annotations

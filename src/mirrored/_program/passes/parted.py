@@ -1,8 +1,7 @@
 """Runs a proven step in which large arrays that are the same on every replica are stored in parts, one on each device.
 
-An elementwise operation on such arrays runs on parts. A sum over the replicas whose result is stored in parts is a
-reduce-scatter. Every other operation gets the whole array, gathered where it is used: in a loop over layers the row of one
-round, and in a backward pass once more. docs/design/parts.md says why.
+Elementwise operations on such arrays run on parts. A sum over the replicas becomes a reduce-scatter if its result is stored in
+parts. Other operations get whole arrays, gathered where they are used (docs/design/parts.md).
 """
 
 from __future__ import annotations
