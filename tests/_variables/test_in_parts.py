@@ -1,5 +1,6 @@
 """Variables of which each device stores a part: they are used as any others."""
 
+import gc
 from typing import Any
 
 import jax
@@ -172,6 +173,7 @@ def test_what_a_step_may_not_do_is_refused_as_for_any_variable(parts: mr.Mirrore
 
 
 def test_what_is_in_parts_is_said() -> None:
+    gc.collect()  # variables of other tests
     strategy = strategy_of(8, storage="parts")
     with strategy.scope():
         v, small = mr.Variable(VALUE, name="odd"), mr.Variable(1.0, name="one")

@@ -194,9 +194,8 @@ class Parted(Interpreter[Value]):
         """Run an operation on whole arrays; in a backward pass each is gathered when its turn comes."""
         is_again = jaxprs.is_backward(equation, self.around)
         new = [v for v in values if isinstance(v, DevicePart) and (id(v.array), v.division.axis, is_again) not in self.gathered]
-        own = [k for k, value in enumerate(values) if self._differs(value)]
-        if is_again and own and (new or (self.turns.has_waiting and _is_with_weight(equation, values))):
-            first = own[0]
+        first = next((k for k, value in enumerate(values) if self._differs(value)), None)
+        if is_again and first is not None and (new or (self.turns.has_waiting and _is_with_weight(equation, values))):
             ready = self.turns.ready([part.array for part in new])
             [tied] = self.turns.wait([self.whole(values[first])], self.begin)
             for part, array in zip(new, ready, strict=True):
