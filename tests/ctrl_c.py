@@ -52,6 +52,7 @@ def after_each_call(work: Callable[[], object], check: Callable[[], object], han
             finally:
                 sys.setprofile(outer)
             other.submit(require_free_locks).result()
+            assert not storage.borrowed and not storage.claims
             check()
     finally:
         sys.unraisablehook = hook

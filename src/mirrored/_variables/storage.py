@@ -195,11 +195,14 @@ def lent(slots: Sequence[Slot]) -> Iterator[list[jax.Array]]:
         _note_lost(error, slots)
         raise
     finally:
-        with lock:
+        _ = True in lock.taking  # `with` would look for signals first, and a Ctrl-C would leave them borrowed
+        try:
             for slot in noted:
                 borrowed[slot] -= 1
                 if not borrowed[slot]:
                     del borrowed[slot]
+        finally:
+            lock.release()
 
 
 # -- programs that overwrite
