@@ -515,10 +515,10 @@ def test_sizes() -> None:
 #: was not there. The ground is together, and so are small wings that stand for one thing. `python tests/test_house.py` prints
 #: today's.
 BUDGETS = {
-    "_program": 6333,  # 4,000
+    "_program": 6332,  # 4,000
     "_jax": 1795,  # 1,300
     "_replicas": 3339,  # 2,100
-    "_variables": 2176,  # 1,700
+    "_variables": 2179,  # 1,700
     "_models": 1534,  # 1,050
     "_strategy": 1210,  # 1,100
     "_transforms": 595,  # 600
