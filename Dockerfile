@@ -2,7 +2,7 @@
 #
 #   docker build -t mirrored . && docker run --rm mirrored        # make demo
 #   docker build -t mirrored --build-arg EXTRA='jax[cuda13]' .    # for NVIDIA's GPUs: docker run --gpus all
-FROM python:3.13-slim
+FROM python:3.14-slim
 RUN apt-get update && apt-get install --yes --no-install-recommends make && rm -rf /var/lib/apt/lists/*
 WORKDIR /mirrored
 COPY . .

@@ -695,7 +695,7 @@ def test_the_way_of_a_step_is_short(num_variables: int, strategy2: mr.Strategy, 
     names = "equinox keras keras_layers keras_parts libraries library linen objects replaced"
     known = {f"_models/{name}" for name in names.split()}
     assert len(first - models) <= MOST_FILES_FIRST and models <= known, sorted(first)
-    warm, calls = min((way(lambda: strategy2.run(step)) for _ in range(2)), key=lambda found: found[1])  # one may wait for others
+    warm, calls = min((way(lambda: strategy2.run(step)) for _ in range(5)), key=lambda found: found[1])  # some wait for others
     assert warm <= WARM, sorted(warm - WARM)
     assert calls <= MOST_CALLS_WARM, calls  # none for each variable
 

@@ -435,7 +435,9 @@ _LEFT_TO_XLA = {"custom_linear_solve", "get", "swap", "addupdate"}
 class jit:
     """A function that is traced once for arguments of each shape, and computed by `Lockstep`; XLA has what that cannot."""
 
-    def __init__(self, function: Callable[..., Any], donate_argnums: Any = (), out_shardings: Any = None) -> None:
+    def __init__(
+        self, function: Callable[..., Any], donate_argnums: Any = (), out_shardings: Any = None, compiler_options: Any = None
+    ) -> None:
         self.function, self.out_shardings = function, out_shardings
         self.__name__ = getattr(function, "__name__", "function")
         self.traced: dict[Any, Any] = {}
