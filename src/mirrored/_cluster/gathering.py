@@ -36,7 +36,7 @@ def reset_on_close(sock: socket.socket) -> None:
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """End a connection soon after its other host has died, which cannot hang up."""
+    """End a connection soon after the other host has died without hanging up."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEP_ALIVE.items():
         if hasattr(socket, name):
@@ -83,7 +83,7 @@ class _Peer:
     hello: Hello | None = None
 
     def answer(self, answer: str | Exception) -> bool:
-        """Send a line; it is so short that it fits, or the peer does not read."""
+        """Send a line without waiting: it is so short that it fits, unless the peer does not read."""
         try:
             return self.sock.send(line := encode_answer(answer)) == len(line)
         except OSError:
@@ -103,7 +103,7 @@ class Gathering:
         self.turned_away = ""  # why the first worker of another job was turned away
 
     def gather(self) -> None:
-        """Wait until all workers are there and know it, and close all connections."""
+        """Wait until all workers are there, tell them, and close all connections."""
         try:
             self.selector.register(self.listener, selectors.EVENT_READ)
             while not self.failure and self._missing():
@@ -192,7 +192,7 @@ class Gathering:
             peer.buffer += data
 
     def _judge(self, peer: _Peer, hello: Hello) -> None:
-        """Take a worker, which may have come before. If it differs, all fail; of two jobs only the later one fails."""
+        """Take a worker, possibly one that comes again. A difference ends all workers; between two jobs it ends the later one."""
         before = self.present.get(hello.index)
         difference = self._difference(peer, hello, before)
         is_foreign = not self._has_same_chief(hello)  # then it fails alone: it may be anybody

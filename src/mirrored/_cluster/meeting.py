@@ -1,6 +1,6 @@
-"""Are all workers there, and alike? Asked before `jax.distributed` starts, which answers with SIGABRT and SIGSEGV.
+"""Are all workers there, and alike? Asked before `jax.distributed` starts, because JAX's answer is SIGABRT or SIGSEGV.
 
-All others say hello to worker 0, which listens at the coordinator's address, and then frees it (docs/design/clusters.md).
+Worker 0 listens at the coordinator's address until all others have said hello, then frees it (docs/design/clusters.md).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def meet(cluster: Cluster, versions: Mapping[str, str], timeout_seconds: float) 
 
 
 def _allow_open_files() -> None:
-    """Let this process open as many files as it may: it needs one for each other worker, and the usual limit is 1,024."""
+    """Raise this process's limit of open files (mostly 1,024) as far as allowed: it needs one for each other worker."""
     with contextlib.suppress(OSError, ValueError):  # the host may forbid it
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
@@ -124,7 +124,7 @@ def _ask(family: socket.AddressFamily, address: Any, hello: Hello, clock: Clock)
 
 
 def _await_start(sock: socket.socket, chief: str, hello: Hello, clock: Clock) -> str:
-    """Wait for worker 0's answer; return "" for go or the reason to try again, or raise its error."""
+    """Wait for worker 0's answer: return "" for go, else the reason to try again, or raise worker 0's error."""
     # A running job is a reason to wait, not an error: the launchers of several hosts do not restart at the same moment.
     state = "it accepts connections but says nothing"
     for answer in _answers(sock, clock):
@@ -193,7 +193,7 @@ def _bind(sock: socket.socket, address: Any, hello: Hello, clock: Clock) -> None
 
 
 def _is_bound(sock: socket.socket, address: tuple[object, ...], hello: Hello, clock: Clock) -> bool:
-    """Bind without sharing, which finds any other socket on the port; else, if nobody listens there, with sharing."""
+    """Bind the port alone, which fails if any socket is on it. If none of these listens, bind it with SO_REUSEADDR."""
     # A socket that does not listen is left from an ended run, and jax may bind beside it; or it is about to listen.
     for share in (0, 1):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, share)

@@ -52,7 +52,7 @@ def kill(group: int) -> None:
 
 
 def kill_but_trackers(groups: set[int]) -> bool:
-    """Kill process groups except trackers, which then remove shared memory and semaphores; tell whether there are any."""
+    """Kill process groups except resource trackers; tell whether there are trackers: they remove shared memory and semaphores."""
     found = False
     names = os.listdir("/proc") if os.path.isdir("/proc") else ()
     for pid in map(int, filter(str.isdecimal, names)):

@@ -147,21 +147,21 @@ def run_parts(equation: Equation, operands: Sequence[Any], bodies: Sequence[Call
 
 
 class Analysis(Interpreter[Value]):
-    """A walk that finds a property of each value: the less is known, the higher. A result gets its operands' highest property.
+    """A walk that finds a property of each value. The less is known, the higher it is; a result gets its operands' highest.
 
     It walks through a loop until the properties of the carry no longer rise.
     """
 
     @abc.abstractmethod
     def join(self, values: Sequence[Value]) -> Value:
-        """Return the highest of some properties; without any, the lowest that there is."""
+        """Return the highest of some properties; the lowest possible one if there are none."""
 
     def merged(self, values: Sequence[Value]) -> Value:
-        """Return the property of a value that comes from one of several branches, or rounds of a loop."""
+        """Return the property of a result of a condition, or of a loop's carry, given those of the branches or rounds."""
         return self.join(values)
 
     def chosen(self, decision: Value, value: Value) -> Value:
-        """Return the property of a value that a condition chose, given the condition's property."""
+        """Return the property of a result of a `cond` or `while`, given those of the condition and of the result itself."""
         return self.join((decision, value))
 
     def inside(self, equation: Equation, decision: Value | None = None, is_final: bool = True) -> Analysis[Value]:

@@ -101,7 +101,7 @@ def transforms_of(equation: Equation) -> tuple[str, ...]:
 
 
 def inside_of(outer: Equation | None, equation: Equation) -> Equation:
-    """Return an equation with the names and transformations of the call around it, too."""
+    """Return an equation to which the names and transformations of the call around it are added."""
     if outer is None:
         return equation
     source = equation.source_info
@@ -129,7 +129,7 @@ class Part(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """A `scan`, `while` or `cond` taken apart: its jaxprs, and the operands that none of them takes unchanged."""
+    """The parts of a `scan`, `while` or `cond`: its jaxprs, and the positions of its index, carry and rows among the operands."""
 
     parts: list[Part]
     index: range  # the operand that chooses the jaxpr
@@ -138,7 +138,7 @@ class Loop(NamedTuple):
 
     @property
     def not_fixed(self) -> range:
-        """The positions of the operands that no jaxpr takes unchanged."""
+        """The positions of the index, the carry and the rows: all operands but the fixed ones."""
         return range(self.index.start, self.rows.stop)
 
 
@@ -166,7 +166,7 @@ def loop_of(equation: Equation) -> Loop:
 
 
 def is_scan(equation: Equation) -> bool:
-    """Tell whether an equation is a loop over rows, or of a known number of rounds."""
+    """Tell whether an equation is a `scan`: a loop over rows, or with a known number of rounds."""
     return equation.primitive.name == "scan"
 
 

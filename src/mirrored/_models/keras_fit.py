@@ -1,7 +1,7 @@
 """Keras' own `fit`, `evaluate` and `predict` on all devices of a strategy.
 
-Keras compiles a function of the global batch, and XLA divides the computation as the batch is placed. So the numbers are those
-of one device, and normalization is over the global batch. We only place variables and batches.
+Keras compiles a function of the global batch, and XLA divides the computation as the batch is placed. So results are those of
+one device, and normalization is over the global batch. We only place variables and batches.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def init_model(old: Callable[..., None], model: keras.Model, *args: object, **kw
 
 
 def _know(model: keras.Model) -> None:
-    """Wrap a model's methods, so that our methods replace Keras' while they run: the model trains outside the scope too."""
+    """Wrap a model's methods: while they run, our methods replace Keras'. So the model trains outside the scope too."""
     for name in METHODS:
         method = functools.partial(_call_in_place, model, name)
         model.__dict__.setdefault(name, functools.update_wrapper(method, getattr(model, name)))

@@ -44,7 +44,7 @@ _NO_SUM = (
 
 
 class View:
-    """The methods of a view: a Keras variable whose array is in an `mr.Variable`, which its first value makes."""
+    """The methods of a view: a Keras variable whose array is in an `mr.Variable`, made when the view gets its first value."""
 
     @property
     def _value(self) -> Any:
@@ -121,7 +121,7 @@ def is_keras_variable(value: object) -> bool:
 
 
 def ours_of(variable: keras.Variable) -> Variable | None:
-    """Return the variable behind a Keras variable, or None while it has none, or no value."""
+    """Return the variable behind a Keras variable; None if there is none, or it has no value yet."""
     return vars(variable).get(_OURS)
 
 
@@ -191,7 +191,7 @@ def is_stranger(value: object) -> bool:
 
 
 def explain(error: Exception, arguments: Iterable[tuple[str, Any]], where: str) -> TypeError | None:
-    """Name the Keras variables among the arguments: fewer functions of JAX take one than take a mr.Variable."""
+    """Name the Keras variables among the arguments: some functions of JAX take a `mr.Variable`, but no Keras variable."""
     if complaints.complaint_of(error)[0] != "variable is not converted":
         return None
     found = [(name, value.path) for name, value in arguments if is_keras_variable(value)]
@@ -207,9 +207,9 @@ def explain(error: Exception, arguments: Iterable[tuple[str, Any]], where: str) 
 
 
 class UndiscoveredError(BaseException):
-    """A trace has met Keras variables that are not ours yet, and must be started again. Users never see this.
+    """A trace has met Keras variables that are not views yet, so it must start again. Users never see this.
 
-    `make`, called outside the trace, makes further variables and returns them.
+    Call `make` outside the trace: it makes and returns more variables.
     """
 
     def __init__(self, variables: list[Any], mesh: ReplicaMesh | None, make: Callable[[], list[Any]] = list) -> None:
@@ -245,7 +245,7 @@ def tree_of(value: object) -> Any:
 
 
 def _ours(variables: Sequence[Any]) -> list[Variable]:
-    """Return the variables behind Keras variables; the strategy of the others first adopts those without one."""
+    """Return the variables behind Keras variables; those without one are first adopted by the strategy of the others."""
     known = [ours for ours in map(ours_of, variables) if ours is not None]
     mesh = spec_of(known[0]).mesh if known else scope_mesh()
     for variable in variables:

@@ -75,7 +75,7 @@ def _give_back(objects: list[Any], leaves: Mapping[Path, Any], new: Mapping[Path
 def _on_replica(objects: list[Any], replica: ReplicaContext) -> Iterator[None]:
     """Inside this block, random streams differ by replica and BatchNorm sees all replicas' rows; at its end, combine metrics.
 
-    Metrics begin at zero on all replicas but the first, so that what they had before is counted once.
+    Metrics begin at zero on all replicas but the first, so that their earlier values are counted once.
     """
     states = [state for metric in _metrics_of(objects) for state in _states_of(metric)]
     with jax.named_scope(user_code.OURS + "the start of the step, where its nnx.Rngs and metrics become each replica's own"):
@@ -113,7 +113,7 @@ def _states_of(metric: Any) -> list[Any]:
 
 
 def _combine_metrics(metrics: list[Any], replica: ReplicaContext) -> None:
-    """Combine the replicas' metrics, so that each holds what all replicas have added to it."""
+    """Combine the replicas' metrics: each then has the additions of all replicas."""
     sum_over_replicas = functools.partial(replica.all_reduce, ReduceOp.SUM)
     averages = [state for metric in metrics if isinstance(metric, _nnx().metrics.Average) for state in _states_of(metric)]
     for state, value in zip(averages, sum_over_replicas([state.get_value() for state in averages]), strict=True):

@@ -1,4 +1,4 @@
-"""Model objects that hold arrays: a step gets their arrays and returns new ones for them; checkpoints name the arrays."""
+"""Model objects that hold arrays: a step gets their arrays, and returns new ones; checkpoints name the arrays."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _is_stand_in(leaf: object, kind: Objects) -> bool:
 
 
 def held_in(arguments: PyTree) -> Objects | None:
-    """Return the kind of the objects among the arguments, of the first imported library that has some; None without any."""
+    """Return the kind of the first imported library that has objects among the arguments; None if there are none."""
     for library in LIBRARIES:  # in place, without calls of ours: a warm step asks
         kind = library.objects
         if kind is not None and library.package in sys.modules:
@@ -120,7 +120,7 @@ def run_with(
 
 
 def _placed(mesh: ReplicaMesh | None, arrays: dict[Path, Any]) -> dict[Path, Any]:
-    """Place arrays as a step returns them, so that the first one need not compile twice; not needed on several workers."""
+    """Place arrays as a step returns them, so that the second step compiles nothing; not needed on several workers."""
     if mesh is None or not mesh.is_alone or frames.is_traced() or tracing.current_trace() is not tracing.NO_TRACE:
         return arrays
     targets = {path: placement_of_array(mesh, array) for path, array in arrays.items() if isinstance(array, jax.Array)}

@@ -123,7 +123,7 @@ class _Module:
         return dataclasses.replace(sent, kind=kind, is_overlapped=any(_ENDS in inner.line for inner in inside))
 
     def _trips(self, loop: _Instruction, condition: str) -> int:
-        """Return a loop's trip count: XLA's, else the largest constant in its condition."""
+        """Return a loop's trip count: XLA's, else the largest constant in the loop's condition."""
         if known := _TRIPS.search(loop.line):
             return int(known[1])
         numbers = (number for inner in self._computations[condition] for number in _NUMBER.findall(inner.line))

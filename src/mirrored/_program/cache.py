@@ -31,7 +31,7 @@ _pins: weakref.WeakValueDictionary[int, Callable[[], Any]] = weakref.WeakValueDi
 
 
 class CacheEntry(Generic[ProgramT]):
-    """A cached program, which lives as long as the objects that its key and guards know by identity."""
+    """A cached program. It is evicted when an object that its key or guards compare by identity is collected."""
 
     def __init__(self, program: ProgramT, key: tuple[Any, ...], guards: Guards, cause: str) -> None:
         self.program, self.key, self.guards = program, key, guards
@@ -59,8 +59,8 @@ class CacheEntry(Generic[ProgramT]):
 class Programs(Generic[ProgramT]):
     """A cache of the programs of one strategy.
 
-    A program is evicted when one of its variables is collected, or an object that its guards know by identity: with a model go
-    its programs. A function may be made anew for each step, so its code and the values that it closes over stand for it.
+    A program is evicted when one of its variables is collected, or an object that its guards compare by identity. So a model's
+    programs end with the model. Functions are compared by code and closed-over values, because a loop may define them anew.
     """
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ def _drop_from(programs: weakref.ref[Programs[Any]], entry: weakref.ref[CacheEnt
 
 
 def _drop_ended() -> None:
-    """Evict entries, of all strategies, with an object that only its pin keeps alive."""
+    """Evict the entries of all strategies in which only the pin keeps some object alive."""
     for programs in list(_all):
         for entry in [entry for entry in list(programs._entries) if entry.has_ended()]:
             programs.drop(entry)

@@ -1,4 +1,4 @@
-"""Which way does a call take, of a step or of an `mr.function`? All ways are in one list, `Dispatcher.dispatch`."""
+"""Which way does a call of a step or an `mr.function` take? All ways are in one list, `Dispatcher.dispatch`."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Dispatcher(abc.ABC, Generic[ProgramT]):
         return self._execute(program, place(program.mesh, call.arrays, call.array_leaves, names), *start)
 
     def _find_repeated(self, function: UserFunction, args: Sequence[Any]) -> tuple[ProgramT, list[Any]] | None:
-        """Return the program and the arrays of a call that repeats a call of its function, or of the function's code."""
+        """Return the program and the arrays of a call that repeats an earlier one of this function, or of one with its code."""
         # By its code, too: a lambda in the loop is another function in each turn, and the guards compare what it closes over.
         paths = self.programs.fast_paths
         path = paths.get(id(function)) or paths.get(id(getattr(function, "__code__", None)))
@@ -104,7 +104,7 @@ class Dispatcher(abc.ABC, Generic[ProgramT]):
         return path.program, arrays
 
     def _execute(self, program: ProgramT, arrays: list[Any], start: float, waited_before: float) -> PyTree:
-        """Run a program on placed arrays, and note the time since the call's start: that of a compilation, or of a warm step."""
+        """Run a program on placed arrays, and note the time since the call's start, as a compilation's or a warm step's."""
         is_compiled = program.has_run
         if not is_compiled:
             forget_pause()

@@ -120,7 +120,7 @@ def silenced() -> Iterator[None]:
 
 
 def _own(array: jax.Array, is_own: bool, division: Division | None) -> jax.Array:
-    """Return a replica's value of what its device stores."""
+    """Return one replica's value from the array that its device stores."""
     if division is not None:
         return division.gathered(array)
     return jnp.squeeze(array, 0) if is_own else array

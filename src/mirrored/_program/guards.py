@@ -30,7 +30,7 @@ def match(guards: Guards, functions: Sequence[Any]) -> bool:
 
 
 class FastPath(NamedTuple, Generic[ProgramT]):
-    """A short way to the program of a call whose arguments are PerReplica values, or one tuple, list or dict of them."""
+    """A short way to a call's program; the call's arguments are PerReplica values, or one tuple, list or dict of them."""
 
     key: tuple[Any, ...]
     program: ProgramT
@@ -41,7 +41,7 @@ class FastPath(NamedTuple, Generic[ProgramT]):
     described: list[tuple[Any, ...]]  # what `facts_of` says of each value
 
     def arrays_of(self, function: object, args: Sequence[Any]) -> list[Any] | None:
-        """Return the arrays of a call without keyword arguments, or None if it may have another program."""
+        """Return the arrays of a call without keyword arguments; None if this program may not be the call's."""
         _, _, guards, settings, kind, names, described = self  # at once: each field by its name would be a lookup in every step
         if kind is not None:
             if len(args) != 1 or type(args[0]) is not kind:

@@ -96,7 +96,7 @@ class Lifted:
         return (*self.written, *self.read_only)
 
     def describe(self) -> str:
-        """Write the program as text that is equal on two workers which may run it together.
+        """Write the program as text: two workers may run it together if their texts are equal.
 
         Addresses of objects and lines of files may differ, and are left out. Variables have the number of their creation, because
         two may have the same name, shape and dtype.
@@ -128,7 +128,7 @@ class Traced(NamedTuple):
     frame: frames.Frame
 
     def lifted(self, among: Sequence[Traced] = ()) -> Lifted:
-        """Turn variables that are touched, here or `among` several traces, into arguments, and their new values into results."""
+        """Make arguments of the variables that the traces `among` (by default this one) touch, results of their new values."""
         traces = among or (self,)
         written = dict.fromkeys(variable for traced in traces for variable in traced.written)
         read_only = dict.fromkeys(variable for traced in traces for variable in traced.operands if variable not in written)
@@ -150,14 +150,14 @@ class Traced(NamedTuple):
 
 
 def _aval(variable: Variable, frame: frames.Frame) -> jax.core.ShapedArray:
-    """Return the type of a variable's operand: of a replica's own value, or of all that is stored."""
+    """Return the type of a variable's operand: of one replica's value in a step, else of the whole stored array."""
     spec = spec_of(variable)
     shape = spec.traced_shape if frame.replica is None else spec.shape
     return jax.core.ShapedArray(shape, spec.dtype)
 
 
 def trace(call: Call, shapes: Sequence[Shape], frame: frames.Frame) -> Traced:
-    """Trace a call's function with arrays of these shapes: a step gets a replica's arrays, an `mr.function` PerReplica values."""
+    """Trace a call's function with arrays of these shapes: one replica's for a step, PerReplica values for an `mr.function`."""
     frames.require_no_mesh_around()
     leaves, in_step = call.array_leaves(), frame.replica is not None
     avals = [leaf.aval(shape) for leaf, shape in zip(leaves, shapes, strict=True)]
@@ -227,7 +227,7 @@ def plan_result(result: PyTree) -> tuple[ResultPlan, list[jax.Array]]:
 
 
 def _refuse_hidden_arrays(leaf: Any) -> None:
-    """Refuse an object that holds traced arrays, which must not leave the step, and that JAX cannot look into."""
+    """Refuse an object in which JAX cannot look, but which holds traced arrays: these must not leave the step."""
     kind = type(leaf).__name__
     if inspect.isgenerator(leaf) or inspect.iscoroutine(leaf):
         raise TypeError(f"the step returned a {kind}: it contains `yield` or `await`, so calling it runs nothing. Use `return`.")

@@ -75,7 +75,7 @@ _WRONG_TYPES = {
 
 
 def explain(error: Exception, call: Call, knows_id: bool = False) -> None:
-    """Raise an error with the line to write, in place of one of the user's code while a call was traced, or return.
+    """Replace `error`, which the user's code raised in a trace, by one with the line to write; return if none is known.
 
     `knows_id` tells whether the step has asked for the replica's number.
     """
@@ -89,7 +89,7 @@ def explain(error: Exception, call: Call, knows_id: bool = False) -> None:
 
 
 def refuse_devices(jaxpr: jaxprs.Jaxpr, maps: frozenset[str], num_devices: int) -> None:
-    """Refuse ordered prints on several devices, and `maps` over devices, of which XLA has ended the process."""
+    """Refuse ordered prints on several devices, and the primitives `maps` over devices: XLA would abort the process."""
     for equation, around in [(inner, top) for top in jaxpr.eqns for inner in (top, *jaxprs.inside(top))]:
         if num_devices > 1 and jaxprs.is_ordered_print(equation):
             raise ValueError(
@@ -106,7 +106,7 @@ def refuse_devices(jaxpr: jaxprs.Jaxpr, maps: frozenset[str], num_devices: int) 
 
 
 def _explain_number(error: Exception, call: Call, where: str) -> OneProgramError | None:
-    """Name the Python numbers among the arguments whose values Python needed, unless it needed others, too."""
+    """Name the Python numbers among the arguments, if the trace failed because Python needed their values and no others."""
     # A number in an mr.function is an array there already, of a weak type; those of mr.scan and the like are not bound.
     is_ours = str(getattr(getattr(call.function, "func", None), "__module__", "")).startswith("mirrored.")
     numbers = [i for i, leaf in enumerate(call.array_leaves()) if leaf.is_weak and not leaf.shape and not is_ours]
@@ -130,7 +130,7 @@ def _explain_number(error: Exception, call: Call, where: str) -> OneProgramError
 
 
 def _explain_object(error: Exception, call: Call) -> TypeError | None:
-    """Name the argument whose PerReplica values came into the step whole, because JAX does not look into it."""
+    """Name the argument in which JAX does not look for PerReplica values, so that they came into the step whole."""
     if not (isinstance(error, PerReplicaError) or is_per_replica(getattr(error, "obj", None))):
         return None
     for name, (value, *_) in zip(leaf_names(call), call.leaves, strict=True):

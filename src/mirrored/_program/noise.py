@@ -16,7 +16,7 @@ from .._jax.primitives import AXIS_SUMS, BROADCASTS, DOT_PRODUCTS, KEEP_AXES, RE
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Noise:
-    """Random numbers, or what is computed of them."""
+    """Random numbers, or values computed from them."""
 
     axes: frozenset[int]  # with independent draws; in a scan also the scanned axis
     where: str  # the user's line of the draw
@@ -35,7 +35,7 @@ def drawn(equation: Equation, where: str) -> Noise:
 
 
 def result_of(equation: Equation, noises: Sequence[Noise | None]) -> Noise | None:
-    """Return the noise in the result of an operation, given that in its operands."""
+    """Return the noise in the result of an operation, given the noise in its operands."""
     given = [(position, noise) for position, noise in enumerate(noises) if noise is not None]
     axes = {axis for k, noise in given for axis in _moved(equation, k, noise.axes & _long_axes(equation.invars[k]))}
     axes &= _long_axes(equation.outvars[0])

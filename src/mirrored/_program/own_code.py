@@ -1,6 +1,6 @@
 """Finds what a step's own code names: globals, closures, `self.lr`, `cfg["lr"]`. The program is valid while these are the same.
 
-Own code is a function, and functions that are written in it, closed over, defaults, bound arguments, or wrapped as by `jax.jit`.
+Own code is a function; those that it defines, closes over, or has as defaults or bound arguments; those in a `jax.jit`.
 State that other functions read is read at trace time, as under `jax.jit`.
 """
 
@@ -108,7 +108,7 @@ class _Look:
     # -- reading
 
     def read(self, owner: int, key: Hashable, is_item: bool = False) -> int:
-        """Read an attribute, an item (of a dict also a missing one), or what our function `key` returns; return its place."""
+        """Read an attribute, an item (a dict may lack it), or the result of our function `key`; return the value's place."""
         known = (owner, is_item, type(key), key)
         if known in self._places:
             return self._places[known]
@@ -127,7 +127,7 @@ class _Look:
         return self._places[known]
 
     def _read_along(self, root: int, keys: Keys) -> tuple[int, Keys]:
-        """Return the place at the end of a path, or before the inside of a library, and the path to it."""
+        """Return the place at the end of a path, and the path; stop before a value that belongs to a library or is made anew."""
         places, again = [root], [self.found[root]]
         for is_item, key in keys:
             owner = self.found[places[-1]]
@@ -245,7 +245,7 @@ def _names_of_defaults(function: types.FunctionType) -> tuple[int, tuple[str, ..
 
 
 def _is_code(value: object, is_runner: bool) -> bool:
-    """Tell whether a value is a user's function or a wrapper of one; in what runs steps, whether it is a user's callable."""
+    """Tell whether a value is a user's function or a wrapper of one; if `is_runner`, whether it is any callable of the user."""
     if _is_librarys(value):
         return _wrapped_by(value) is not None
     return is_runner or isinstance(value, FUNCTIONS)

@@ -225,7 +225,7 @@ def _delaying_ctrl_c() -> Iterator[None]:
 
 
 def program_compiled(jax_name: str) -> Program | None:
-    """Return the program that this thread is running, if JAX compiles it under this name; None for a copy of an array."""
+    """Return this thread's running program, if JAX compiles it under this name; None if JAX compiles anything else."""
     # JAX tells a compilation by the program's name only, and compiles in the thread that runs it: so look who has called.
     frame = sys._getframe()
     while frame is not None and frame.f_code is not Program.execute.__code__:
@@ -277,14 +277,14 @@ def is_placed(mesh: ReplicaMesh, array: Any) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _mirrored_number(mesh: ReplicaMesh, kind: type, text: str, is_wide: bool) -> jax.Array:
-    """Bring a number to the replicas; cached, because most, such as a learning rate, are the same in the next step."""
+    """Put a number on the replicas; cached, because a learning rate is mostly the same in the next step."""
     return mesh.put(kind(text), mesh.mirrored)
 
 
 def place(
     mesh: ReplicaMesh, arrays: Sequence[Any], leaves_of: Callable[[], Sequence[ArrayLeaf]], names: Callable[[], Sequence[str]]
 ) -> list[Any]:
-    """Bring the array arguments that are elsewhere, or are this worker's only, to the mesh; `names` are for messages."""
+    """Move array arguments to the mesh if they are elsewhere, or on this worker only; `names` are for messages."""
     placed = list(arrays)
     if mesh.is_alone:
         placed = [_mirrored_number(mesh, type(a), repr(a), is_wide()) if type(a) in NUMBERS else a for a in arrays]

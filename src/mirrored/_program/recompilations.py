@@ -47,9 +47,9 @@ class Compilation(NamedTuple):
 class Recompilations:
     """The compilations of the functions of one strategy.
 
-    They are counted for a function and its variables, so that the folds of a cross-validation are silent. A step is often a new
-    function in each turn of a loop, so its code stands for it. A decorator in a factory makes many `mr.function`s of one code, so
-    each is counted by itself.
+    They are counted for a function and its variables, so that the folds of a cross-validation are silent. Steps with the same
+    code count as one function, because a loop may define its step anew in each turn. Each `mr.function` counts alone: a
+    decorator in a factory may make many of one code.
     """
 
     def __init__(self) -> None:
@@ -185,7 +185,7 @@ def _change_of_name(old: Hashable, new: Hashable) -> str:
 
 
 def _content(key: tuple[Any, Any]) -> str:
-    """Show the value of a `content_key`, which has numbers as texts."""
+    """Show the value of a `content_key`, in which numbers are texts."""
     return key[1] if isinstance(key[1], str) and not issubclass(key[0], str) else shown(key[1])
 
 

@@ -52,7 +52,7 @@ class Steps(Dispatcher[StepProgram]):
 
 
 def _make_program(mesh: ReplicaMesh, call: Call, frame_with: Callable[[Any], Frame]) -> StepProgram:
-    """Make the program of a call; `frame_with` makes the frame to trace in, given an object that knows other replicas' sizes."""
+    """Make the program of a call. `frame_with` makes the frame for a trace, from an object that knows all replicas' sizes."""
     leaves, even = call.array_leaves(), frame_with(None)
     assert even.axis is not None
     check_replicas(call.arrays, leaves, lambda: argument_names(call), mesh.num_replicas)

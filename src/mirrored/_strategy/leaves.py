@@ -201,7 +201,7 @@ def _refuse_stack(leaf: object, verb: str, mesh: ReplicaMesh) -> None:
 
 
 def _noted(stack: jax.Array, task: Task) -> jax.Array:
-    """Mark for the proof a stack that merged code adds up over all replicas."""
+    """Mark a stack, for the proof, that merged code adds up over all replicas."""
     if task.function is not cross_replica.reduce_stack or (marks := REDUCTIONS[task.static[0]].marks) is None:
         return stack
     return mark(stack, Mark(marks[1], "strategy.reduce", user_code.user_line()))

@@ -223,7 +223,7 @@ def _parse_ops(given: object) -> CrossDeviceOps | None:
 
 
 def _select_accumulation(ops: CrossDeviceOps | None, mesh: ReplicaMesh) -> ReductionToOneDevice | None:
-    """Return the options if their function replaces sums, else None: XLA chooses. Refuse options that the devices lack."""
+    """Return `ops` if its `accumulation_fn` replaces XLA's sums, else None. Refuse NCCL without GPUs."""
     if isinstance(ops, NcclAllReduce) and mesh.devices[0].platform != "gpu":
         raise ValueError(
             f"cross_device_ops is {ops}, which connects GPUs, but the devices are {mesh}. Leave the argument out: XLA "
@@ -233,7 +233,7 @@ def _select_accumulation(ops: CrossDeviceOps | None, mesh: ReplicaMesh) -> Reduc
 
 
 def look_for_others(name: str) -> None:
-    """Warn once if this process will train alone although its environment describes several workers."""
+    """Warn once if this process trains alone, although its environment describes several workers."""
     if _env.TF_CONFIG.get() is not None:
         _logger.info("TF_CONFIG is set, but %s is for one machine and ignores it", name)
     if runtime.current() is not None or jax.distributed.is_initialized():

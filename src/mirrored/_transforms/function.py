@@ -87,7 +87,7 @@ def call_compiled(fn: UserFunction, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def function_programs(mesh: ReplicaMesh) -> list[tuple[FunctionProgram, str]]:
-    """Return the programs of functions on a mesh; each with the reason if its function had been compiled before."""
+    """Return the programs of functions on a mesh, each with the reason for a second compilation, "" for a first one."""
     known = [_outside, *_in_scope.values()]
     return [(program, cause) for functions in known for program, cause in functions.programs.causes() if program.mesh == mesh]
 
@@ -97,7 +97,7 @@ class FunctionProgram(Program):
     """The program of a cross-replica function."""
 
     def rebuild(self, results: list[Any]) -> PyTree:
-        """Rebuild a function's result: the function itself says which of its results are a PerReplica."""
+        """Rebuild a function's result, with a PerReplica where the function returned one."""
         plan = self.lifted.plan
         kinds = zip(results, plan.shapes, plan.stacked, strict=True)
         return plan.rebuild([PerReplica(array, shapes) if is_stacked else array for array, shapes, is_stacked in kinds])

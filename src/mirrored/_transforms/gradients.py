@@ -160,7 +160,7 @@ def check_variables(variables: PyTree, verb: str, example: str, hint: str = "") 
 
 
 def _refuse_copies(variables: list[Variable]) -> None:
-    """Refuse outside a step a sync-on-read variable, because only its copies have gradients."""
+    """Refuse a sync-on-read variable outside a step: only its copies have gradients."""
     frame = frames.current()
     for variable in variables:
         if spec_of(variable).is_on_read and (frame is None or frame.replica is None):

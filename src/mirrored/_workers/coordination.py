@@ -79,7 +79,7 @@ class Coordination:
         return self._ask("NOT_FOUND", lambda client: client.key_value_try_get(_ROOT + key))
 
     def _ask(self, absent: str, call: Callable[[Any], str]) -> str | None:
-        """Return a value of the service; None for one worker, and if the error's text says `absent`."""
+        """Return a value of the service; None without a service (one worker), or if the error's text has `absent`."""
         if self._client is None:
             return None
         try:
@@ -107,7 +107,7 @@ class Coordination:
         return [found.get(worker, "") for worker in range(self.num_workers)]
 
     def await_workers(self, prefix: str, workers: Set[int], deadline: float) -> dict[int, str]:
-        """Return `by_worker` when all of `workers` have set a text, or at the deadline of `time.monotonic`."""
+        """Wait until all `workers` have set a text, or until `deadline` (`time.monotonic`); return `by_worker`."""
         while not workers <= (found := self.by_worker(prefix)).keys() and time.monotonic() < deadline:
             time.sleep(0.01)
         return found
@@ -118,7 +118,7 @@ class Coordination:
             self._client.key_value_delete(_ROOT + key)
 
     def await_gone(self, workers: Iterable[int]) -> None:
-        """Wait until each of these other workers has disconnected, or the service has not heard of it for its limit."""
+        """Wait until each of these workers has disconnected, or its heartbeats have ceased."""
         if self._client is not None:
             self._client.get_live_nodes(sorted((self.worker, *workers)))  # whoever lives has to ask too: no other worker does
 
@@ -127,9 +127,9 @@ class Coordination:
         return 1 if self._client is None else self._client.key_value_increment(_ROOT + key, 1)
 
     def exchange(self, channel: str, value: Any, timeout_seconds: float = math.inf) -> Sequence[Any]:
-        """Give a JSON value to all workers, and return all workers' values in order; all call it equally often for a channel.
+        """Give a JSON value to all workers, and return the values of all in order. All must call it equally often for a channel.
 
-        Equal values take two messages a worker, so leave out of a value what differs by worker; else each worker reads all.
+        Equal values take two messages a worker; if values differ, each worker reads all of them.
 
         Raises:
             WorkerLostError: when a worker has not come after `timeout_seconds`.
@@ -153,11 +153,11 @@ class Coordination:
         return decoded(text, 0, name)
 
     def tell_chief(self, name: str, value: Any) -> None:
-        """Give worker 0 a JSON value: one message, before an exchange after which worker 0 calls `for_chief`."""
+        """Give worker 0 a JSON value, in one message. An exchange must follow, after which worker 0 calls `for_chief`."""
         self.say(f"for_chief/{name}", json.dumps(value))
 
     def for_chief(self, name: str, value: Any) -> Sequence[Any]:
-        """Return on worker 0 the value that each worker gave last to `tell_chief`; on the others their own value."""
+        """Return, on worker 0, the last value that each worker gave to `tell_chief`; on another worker its own value."""
         if self.worker or self.num_workers == 1:
             return [value]
         return [decoded(text, worker, name) for worker, text in self.by_worker(f"for_chief/{name}").items()]
@@ -237,7 +237,7 @@ class Channel:
         return self._prefix.removeprefix("exchange/")
 
     def _all_have(self, place: str, key: str, deadline: float) -> bool:
-        """Tell whether all workers come to a place in this round with one digest; False as soon as a worker has another."""
+        """Wait at a place of this round; tell whether all workers come there with one digest. False at the first other digest."""
         this, here = self._coordination, f"{self._prefix}/{self._round}/{place}"
         count = 0
         if place not in self._counted:

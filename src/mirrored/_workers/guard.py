@@ -131,7 +131,7 @@ class Guard:
     # ---- the main thread
 
     def _on_sys_exit(self, code: Any = None, /) -> None:
-        """Take note of the code, which Python tells nobody else; the exception may still be caught, or end a thread only."""
+        """Note the code of `sys.exit` (Python forgets it); the exception may still be caught, or end a thread only."""
         if in_main_thread():
             is_number = code is None or isinstance(code, int)
             self._sys_exit_code = (code or 0) & 0xFF if is_number else FAILED
@@ -148,7 +148,7 @@ class Guard:
         self._fail_with(error)
 
     def _fail_with(self, error: BaseException) -> None:
-        """Tell the others of an error that ends this worker's program, or find the worker whose loss has caused it; leave."""
+        """Tell the others of the error that ends this worker's program, or of the lost worker that caused it, and leave."""
         title = title_of(error)
         if tells_of_loss(error):
             verdict = self._shutdown.lost(title)
@@ -301,7 +301,7 @@ class Guard:
         return True
 
     def _is_left_alone(self) -> bool:
-        """Leave if workers of this host have ended, for the published reason if there is one; tell whether it leaves."""
+        """Leave if workers of this host have ended, with the published reason if there is one; return whether it leaves."""
         dead = self._neighbours.dead()
         if dead and 0 not in dead and self._has_ended:  # after their end, workers may go
             dead = tuple(sorted(set(dead) - self._coordination.by_worker(_ENDED).keys()))
@@ -340,7 +340,7 @@ class Guard:
             thread.start()
 
     def _listen(self, workers: Collection[int]) -> None:
-        """Leave when silent workers are gone by JAX's native heartbeats, which no call of Python holds up."""
+        """Leave when a silent worker's heartbeats have ceased: JAX sends them natively, so no call of Python holds them up."""
         try:
             self._coordination.await_gone(workers)
             if not self._stopped.is_set() and self._coordination.peek(CALL) != DONE:
@@ -373,13 +373,13 @@ class Guard:
     # ---- leaving
 
     def _leave(self, verdict: Verdict, is_first: bool, code: int | None = None) -> None:
-        """Leave with the code of this worker's own error, or of its `sys.exit` when it has ended, or of the verdict."""
+        """Leave with the code of this worker's own error, else of its own `sys.exit`, else of the verdict."""
         if code is None:
             code = (self._has_ended and self._sys_exit_code) or verdict.code
         self._shutdown.leave(verdict, code, is_first)
 
     def _fail(self, verdict: Verdict, code: int | None = None) -> None:
-        """Publish a verdict unless there is one, and leave; `code` is that of an error whose traceback has been printed."""
+        """Publish a verdict, unless another worker was first, and leave. With `code`, the error's traceback has been printed."""
         shown = verdict if code is None else Verdict(verdict.title)
         if 0 not in verdict.lost:  # else there is nobody to tell, and a call into the service would block
             with contextlib.suppress(Exception):  # the service may go in this moment

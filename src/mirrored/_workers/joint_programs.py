@@ -46,7 +46,7 @@ def note(what: str, text: str) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Announced:
-    """A program that is announced before each start; a caller can run its parts, to hold a lock only in the last."""
+    """A program that is announced before each start. A caller can run its parts one by one, to hold a lock in the last only."""
 
     program: Callable[..., Any]
     compare: Callable[[], None]  # waits for the other workers, if they may have come to another program
@@ -78,7 +78,7 @@ def prepared(name: str, text: str, program: Compiled, *, is_run: bool = False, i
 
 
 def started(name: str, text: str, program: Callable[..., Any], is_run: bool = False, is_update: bool = False) -> Announced:
-    """Return a program that tells the guard when it starts, and first compares itself if the workers do not expect it."""
+    """Return a program that tells the guard when it starts; an unexpected one is first compared with the other workers'."""
     agreement, key, where, habits = _required().agreement, digest(text).encode(), f"first at {_line()}", progress.habits
 
     def compare() -> None:

@@ -115,7 +115,7 @@ class Links:
 
 
 def describe_unanswered(told: Mapping[int, Sequence[Connection]], of: int | None = None) -> str:
-    """Say which workers get no answer to their first packets, and from which worker; with `of`, only links of this worker."""
+    """Say which workers get no answer to their first packets, and from which worker; with `of`, only for links of worker `of`."""
     at = {link.local: worker for worker, links in told.items() for link in links if link.state == LISTENING}
     unanswered = [(worker, link) for worker, links in sorted(told.items()) for link in links if link.state == UNANSWERED]
     if of is not None:  # between workers only: a program may connect to strangers too, whom only an error names
@@ -158,7 +158,7 @@ def connections(min_retries: int = 0) -> Iterator[Connection]:
 
 
 def _asked_end(inode: int) -> str:
-    """Return the remote end of an unanswered connection from the kernel's tables, because the socket has none; "" if unknown."""
+    """Return an unanswered connection's remote end from the kernel's tables, as the socket has none; "" if unknown."""
     found = (unanswered_ends(Path(table).read_text()).get(inode, "") for table in _TABLES if os.path.exists(table))
     return next(filter(None, found), "")
 

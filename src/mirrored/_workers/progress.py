@@ -94,7 +94,7 @@ class ProgramTrail:
         self._ring[number % SIZE] = self._last = (number + 1, zlib.crc32(digest, checksum), step, what, where)
 
     def take_back(self, before: Entry, is_refused: bool) -> None:
-        """Remove the entry after `before`; skip its number if all have refused it: for others, a new one would contradict it."""
+        """Remove the entry after `before`; skip its number if all workers have refused it, as a new entry would contradict it."""
         self._ring[before.number % SIZE] = (0, 0, 0, "", "")
         self._last = before._replace(number=before.number + is_refused)
 
@@ -114,7 +114,7 @@ class ProgramTrail:
 
 
 class Habits:
-    """A prediction of the next program from the history, by which all workers expect the same one without a message.
+    """A prediction of the next program. All workers make it from the same history, so they expect the same one without a message.
 
     A program is expected to repeat as often as it did the last time, and then to be followed by the same program. That covers a
     step and a reduction in turns, and epochs of one length with an evaluation after each.
@@ -189,7 +189,7 @@ class Progress:
     def enter(self, program: str, digest: bytes, is_run: bool = False, where: str = "") -> None:
         """Note that a program is about to start, before the call, which may wait for the other workers.
 
-        Digests are equal on two workers exactly when they may run the program together. With `is_run`, a program of the user's,
+        Digests are equal on two workers exactly when they may run the program together. With `is_run` (a program of the user's)
         this thread must start all later programs. Set `witness` to a result afterwards.
         """
         self.witness = None

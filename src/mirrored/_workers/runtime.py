@@ -169,7 +169,7 @@ def _connect(cluster: Cluster, meeting: Meeting, seconds: float) -> None:
 
 @contextlib.contextmanager
 def starting_devices() -> Iterator[None]:
-    """Enter a phase while JAX starts this worker's devices, and then waits for the other workers': its keys tell which."""
+    """Enter a phase while JAX starts this worker's devices, and waits for those of the others; their keys tell who is late."""
 
     def detail() -> str:  # called by the guard, twice a second
         phase.waits, text = _is_waiting_for_devices()

@@ -45,14 +45,14 @@ def data_ended(worker: int, other: int) -> str:
 
 
 class Agreement:
-    """The comparison of a program with the other workers' before it starts, if it is new or the habits do not expect it."""
+    """The comparison of a new or unexpected program with the other workers' programs, before it starts."""
 
     def __init__(self, coordination: Coordination, progress: Progress = progress) -> None:
         self._coordination, self._progress = coordination, progress
         self.checks_order = _env.DEBUG.get() == "detail"  # compare every start
 
     def check(self, name: str, text: str, own: bytes, where: str = "") -> None:
-        """Compare a program with those of the other workers, which all call this; raise ProgramMismatchError if they differ.
+        """Compare a program with those of the other workers; all call this. Raise ProgramMismatchError if they differ.
 
         Texts are equal exactly for programs that workers can run together: no addresses, no places in files. `own` is the text's
         digest. The name and the place, which are shown, may differ.
@@ -105,7 +105,7 @@ def _excerpt(text: str, position: int) -> str:
 def require_same_history(histories: Sequence[Sequence[str]], trails: Callable[[], Sequence[Any]]) -> bool:
     """Refuse workers with different numbers of batches, or different histories; tell whether all histories are known.
 
-    Takes each worker's `Progress.history`, and a function that returns each worker's `Progress.tell`, called if they differ.
+    Takes each worker's `Progress.history`, and a function to call if histories differ: it returns each worker's `Progress.tell`.
     """
     batches, done = zip(*(_words(history, 2, UNKNOWN) for history in histories), strict=True)
     if UNKNOWN not in batches and len(set(batches)) > 1:

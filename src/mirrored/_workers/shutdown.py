@@ -1,7 +1,7 @@
 """How does a job end together? One worker calls the roll, and all leave, worker 0 last. No jax here.
 
-The first worker to call the roll calls it for all: the others wait for its verdict. A worker that answers compares its history
-with the published ones, and publishes it only where it differs, so that a call needs few messages for any number of workers.
+The first worker to call the roll calls it for all: the others wait for its verdict. A worker that answers publishes its
+history only if it differs from the published ones, so that a call needs few messages for any number of workers.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Shutdown:
         return Verdict(f"lost {who} at step {self._progress.step}{why}", detail, tuple(lost))
 
     def trails(self) -> Sequence[str]:
-        """Ask all workers for their histories, before they leave; a worker sends one that differs from those sent."""
+        """Ask all workers for their histories, before they leave; equal histories are sent once."""
         self._call()
         self._coordination.await_workers(_HERE, self._coordination.others, time.monotonic() + _ANSWER_SECONDS)
         return self._coordination.of_all(_TRAIL)
@@ -106,7 +106,7 @@ class Shutdown:
         self._coordination.say(_HERE)
 
     def _call(self) -> Verdict | None:
-        """Call all workers, unless another has: then wait for its verdict, and return it."""
+        """Call all workers; if another worker has called them, wait for its verdict and return that."""
         self._coordination.say(_TRAIL, self._progress.tell())
         if self._coordination.count(_CALLERS) > 1:
             return self.known(2 * _ANSWER_SECONDS)
@@ -119,7 +119,7 @@ class Shutdown:
         return None if text is None else Verdict.decode(text)
 
     def tell(self, verdict: Verdict) -> Verdict | None:
-        """Publish a verdict and call all workers, unless another has published one: then return it."""
+        """Publish a verdict and call all workers; if another worker has published one, return that."""
         if known := self.known():
             return known
         self._coordination.put(_VERDICT, verdict.encode())

@@ -186,7 +186,7 @@ def shorter_data(positions: Mapping[int, Position]) -> tuple[int, int] | None:
 
 
 def judge_all(view: JobView, limit: float) -> str | None:
-    """Say why some worker will wait for ever, or has waited too long; None while there is hope."""
+    """Say why some worker will wait for ever, or has waited too long; None while all may go on."""
     # Of the workers in one place only the one that has waited longest is judged: with a thousand workers, all would take long.
     longest: dict[object, int] = {}
     for worker, here in sorted(view.positions.items()):
@@ -199,7 +199,7 @@ def judge_all(view: JobView, limit: float) -> str | None:
 
 
 def judge(waiting: int, view: JobView, limit: float, sees_all: bool = True) -> str | None:
-    """Say why a waiting worker will wait for ever, or has waited for longer than the limit; None while there is hope."""
+    """Say why a waiting worker will wait for ever, or has waited for longer than the limit; None while it may go on."""
     here = view.positions[waiting]
     if not here.waits and (here.phase != NEXT_BATCH or here.still < SETTLED_SECONDS):  # for a batch it may wait
         return None
@@ -210,7 +210,7 @@ def judge(waiting: int, view: JobView, limit: float, sees_all: bool = True) -> s
 
 
 def _in_vain(waiting: int, view: JobView) -> str | None:
-    """Say why a worker will wait for ever: for a worker that has ended, or that waits for it in turn."""
+    """Say why a worker will wait for ever: the other has ended, or waits for this one in turn."""
     for worker, position in sorted(view.positions.items()):
         is_old = view.silence(worker) >= _OLD_SECONDS and not position.has_ended
         if worker != waiting and not is_old and (reason := _never_meet(view.positions[waiting], position)):
@@ -222,7 +222,7 @@ def _in_vain(waiting: int, view: JobView) -> str | None:
 
 
 def _too_long(waiting: int, view: JobView, sees_all: bool) -> str | None:
-    """Say for whom a worker has waited for longer than the limit; None while a worker that it waits for may take its time."""
+    """Say for whom a worker has waited for longer than the limit; None while one of these may take its time."""
     here = view.positions[waiting]
     others = {worker: position for worker, position in view.positions.items() if worker != waiting}
     silent = {worker for worker in others if view.silence(worker) >= SILENT_SECONDS}
@@ -241,7 +241,7 @@ def _too_long(waiting: int, view: JobView, sees_all: bool) -> str | None:
 
 
 def _never_meet(here: Position, there: Position) -> str | None:
-    """Say why a worker waits in vain for another worker that has ended, or that waits for it in turn."""
+    """Say why a worker waits in vain for one other worker: that has ended, or waits for this one in turn."""
     still = min(here.still, there.still)
     if there.has_ended:
         delay = _ARRIVED_SECONDS if here.waits else SETTLED_SECONDS

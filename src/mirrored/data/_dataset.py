@@ -197,7 +197,7 @@ def check_dataset(dataset: object, verb: str, policy: AutoShardPolicy | str = Au
 
 
 def _why_share(dataset: object) -> str | None:
-    """Say which share of the rows a loader with a sampler for torch.distributed yields; None if it yields all rows."""
+    """Say which share of the rows a loader yields, if it has a sampler for torch.distributed; None if it yields all rows."""
     batch_sampler = getattr(dataset, "batch_sampler", None)
     for sampler in (getattr(dataset, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
         count, rank = getattr(sampler, "num_replicas", None), getattr(sampler, "rank", None)

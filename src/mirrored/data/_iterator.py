@@ -115,7 +115,7 @@ class DistributedIterator:
         return batch
 
     def _goes_on(self) -> bool:
-        """Tell whether this iterator goes on after a Ctrl-C: it interrupts the wait for a thread, but not the pipeline in it."""
+        """Tell whether this iterator can go on after a Ctrl-C: with `prefetch` the pipeline's thread is not interrupted."""
         if self._prefetch:
             return True
         if not isinstance(self._position, str) or self._layout.worker.count > 1:
@@ -285,7 +285,7 @@ class DistributedIterator:
 
 
 def joined(iterator: DistributedIterator, by_worker: list[Any]) -> Any:
-    """Merge the saved states of more or fewer workers into the one from which this worker goes on."""
+    """Merge the states that other numbers of workers have saved into the state from which this worker goes on."""
     is_by_file = isinstance(by_worker[0], dict) and by_worker[0].get("policy") == "FILE"
     if not is_by_file or not isinstance(iterator, DistributedIterator) or not iterator._plan.goes_on_by_file("FILE"):
         return by_worker[0]  # perhaps refused; an iterator of another library decides itself

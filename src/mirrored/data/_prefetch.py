@@ -26,7 +26,7 @@ class Ahead(Generic[T]):
     def __init__(
         self, owner: object, items: Generator[T, None, None], close: Callable[[], None], count: int, interrupt: Callable[[], None]
     ) -> None:
-        """Start the thread, which calls `close` once at its end; any thread may call `interrupt` to end its wait for workers."""
+        """Start the thread. It calls `close` at its end; `interrupt`, called by any thread, ends its wait for other workers."""
         self._count = count
         self._interrupt = interrupt
         self._changed = threading.Condition(Lock())  # which is reentrant: garbage collection can call `close` at any line

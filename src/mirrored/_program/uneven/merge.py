@@ -210,14 +210,14 @@ def _find_last_uses(live: Sequence[Node], exports: dict[Row, int], kind: int) ->
 
 
 def _common_shape(shapes: set[Shape]) -> Shape:
-    """Return the one shape, or for several shapes a flat one that holds each."""
+    """Return the shape if all are equal; else a flat shape that is large enough for each."""
     if len(shapes) == 1:
         return next(iter(shapes))
     return (max(map(math.prod, shapes)),)
 
 
 class Slots:
-    """Common arrays that carry values of several kinds of replicas from one part of a program to a later one.
+    """Arrays that carry each kind of replica's values from one part of the program to a later one.
 
     The i-th value of a dtype of each kind travels in the i-th array of that dtype: unchanged if all have one shape, else flat
     and padded.
@@ -250,7 +250,7 @@ def _number_slots(avals: Sequence[Any]) -> dict[Slot, Shape]:
 
 
 def _padded(value: Any, dtype: Any, shape: Shape) -> jax.Array:
-    """Return a value in exactly this dtype and shape, as a switch must: with zeros behind it, and flat if its rank differs."""
+    """Pad a value with zeros to this shape, as all branches of a switch must have it; flatten a value of another rank first."""
     array = jax.lax.convert_element_type(value, dtype)  # of a weak type otherwise
     if array.ndim != len(shape):
         array = array.reshape(-1)

@@ -88,7 +88,7 @@ class _Numbering:
                 last_effect = self._number_node(node, last_effect)
 
     def _number_node(self, node: Node, last_effect: int, by_results: bool = False) -> int:
-        """Number a node's outputs; return the stage of the last effect, which is the first possible one of the next effect."""
+        """Number a node's outputs; return the stage of the last effect: the next effect cannot have an earlier one."""
         operands = [self._number_of(value) if value.number is None else value.number for value in node.inputs]
         stage = max([value.stage for value in node.inputs], default=0)
         number = None
@@ -122,7 +122,7 @@ class _Numbering:
                 value.number = self._number((equation_key(alone.equation), operands, alone.results.index(position)))
 
     def _number_collectives(self, stage: int, collectives: Sequence[Node]) -> int:
-        """Number one collective of all traces; return its stage, which is the last collective's if it need not wait."""
+        """Number one collective of all traces; return its stage: that of the collective before, unless it must wait for it."""
         for value in (value for node in collectives for value in node.inputs):
             self._number_of(value)
         ready = max((value.stage for node in collectives for value in node.inputs), default=0)
@@ -170,7 +170,7 @@ def _drop_uncommon_numbers(traces: Sequence[Trace]) -> None:
 
 
 def _take_common_out(node: Node) -> list[Node]:
-    """Split a loop, condition or call into its common results and the rest, which computes again what it needs of them."""
+    """Split a loop, condition or call in two: one for the common results, one for the rest, which computes some again."""
     common = [k for k, value in enumerate(node.outputs) if value.number is not None]
     is_common = len(common) == len(node.outputs) and None not in [value.number for value in node.inputs]
     if node.is_collective or not common or is_common:
@@ -217,7 +217,7 @@ def check_collectives(traces: Sequence[Trace]) -> None:
 
 
 def _kind(node: Node) -> Any:
-    """Return the dtypes and numbers of axes, not the sizes: an `all_gather` pads its operand to the largest."""
+    """Return the name, and the operands' dtypes and numbers of axes. Sizes may differ: an `all_gather` pads to the largest."""
     return (node.equation.primitive.name, _types_of(node.joint_inputs))
 
 

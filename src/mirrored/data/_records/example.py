@@ -188,7 +188,7 @@ def _allocate(feature: Feature, num_records: int) -> Any:
 
 @functools.lru_cache(maxsize=MAX_LENGTHS)
 def _layouts_of(length: int) -> list[ValuePlaces | None]:
-    """Return the growing list of layouts tried for records of a length, with None for a layout that fitted too few."""
+    """Return the list, to append to, of layouts tried for records of a length; None for one that fitted too few."""
     return []
 
 

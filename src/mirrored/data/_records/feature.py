@@ -92,7 +92,7 @@ Feature = FixedLenFeature | VarLenFeature
 
 
 def read(feature: Feature, column: Sequence[Any]) -> np.ndarray:
-    """Return a feature of records that are alike, each as parsed by protobuf or None if missing, as one flat array."""
+    """Return a feature of similar records as one flat array. `column` has protobuf's values, None if records lack the feature."""
     kind = column[0].WhichOneof("kind") if column[0] is not None else None
     if kind is None:
         return _default_of(feature)
@@ -122,7 +122,7 @@ def _convert(elements: Sequence[Any], dtype: Any) -> np.ndarray:
 
 
 def cut(feature: Feature, kind: str, spans: Sequence[Span], matrix: np.ndarray, records: Sequence[bytes]) -> np.ndarray:
-    """Return the values in these spans of records with one layout, a row for each record; `matrix` has their bytes as rows."""
+    """Return the values at these spans, a row for each record; `matrix` has the bytes of each record as a row."""
     start, stop = spans[0]
     if feature.dtype is bytes:
         columns = [_objects([record[start:stop] for record in records]) for start, stop in spans]

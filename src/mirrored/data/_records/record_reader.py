@@ -258,7 +258,7 @@ def _skip(stream: io.FileIO | _Inflated, count: int) -> bool:
 
 
 def _read(stream: io.FileIO | _Inflated, count: int, begun: bytes = b"") -> bytes:
-    """Return `count` bytes, beginning with `begun`; fewer at the end, or before a fault, which the next call raises."""
+    """Return `count` bytes, the first of them `begun`; fewer at the end or before a fault. The next call raises the fault."""
     # `BytesIO` copies neither its first bytes nor its result, and grows only with the content of the file.
     data = io.BytesIO(begun or stream.read(min(count, CHUNK_BYTES)))
     data.seek(0, os.SEEK_END)
@@ -269,7 +269,7 @@ def _read(stream: io.FileIO | _Inflated, count: int, begun: bytes = b"") -> byte
 
 
 def _read_long(stream: io.FileIO | _Inflated, begun: bytes, missing: int) -> tuple[bytes, int, str | None]:
-    """Return a record longer than a chunk, the bytes that its frame lacks at the end of the file, and its fault."""
+    """Return a record longer than a chunk, how many bytes its frame lacks at the end of the file, and its fault."""
     length = len(begun) - HEADER.size + missing - FOOTER.size
     record, footer = _read(stream, length, begun[HEADER.size :]), _read(stream, FOOTER.size)
     if missing := length + FOOTER.size - len(record) - len(footer):

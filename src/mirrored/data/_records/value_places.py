@@ -30,7 +30,7 @@ class ValuePlaces:
     fixed: list[tuple[Span, np.ndarray]]  # the spans between the values, with the bytes that all matching records share
 
     def matches(self, records: np.ndarray, bools: Collection[str] = ()) -> np.ndarray:
-        """Tell for each row of uint8[num_records, size] whether the layout fits, and its features `bools` are 0 or 1."""
+        """Tell for each record, a row of `matrix`, whether the layout fits and the features `bools` are 0 or 1."""
         matching = np.ones(len(records), bool)
         for (start, stop), expected in self.fixed:
             matching &= (records[:, start:stop] == expected).all(axis=1)
@@ -47,7 +47,7 @@ class _UnusualError(Exception):
 
 
 def find_layout(record: bytes, features: Mapping[str, Any] | None) -> ValuePlaces | None:
-    """Find the places of values in a record, given its `features` by protobuf; set those ints to zero that have a place."""
+    """Find the places of values in a record, parsed by protobuf into `features`; zero the ints there that have a place."""
     if features is None:  # no Example
         return None
     kinds = {name: kind for name, feature in features.items() if (kind := feature.WhichOneof("kind"))}

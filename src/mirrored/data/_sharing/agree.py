@@ -91,7 +91,7 @@ def agree(worker: InputWorker, ahead: Sequence[OwnStep], has_ended: bool, like: 
 
 
 def _common_step(reports: Sequence[Any], like: PyTree, num_local: int) -> CommonStep:
-    """Join the workers' reports of a step, sizes and kinds of rows; a worker whose data has ended reports None."""
+    """Join the workers' reports of a step: the sizes and kinds of their rows, None from a worker whose data has ended."""
     kinds = {index: report[1] for index, report in enumerate(reports) if report is not None}
     first = next(iter(kinds))
     for index, kind in kinds.items():
@@ -106,7 +106,7 @@ def _common_step(reports: Sequence[Any], like: PyTree, num_local: int) -> Common
 
 
 class SameBatches:
-    """The comparison of the workers' batches in one pass: of all batches, or of the first and the end if progress notes all."""
+    """The comparison of the workers' batches in one pass: of each batch, or of the first and the end if the history has all."""
 
     def __init__(self, worker: InputWorker) -> None:
         self._worker = worker

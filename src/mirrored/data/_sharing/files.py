@@ -23,7 +23,7 @@ BY_FILE = "by_file"
 
 
 def share_of(dataset: object, first: int, step: int, state: object = None, rows: int = 0) -> Part:
-    """Return the part of the files `first`, `first + step`, ..., from a state on, after `rows` rows of its next batch."""
+    """Return a part: the files `first`, `first + step`, ..., from a state on, without the first `rows` rows of the next batch."""
     kind = kind_of(dataset)
     begun = None if rows else kind.num_begun(dataset, state)  # the batch of these rows may end in a later file
     return {"files": [first, None, step], "of": kind.num_files(dataset), "state": state, "rows": rows, "begun": begun}
@@ -40,7 +40,7 @@ def parts_of(dataset: object, state: dict[str, Any]) -> list[Part]:
 
 
 def dealt(dataset: object, parts: Iterable[Part], worker: int, num_workers: int) -> list[Part]:
-    """Deal the parts of all former workers anew, and return one worker's: begun parts stay whole, other files go one by one."""
+    """Deal the former workers' parts anew, and return one worker's. Parts that were begun stay whole; other files go singly."""
     count = kind_of(dataset).num_files(dataset)
     whole: list[Part] = []
     free: list[int] = []

@@ -123,7 +123,7 @@ def _nodes(dataset: Pipeline) -> Iterator[Pipeline]:
 
 
 def _batch_sizes(dataset: Pipeline, of_all: bool) -> list[int]:
-    """Return a pipeline's batch sizes: all, or only those of MapDatasets, whose elements a position counts."""
+    """Return a pipeline's batch sizes: all, or only those of MapDatasets, because a position counts their elements."""
     counted = [node for node in _nodes(dataset) if of_all or isinstance(node, sys.modules["grain"].MapDataset)]
     return [int(size) for node in counted for size in re.findall(r"batch_size=(\d+)", str(node))]
 
@@ -176,7 +176,7 @@ def _only_files(dataset: Pipeline, these: slice | list[int]) -> Pipeline:
 
 
 def _num_begun(dataset: Pipeline, state: dict[str, int] | None) -> int | None:
-    """Return how many files a pass has begun; None if its state holds more than the place of the next record."""
+    """Return how many files a pass has begun; None if the pipeline's position is more than the place of the next record."""
     *steps, root = _nodes(dataset)
     is_plain = {_kind(node) for node in steps} <= _BY_RECORD and type(root).__name__ == "TFRecordDataset"
     if not is_plain or any("drop_remainder=True" in str(node) for node in [*steps, root]):

@@ -181,7 +181,7 @@ class NumpyDataset:
         return _NumpyIterator(self)
 
     def _of_later_passes(self, num_passes: int) -> NumpyDataset:
-        """Return this dataset for the next passes, whose epochs get their numbers now, not when the passes begin."""
+        """Return this dataset for the next passes: their epochs are numbered now, not when the passes begin."""
         made = dataclasses.replace(self)
         made._next_epoch[0] = self._next_epoch[0]
         self._next_epoch[0] += num_passes * (self.num_epochs or 1)
