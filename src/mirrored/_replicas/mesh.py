@@ -173,7 +173,8 @@ class PlannedMesh(ReplicaMesh):
 def make_mesh(devices: Sequence[jax.Device], axis: str = REPLICA_AXIS, storage: Storage = Storage.WHOLE) -> ReplicaMesh:
     """Make the mesh of some devices, in the given order."""
     mesh = replicas_of(Mesh(np.array(devices, dtype=object), (axis,)), _process.what_if.storage or storage)
-    _process.planned_meshes.extend([mesh] if _process.topology and isinstance(mesh, PlannedMesh) else [])
+    if _process.topology and isinstance(mesh, PlannedMesh):
+        _process.planned_meshes.append(mesh)
     return mesh
 
 
@@ -296,10 +297,8 @@ def start_backend(num_cpu_devices: int) -> None:
 
 
 def raising_cpu_threads() -> contextlib.AbstractContextManager[None]:
-    """Raise XLA's number of CPU threads in the environment; undone only if the block raises.
-
-    Call this before C code starts threads, as `jax.distributed` does: `setenv` moves texts that their `getenv` has found.
-    """
+    """Raise XLA's number of CPU threads in the environment; undone only if the block raises."""
+    # Call this before C code starts threads, as `jax.distributed` does: `setenv` moves texts that their `getenv` has found.
     configured = max(1, jax.config.jax_num_cpu_devices, _env.forced_host_devices())  # pyrefly: ignore[missing-attribute]
     return _env.at_least(_env.CPU_THREADS, cpu_pool_size(configured), _env.CPU_THREADS_FALLBACK, keep=True)
 

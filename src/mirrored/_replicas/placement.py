@@ -217,7 +217,9 @@ def _from_chief(
     sums = np.array([checksum(host) for host in hosts], np.uint32)
     rows = [stack(mesh, np.stack([bits] * len(mesh.local_devices))) for bits in (*map(_bits, hosts), sums)]
     *values, sums = _program(mesh, kinds)(rows)
-    check = None if on_difference is None else functools.partial(_compare, mesh, positions, on_difference)
+    check = None
+    if on_difference is not None:
+        check = functools.partial(_compare, mesh, positions, on_difference)
     in_flight.joined(sums, check)
     if check is not None and not is_checked_late:
         in_flight.finish()
@@ -238,10 +240,7 @@ def _program(mesh: ReplicaMesh, kinds: tuple[tuple[Shape, Any], ...]) -> Callabl
         *own, sums = [row[0] for row in rows]
         is_chief = jax.lax.axis_index(mesh.axis) == 0
         first = jax.lax.psum([jnp.where(is_chief, bits, jnp.zeros_like(bits)) for bits in own], mesh.axis)
-        return [
-            *(_array_of(bits, *kind) for bits, kind in zip(first, kinds, strict=True)),
-            jax.lax.all_gather(sums, mesh.axis),
-        ]
+        return [*(_array_of(bits, *kind) for bits, kind in zip(first, kinds, strict=True)), jax.lax.all_gather(sums, mesh.axis)]
 
     specs = {"in_specs": PartitionSpec(mesh.axis), "out_specs": PartitionSpec(), "check_vma": False}
     sent = [*(_bits(np.empty(*kind)) for kind in kinds), np.empty(len(kinds), np.uint32)]
@@ -295,10 +294,8 @@ def refuse_constant(position: int, workers: Sequence[int]) -> NoReturn:
 
 
 def checksum(array: np.ndarray | jax.Array) -> int:
-    """Return the CRC-32 of an array's bits: it finds every change within 32 bits, and misses one in 2**32 other changes.
-
-    The host computes it: XLA took 45 s to compile it for 200 variables of different shapes.
-    """
+    """Return the CRC-32 of an array's bits: it finds every change within 32 bits, and misses one in 2**32 other changes."""
+    # On the host: XLA took 45 s to compile it for 200 variables of different shapes.
     return zlib.crc32(np.ascontiguousarray(_without_keys(array)).reshape(-1).view(np.uint8).data)
 
 
