@@ -38,8 +38,7 @@ class Home:
     """The arrays of the variables that a program overwrites, in the one list that the program takes.
 
     A variable's array is in one home: first in its own, then in that of the program that overwrote it last. So a warm step hands
-    over one list, keeps another, and touches no variable (docs/design/variables.md). A home holds no variable: one that lives
-    must not keep the others alive.
+    over one list, keeps another, and touches no variable (docs/design/variables.md). A home keeps no variable alive.
 
     Attributes:
         slots, every: of the variables that the program overwrites, in its order and as a set.
@@ -117,12 +116,11 @@ class Lost(str):
 
 
 def home_of(slots: tuple[Slot, ...]) -> Home:
-    """Return the home of exactly these slots, in this order, or a new one for them.
-
-    Programs that overwrite the same variables, such as one step for two shapes of batches, share a home.
-    """
-    home = slots[0].place[0] if slots else Home(())
-    return home if home.slots == slots else Home(slots)
+    """Return the home of exactly these slots, in this order, or a new one for them."""
+    # Programs that overwrite the same variables, such as one step for two shapes of batches, share a home.
+    if slots and (home := slots[0].place[0]).slots == slots:
+        return home
+    return Home(slots)
 
 
 def arrays_of(slots: Sequence[Slot]) -> list[Any]:
@@ -246,9 +244,8 @@ def _start_and_keep(program: Callable[..., Any], home: Home, arguments: tuple[An
     """Start a program that takes the arrays of a home, keep the new ones there, and return all that it returns.
 
     The start deletes the arrays that the program takes, so a Ctrl-C between it and the keeping would lose the variables. Python
-    looks for signals after each call of its own, and never inside a C function: so both happen in one call, when `any` asks the
-    iterators for what `setattr` returns. A signal's handler may take an array, so nothing is called between the last look at what
-    is held and that call.
+    looks for signals after each call of its own, and never inside a C function. So both happen in one call: `any` asks the
+    iterators for what `setattr` returns. A signal's handler may take an array, so that call follows the last look at `held`.
     """
     outputs, again = itertools.tee(itertools.starmap(program, (arguments,)))
     keep = map(setattr, (home,), ("arrays",), map(_new_arrays_of, outputs))
