@@ -59,7 +59,9 @@ def describe(value: object, length: int = 60) -> str:
         return json.dumps(value)
     if isinstance(value, int):
         return str(value) if abs(value) < 10**20 else "a huge number"
-    return ascii(value)[:length] if isinstance(value, float) else f"a {type(value).__name__}"
+    if isinstance(value, float):
+        return ascii(value)[:length]
+    return f"a {type(value).__name__}"
 
 
 #: The most characters that show an object.

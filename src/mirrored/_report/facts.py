@@ -179,7 +179,9 @@ def _programs(compiled: Sequence[tuple[Program, str]]) -> tuple[Compiled, ...]:
 
 def file_of(path: Path, worker: int, num_workers: int) -> Path:
     """Return the path of a worker's file: `run/report.json`, or `run/report.2.json` for worker 2 of several."""
-    return path if num_workers == 1 else path.with_suffix(f".{worker}{path.suffix}")
+    if num_workers == 1:
+        return path
+    return path.with_suffix(f".{worker}{path.suffix}")
 
 
 def save(facts: Facts, path: Path) -> None:
@@ -210,7 +212,7 @@ def _facts(data: dict[str, Any]) -> Facts:
     return Facts(
         replicas=tuple(Replica(*row) for row in data.pop("replicas")),
         datasets=tuple(Split(*row) for row in data.pop("datasets")),
-        programs=tuple(Compiled(*row, exchanges=tuple(Exchange(*each) for each in made)) for *row, made in data.pop("programs")),
+        programs=tuple(Compiled(*row, exchanges=tuple(Exchange(*line) for line in made)) for *row, made in data.pop("programs")),
         variables=tuple(StateEntry(name, tuple(shape), *rest) for name, shape, *rest in data.pop("variables")),
         profiled=None if profiled is None else DeviceTime(seconds=dict(profiled.pop("seconds")), **profiled),
         comparison=None if comparison is None else CopiesCompared(*comparison),

@@ -30,8 +30,7 @@ def profile(folder: str | os.PathLike[str]) -> Iterator[Path]:
     """Record the devices and Python inside this block, with `jax.profiler`.
 
     Each run of a step or an `mr.function` is one step of the profile, labelled with your function's name and a number. The
-    block ends when all programs in flight have ended. Record a few steps, without the first, which compiles: a profile of a
-    whole training is too large to read.
+    block waits for all programs in flight. Record a few steps, not the first, which compiles, nor a whole training.
 
     Afterwards `strategy.explain()` and `mr.report` show which shares of the devices' time are computation and communication.
 
