@@ -47,8 +47,8 @@ def store_in_parts(step: Proven) -> Proven:
     if not any((*divisions.inputs, *divisions.outputs)):
         return step
 
-    def specs(of: Sequence[PartitionSpec], its: Sequence[Division | None]) -> tuple[PartitionSpec, ...]:
-        pairs = zip(of, its, strict=True)
+    def specs(usual: Sequence[PartitionSpec], divisions: Sequence[Division | None]) -> tuple[PartitionSpec, ...]:
+        pairs = zip(usual, divisions, strict=True)
         return tuple([spec if division is None else placement_of(step.mesh, division).spec for spec, division in pairs])
 
     new = {"in_specs": specs(step.in_specs, divisions.inputs), "out_specs": specs(step.out_specs, divisions.outputs)}
@@ -67,8 +67,10 @@ def _run_on_parts(known: Known, divisions: Divisions, step: Proven, constants: S
     for var, array, division, is_own in zip(jaxpr.invars, inputs, divisions.inputs, step.own_inputs, strict=True):
         if division is not None:
             given.append(DevicePart(array, division, shape_of(var)))
+        elif is_own:
+            given.append(Whole(jnp.squeeze(array, 0), False))
         else:
-            given.append(Whole(jnp.squeeze(array, 0) if is_own else array, not is_own))
+            given.append(Whole(array, True))
     walk = Parted(known)
     results = walk.run(jaxpr, constants, given)
     outputs = []
@@ -86,7 +88,8 @@ def _run_gathered(run: Run, divisions: Divisions, step: Proven, constants: Seque
     """Run a step in another way, with all arrays whole until it ends."""
     name = step.mesh.axis
     pairs = zip(inputs, divisions.inputs, strict=True)
-    outputs = run(step, constants, [array if division is None else division.gathered(array, name) for array, division in pairs])
+    whole = [array if division is None else division.gathered(array, name) for array, division in pairs]
+    outputs = run(step, constants, whole)
     for k, division in enumerate(divisions.outputs):
         if division is not None:
             outputs[k] = division.own_part(outputs[k], name)

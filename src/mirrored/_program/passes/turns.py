@@ -74,4 +74,6 @@ class Turns:
         """Return the operands of what is computed again, parts first, available when it is its turn."""
         is_first = self._before is None
         ready, tied = self.ready(parts), self.wait(others, begin)
-        return jax.lax.optimization_barrier([*ready, *tied]) if is_first else [*ready, *tied]
+        if is_first:  # then no gather was before whose operand holds the parts
+            return jax.lax.optimization_barrier([*ready, *tied])
+        return [*ready, *tied]
