@@ -256,11 +256,8 @@ def bits_of(array: jax.Array) -> jax.Array:
 
 
 def _packed(reduction: Reduction, arrays: Arrays, axis: ReplicaAxis) -> list[jax.Array]:
-    """Combine arrays over the replicas: small ones of one dtype in flat buffers, large ones as they are.
-
-    XLA joins all operands of one dtype into one collective, but not several dtypes. Complex numbers travel as pairs of real
-    ones, because XLA on CPU ends the process when it adds up a complex constant.
-    """
+    """Combine arrays over the replicas: small ones in flat buffers of one dtype (XLA joins no two), large ones as they are."""
+    # Complex numbers travel as pairs of real ones, because XLA on CPU ends the process when it adds up a complex constant.
     real = [jnp.stack([array.real, array.imag]) if jnp.iscomplexobj(array) else array for array in arrays]
     groups = [[position] for position in range(len(real))]
     if axis.size > 1:  # a single replica sends nothing, and XLA would compile its buffers longer than all the rest

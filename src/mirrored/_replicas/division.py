@@ -168,11 +168,7 @@ class Division:
 
 
 def division_of(mesh: ReplicaMesh, shape: Shape, dtype: np.dtype[Any], storage: Storage | None = None) -> Division | None:
-    """Return how a variable of a shape and dtype is divided on a mesh; None: every device has all of it.
-
-    `storage` is the variable's own word, if it has one. Of an array with three axes or more the first is divided only if no other
-    will do: it counts layers, and a loop over layers takes them one by one.
-    """
+    """Return how a variable of a shape and dtype is divided, by its own `storage` or the mesh's; None: each device has it all."""
     if storage is None:
         storage = mesh.storage
     if storage is Storage.WHOLE:
@@ -194,6 +190,7 @@ def _division(shape: Shape, dtype: np.dtype[Any], num_parts: int, num_copies: in
     def cost(axis: int) -> tuple[bool, bool, bool, float]:
         length = shape[axis]
         is_narrow = has_lanes and axis == len(shape) - 1 and length <= (LANES - 1) * num_parts
+        # The first of three axes or more counts layers, and a loop over layers takes them one by one: rather another is divided.
         return length <= num_parts, axis == 0 and len(shape) > 2, is_narrow, -length % num_parts / length
 
     axis = min((k for k in range(len(shape)) if shape[k] > 1), key=cost)

@@ -60,8 +60,8 @@ def _places() -> list[tuple[ModuleType, str, Callable[..., Any]]]:
 
 def _call(name: str, original: Callable[..., Any], x: PyTree, axis_name: object, *more: Any, **options: Any) -> PyTree:
     names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
-    axis = frame.axis if (frame := frames.current()) else None
-    if axis is None or REPLICA_AXIS not in names or tracing.is_mapped_over(REPLICA_AXIS):
+    frame = frames.current()
+    if frame is None or (axis := frame.axis) is None or REPLICA_AXIS not in names or tracing.is_mapped_over(REPLICA_AXIS):
         return original(x, axis_name, *more, **options)
     if name == "pmean" and axis.sizes is not None:
         others = tuple(other for other in names if other != REPLICA_AXIS)

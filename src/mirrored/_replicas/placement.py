@@ -115,11 +115,8 @@ def _joined(stored: jax.Array, division: Division, everywhere: NamedSharding) ->
 
 
 def check_later(mesh: ReplicaMesh, arrays: Sequence[Any], name_of: Callable[[int], str]) -> None:
-    """Check, at most two programs later, that mirrored arrays have the same bits on all workers.
-
-    The user's own JAX code may have computed them from mirrored arrays and from a value that differs between workers. Other
-    arrays are ignored, because the chief sends its own to all.
-    """
+    """Check, at most two programs later, that mirrored arrays have the same bits on all workers; the chief sends other arrays."""
+    # The user's own JAX code may have computed them from mirrored arrays and from a value that differs between workers.
     if mesh.is_alone:
         return
     known = {i: array for i, array in enumerate(arrays) if isinstance(array, jax.Array)}
@@ -131,10 +128,8 @@ def check_later(mesh: ReplicaMesh, arrays: Sequence[Any], name_of: Callable[[int
 
 
 def mirror_constants(mesh: ReplicaMesh, constants: Sequence[Any], what: str) -> list[Any]:
-    """Mirror the arrays that a function closes over, the same on all workers; leave tracers of a larger program as they are.
-
-    All programs share one copy on a device. Several workers, who may have kept different ones, mirror all, and drop some then.
-    """
+    """Mirror the arrays that a function closes over, the same on all workers; leave tracers of a larger program as they are."""
+    # All programs share one copy on a device. Several workers may have kept different ones: they mirror all, and drop some then.
     known = [constant for constant in constants if not isinstance(constant, jax.core.Tracer)]
     check_later(mesh, known, lambda _: what)
     pairs = [_kept_or_own(mesh, constant) for constant in known]
