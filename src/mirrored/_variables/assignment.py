@@ -127,8 +127,10 @@ class Assignment:
             if array is operand and not frames.is_traced():
                 placement.check_later(spec.mesh, [array], lambda _: f"what variable {spec.name!r} was given by {self.method}")
             if spec.mesh.is_alone or not frames.is_traced():
-                is_divided = spec.division is not None and spec.division.is_plain and array.shape == spec.shape
-                array = placed(array, spec.mesh, division=spec.division if is_divided else None)
+                division = spec.division
+                if division is not None and (not division.is_plain or array.shape != spec.shape):
+                    division = None
+                array = placed(array, spec.mesh, division=division)
             elif array.is_fully_addressable:
                 array = jnp.asarray(np.asarray(array))  # a constant of the program
         if tuple(array.shape) != spec.shape:
@@ -162,10 +164,7 @@ def check_per_replica(spec: VariableSpec, method: str, operand: PerReplica) -> N
 
 
 def placed(array: jax.Array | np.ndarray, mesh: ReplicaMesh, name: str = "", division: Division | None = None) -> jax.Array:
-    """Return what is stored of an array, as the chief has it: the first value of a variable, if it has a name.
-
-    Then the name goes along, in the same program, and must be the chief's: else variables would hold each other's values.
-    """
+    """Return what is stored of an array, as the chief has it; `name` is that of the variable whose first value it is."""
     if division is not None:
         now = getattr(array, "sharding", None) or mesh.mirrored  # a ShapeDtypeStruct has None
         is_joint = now.device_set == mesh.mirrored.device_set and not now.is_fully_replicated
@@ -175,6 +174,7 @@ def placed(array: jax.Array | np.ndarray, mesh: ReplicaMesh, name: str = "", div
         return placement.divide(mesh, division, array)
     if mesh.is_alone or not name:
         return placement.mirror(mesh, [array])[0]
+    # The name goes along, in the same program, and must be the chief's: else variables would hold each other's values.
     sum_of_name = np.uint32(zlib.crc32(without_counters(name).encode()))
 
     def refuse_name(position: int, _: Sequence[int]) -> None:

@@ -177,4 +177,6 @@ def initial_array(value: object, dtype: DTypeLike | None, name: str) -> Any:
     what = f"the initial value of variable {name!r}"
     array = host_array(value, what, dtype)
     canonical = jax.dtypes.canonicalize_dtype(array.dtype if dtype is None else dtype)
-    return converted_number(array, what, canonical) if array.dtype.kind in "iu" else array.astype(canonical)
+    if array.dtype.kind in "iu":
+        return converted_number(array, what, canonical)
+    return array.astype(canonical)

@@ -256,10 +256,8 @@ def _start_and_keep(program: Callable[..., Any], home: Home, arguments: tuple[An
 
 
 def overwrite_when_done(compiled: Callable[..., Any], home: Home, read_only: Sequence[Slot], *others: PyTree) -> Any:
-    """As `overwrite`, for a program that donates nothing and has ended when it returns: if it fails, nothing has changed.
-
-    Other threads may read all variables meanwhile, and write those that the program does not write.
-    """
+    """As `overwrite`, for a program that donates nothing and has ended when it returns: if it fails, nothing has changed."""
+    # Other threads may read all variables meanwhile, and write those that the program does not write.
     count = len(home.slots)
     with claimed(home.slots, calls_host=True), lent([*home.slots, *read_only]) as arrays:
         outputs = compiled(arrays[:count], arrays[count:], *others)
@@ -307,11 +305,7 @@ def _copy(arrays: list[jax.Array]) -> list[jax.Array]:
 
 
 def _note_lost(error: BaseException, slots: Sequence[Slot]) -> None:
-    """Put a `Lost` in the place of each array that has failed, or that a failed program has deleted, here and beside these.
-
-    An error that comes late, with the arrays that an earlier program was to compute, is raised as a VariableLostError. What has
-    just failed is noted on the error itself.
-    """
+    """Put a `Lost` in the place of each array that has failed, or that a failed program has deleted, here and beside these."""
     with lock:
         refuse_lost(arrays_of(slots))
         beside = dict.fromkeys(other for slot in slots for other in slot.place[0].slots)
@@ -324,7 +318,7 @@ def _note_lost(error: BaseException, slots: Sequence[Slot]) -> None:
         for slot in (*deleted, *failed):
             if slot.array is present[slot]:  # else another thread has assigned a new one
                 slot.array = lost
-    if failed:
+    if failed:  # the error came late, with the arrays that an earlier program was to compute
         raise VariableLostError(lost) from error
     if deleted:
         error.add_note(lost)
