@@ -21,10 +21,8 @@ def escape(text: str, limit: int) -> str:
     >>> escape("a\x1b[2Kb\nc", 100)
     'a\\x1b[2Kb\\nc'
     """
-    shown = "".join(
-        c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode("ascii") for c in text[:limit]
-    )
-    return shown + "..." * (len(text) > limit)
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode("ascii") for c in text[:limit])
+    return line + "..." * (len(text) > limit)
 
 
 def escape_lines(text: str, limit: int) -> str:

@@ -218,17 +218,14 @@ class Optimizer:
         self._iterations.assign_add(1)
 
     def _skipped_state(self, is_skipped: list[bool]) -> list[bool]:
-        """Tell for each state variable whether it belongs to a variable without a gradient.
-
-        The end of its path says which variable it belongs to, `[0].mu['w']` to `['w']`: in `optax.masked` the state has
-        fewer leaves than there are variables.
-        """
+        """Tell for each state variable whether it belongs to a variable without a gradient."""
         if not any(is_skipped):
             return [False] * len(self._state)
         variables, _ = jax.tree_util.tree_flatten_with_path(self._as_tree(is_skipped))
         skipped = {keystr(path): skip for path, skip in variables}
 
         def of_state(path: str) -> bool:
+            # `[0].mu['w']` belongs to `['w']`: in `optax.masked` the state has fewer leaves than there are variables.
             owners = [owner for owner in skipped if path.endswith(owner)]
             return bool(owners) and skipped[max(owners, key=len)]
 

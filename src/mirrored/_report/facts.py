@@ -179,9 +179,7 @@ def _programs(compiled: Sequence[tuple[Program, str]]) -> tuple[Compiled, ...]:
 
 def file_of(path: Path, worker: int, num_workers: int) -> Path:
     """Return the path of a worker's file: `run/report.json`, or `run/report.2.json` for worker 2 of several."""
-    if num_workers == 1:
-        return path
-    return path.with_suffix(f".{worker}{path.suffix}")
+    return path if num_workers == 1 else path.with_suffix(f".{worker}{path.suffix}")
 
 
 def save(facts: Facts, path: Path) -> None:

@@ -222,8 +222,7 @@ def _copies(facts: Facts) -> Html:
     last = facts.comparison
     if last is None:
         return _quiet("The copies were not compared yet. strategy.assert_mirrored() compares them now.")
-    age = max(facts.taken - last.ended, 0.0)
-    when = f"Compared {age:.0f} s before this page was made, in {last.seconds * 1e3:.1f} ms."
+    when = f"Compared {max(facts.taken - last.ended, 0.0):.0f} s before this page was made, in {last.seconds * 1e3:.1f} ms."
     if last.difference:
         return join([element("p", last.difference, class_="warn"), _quiet(when)])
     what = f"All copies of {counted(last.num_variables, 'mirrored variable')} that were compared are equal."

@@ -56,8 +56,7 @@ def store_in_parts(step: Proven) -> Proven:
         return dataclasses.replace(step, run=functools.partial(_run_gathered, step.run, divisions), **new)
     atoms = [*step.closed.jaxpr.invars, *step.closed.jaxpr.outvars[: len(divisions.outputs)]]  # no sums that it carries
     stored = zip(atoms, (*divisions.inputs, *divisions.outputs), strict=True)
-    shapes = {shape_of(atom): division for atom, division in stored if division is not None}
-    known = Known(step.mesh.axis, shapes)
+    known = Known(step.mesh.axis, {shape_of(atom): division for atom, division in stored if division is not None})
     return dataclasses.replace(step, run=functools.partial(_run_on_parts, known, divisions), **new)
 
 
@@ -88,8 +87,7 @@ def _run_gathered(run: Run, divisions: Divisions, step: Proven, constants: Seque
     """Run a step in another way, with all arrays whole until it ends."""
     name = step.mesh.axis
     pairs = zip(inputs, divisions.inputs, strict=True)
-    whole = [array if division is None else division.gathered(array, name) for array, division in pairs]
-    outputs = run(step, constants, whole)
+    outputs = run(step, constants, [array if division is None else division.gathered(array, name) for array, division in pairs])
     for k, division in enumerate(divisions.outputs):
         if division is not None:
             outputs[k] = division.own_part(outputs[k], name)
