@@ -3,7 +3,7 @@
 Replicas that share this machine's CPU wait for each other on threads of one pool. XLA has its own limit of programs in flight:
 further programs wait on threads of the same pool, until no thread is left for the replica that all others wait for
 (docs/design/cpu-rendezvous.md). Several workers wait for each other in every program; without a bound, a worker would run
-ahead for thousands of steps after another one was lost (docs/design/workers.md). Accelerators of one process have queues.
+ahead for thousands of steps after another was lost (docs/design/workers.md). Accelerators of one process have queues: no bound.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class Parted(Interpreter[Value]):
 
     def _find_sums(self, equations: Sequence[Equation], results: Sequence[Any], carried: set[Var]) -> None:
         """Find what is added up to a sum in parts (`sums`), what is only used so (`only`), and what makes these (`terms`)."""
-        # What is added to a sum that a loop carries is added up over the replicas, too.
+        # What is added to a sum that a loop carries (`carried`) is added up over the replicas, too.
         used = collections.Counter(atom for equation in equations for atom in equation.invars if isinstance(atom, Var))
         used.update(atom for atom in results if isinstance(atom, Var))
         sums = [e for e in equations if jaxprs.is_sum(e) or any(atom in carried for atom in e.invars if isinstance(atom, Var))]
