@@ -41,12 +41,10 @@ _ONE_BY_ONE = "_one_by_one"
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaMesh:
-    """The devices of all replicas, in replica order, and the two placements that exist.
+    """The devices of all replicas, in replica order, and the two placements that exist."""
 
-    The axis type is Auto: with `jax.make_mesh` it would be Explicit, and every array's type would carry the mesh. The axis is
-    called "replica", or has a name that says how many replicas each device has: so an array's sharding tells its strategy.
-    """
-
+    # The axis type is Auto: with `jax.make_mesh` it would be Explicit, and every array's type would carry the mesh. The axis is
+    # called "replica", or has a name that says how many replicas each device has: so an array's sharding tells its strategy.
     mesh: Mesh
     storage: Storage = dataclasses.field(default=Storage.WHOLE, compare=False)  # of what is the same on every replica
 
@@ -206,7 +204,9 @@ def with_replicas(mesh: ReplicaMesh, num_replicas: int | None, schedule: str) ->
         )
     if num_replicas == count:
         return mesh
-    axis = f"device_of_{num_replicas // count}_replicas{_ONE_BY_ONE if schedule == 'one_by_one' else ''}"
+    axis = f"device_of_{num_replicas // count}_replicas"
+    if schedule == "one_by_one":
+        axis += _ONE_BY_ONE
     return make_mesh(mesh.devices, axis, mesh.storage)
 
 
