@@ -563,7 +563,7 @@ def test_who_trusts_the_proof_reads_little() -> None:
 
 #: In a loop a value has the name of what it is. So many loops of each wing over one of these are left; the list gets shorter.
 PRONOUNS = {"each", "its", "one", "own", "there"}
-LOOPS_OVER_PRONOUNS = {"_report": 3, "optimizer": 1}
+LOOPS_OVER_PRONOUNS: dict[str, int] = {}
 #: Conditional expressions for 1,000 lines: one decision a line is read once. Optax has 3.
 MOST_CONDITIONAL_EXPRESSIONS = 19.5
 

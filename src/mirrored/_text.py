@@ -21,10 +21,8 @@ def escape(text: str, limit: int) -> str:
     >>> escape("a\x1b[2Kb\nc", 100)
     'a\\x1b[2Kb\\nc'
     """
-    shown = "".join(
-        c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode("ascii") for c in text[:limit]
-    )
-    return shown + "..." * (len(text) > limit)
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode("ascii") for c in text[:limit])
+    return line + "..." * (len(text) > limit)
 
 
 def escape_lines(text: str, limit: int) -> str:
@@ -59,7 +57,9 @@ def describe(value: object, length: int = 60) -> str:
         return json.dumps(value)
     if isinstance(value, int):
         return str(value) if abs(value) < 10**20 else "a huge number"
-    return ascii(value)[:length] if isinstance(value, float) else f"a {type(value).__name__}"
+    if isinstance(value, float):
+        return ascii(value)[:length]
+    return f"a {type(value).__name__}"
 
 
 #: The most characters that show an object.

@@ -41,8 +41,7 @@ _SAID = {ReduceOp.SUM: Purpose.SUMMED_GRADIENT, ReduceOp.MEAN: Purpose.MEAN_GRAD
 class Optimizer:
     """An optax transformation and the variables that it updates. In a step it first combines the replicas' gradients.
 
-    It creates the transformation's state once, as mirrored variables, so make the optimizer in
-    `strategy.scope()`, like the variables.
+    Make it in `strategy.scope()`, like the variables: it creates the transformation's state once, as mirrored variables.
 
     Args:
         tx: an `optax.GradientTransformation`, for example `optax.adam(1e-3)`.
@@ -85,9 +84,9 @@ class Optimizer:
         self._aggregate = _parse_aggregate(aggregate)
         self._tx = tx
         self._leaves, self._treedef = check_variables(variables, "mr.Optimizer", "mr.Optimizer(optax.adam(1e-3), [w, b])")
-        for own in (variable for variable in self._leaves if spec_of(variable).is_on_read):
+        for name in (variable.name for variable in self._leaves if spec_of(variable).is_on_read):
             raise ValueError(
-                f"variable {own.name!r} is sync-on-read: each replica has its own value, and an optimizer needs mirrored ones."
+                f"variable {name!r} is sync-on-read: each replica has its own value, and an optimizer needs mirrored ones."
             )
         # The state is on the variables' devices, even if the optimizer is made outside their scope.
         mesh = spec_of(self._leaves[0]).mesh
@@ -155,7 +154,9 @@ class Optimizer:
                 f"minimize got an object of type {type(loss).__name__} as its loss; expected a function of no arguments that "
                 "computes it, so that it can be differentiated: optimizer.minimize(lambda: loss_of(x))."
             )
-        variables = self.variables if var_list is None else trainable(var_list)
+        variables = self.variables
+        if var_list is not None:
+            variables = trainable(var_list)
         value, gradients = value_and_grad(loss, variables)()
         leaves = jax.tree.leaves(variables, is_leaf=is_variable)
         self.apply_gradients(zip(jax.tree.leaves(gradients), leaves, strict=True), **options)
@@ -217,17 +218,14 @@ class Optimizer:
         self._iterations.assign_add(1)
 
     def _skipped_state(self, is_skipped: list[bool]) -> list[bool]:
-        """Tell for each state variable whether it belongs to a variable without a gradient.
-
-        The end of its path says which variable it belongs to, `[0].mu['w']` to `['w']`: in `optax.masked` the state has
-        fewer leaves than there are variables.
-        """
+        """Tell for each state variable whether it belongs to a variable without a gradient."""
         if not any(is_skipped):
             return [False] * len(self._state)
         variables, _ = jax.tree_util.tree_flatten_with_path(self._as_tree(is_skipped))
         skipped = {keystr(path): skip for path, skip in variables}
 
         def of_state(path: str) -> bool:
+            # `[0].mu['w']` belongs to `['w']`: in `optax.masked` the state has fewer leaves than there are variables.
             owners = [owner for owner in skipped if path.endswith(owner)]
             return bool(owners) and skipped[max(owners, key=len)]
 
@@ -237,8 +235,11 @@ class Optimizer:
 
     def _combined(self, pairs: list[tuple[Any, Variable]], said: ReduceOp | Literal[False] | None) -> list[jax.Array]:
         frame = frames.current()
-        op = ReduceOp.SUM if said is None else said or None
-        where, purpose = user_code.user_line(), _SAID[op] if op and said else Purpose.GRADIENT
+        op, purpose, where = said or None, Purpose.GRADIENT, user_code.user_line()
+        if said is None:  # the loss says it
+            op = ReduceOp.SUM
+        elif op is not None:
+            purpose = _SAID[op]
         notes = [Mark(purpose, v.name, where, id(self)) for _, v in pairs]
         if frame is None or frame.replica is None:
             axis = None if frame is None else frame.axis
@@ -312,27 +313,26 @@ def _as_pairs(grads: PyTree | Iterable[tuple[Any, Variable]]) -> list[tuple[Any,
 
 
 def _checked_gradient(gradient: object, variable: Variable) -> Any:
+    name = variable.name
     if gradient is None:
         return None
     if not isinstance(gradient, PerReplica):
         if not hasattr(gradient, "shape") and not isinstance(gradient, int | float):
-            raise TypeError(
-                f"the gradient of variable {variable.name!r} is {shown(gradient)}; expected an array.{call_it(gradient)}"
-            )
+            raise TypeError(f"the gradient of variable {name!r} is {shown(gradient)}; expected an array.{call_it(gradient)}")
         gradient = jnp.asarray(gradient)
         if jnp.iscomplexobj(gradient) and not jnp.issubdtype(variable.dtype, jnp.complexfloating):
-            raise TypeError(f"the gradient of variable {variable.name!r} has dtype {gradient.dtype}; expected {variable.dtype}.")
+            raise TypeError(f"the gradient of variable {name!r} has dtype {gradient.dtype}; expected {variable.dtype}.")
     if tuple(gradient.shape) != variable.shape:
-        raise ValueError(
-            f"the gradient of variable {variable.name!r} has shape {tuple(gradient.shape)}; expected {variable.shape}."
-        )
+        raise ValueError(f"the gradient of variable {name!r} has shape {tuple(gradient.shape)}; expected {variable.shape}.")
     return gradient
 
 
 def _parse_aggregate(aggregate: Aggregate) -> ReduceOp | Literal[False] | None:
-    if isinstance(aggregate, bool):
-        return ReduceOp.SUM if aggregate else False
-    return None if aggregate is None else ReduceOp.parse(aggregate, "aggregate", among=_SAID)
+    if aggregate is True:
+        return ReduceOp.SUM
+    if aggregate is None or aggregate is False:
+        return aggregate
+    return ReduceOp.parse(aggregate, "aggregate", among=_SAID)
 
 
 def _one_value(

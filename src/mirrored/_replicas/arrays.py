@@ -61,18 +61,19 @@ def host_array(value: Any, what: str, dtype: DTypeLike | None) -> np.ndarray:
     refuse_mask(value, lambda: f"{what} is")
     if hasattr(value, "__jax_array__"):
         value = np.asarray(value.__jax_array__())
+    kind = type(value).__name__
     try:
         array = np.array(value)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{what} is {shown(value)}; expected an array or a number.{lines_for(value)}") from error
     if not jnp.issubdtype(array.dtype, jnp.number) and array.dtype != jnp.bool_:
-        raise TypeError(
-            f"{what} is {shown(value)} of type {type(value).__name__}; expected an array or a number.{lines_for(value)}"
-        )
-    is_number = not isinstance(value, np.ndarray | np.generic)
-    if dtype is None or array.dtype.kind not in ("biuf" if is_number else "iu"):
+        raise TypeError(f"{what} is {shown(value)} of type {kind}; expected an array or a number.{lines_for(value)}")
+    if dtype is None or array.dtype.kind not in "biuf":
         return array
-    return converted_number(array, what, dtype) if is_number or jnp.issubdtype(dtype, jnp.integer) else array
+    is_array = isinstance(value, np.ndarray | np.generic)
+    if is_array and not (array.dtype.kind in "iu" and jnp.issubdtype(dtype, jnp.integer)):  # the caller converts it
+        return array
+    return converted_number(array, what, dtype)
 
 
 def converted_number(array: np.ndarray, what: str, dtype: DTypeLike) -> np.ndarray:
@@ -93,8 +94,9 @@ def _kind(dtype: DTypeLike, is_weak: bool = False) -> int | None:
 
 def strong(array: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Convert an array to a dtype, as a strong type: a variable's type must not depend on the value that it is given."""
-    is_converted = array.dtype != dtype or getattr(array, "weak_type", False)
-    return jax.lax.convert_element_type(array, dtype) if is_converted else array
+    if array.dtype == dtype and not getattr(array, "weak_type", False):
+        return array
+    return jax.lax.convert_element_type(array, dtype)
 
 
 def as_array(leaf: Any, verb: str) -> jax.Array:
@@ -106,30 +108,28 @@ def as_array(leaf: Any, verb: str) -> jax.Array:
 
 def check_leaf(leaf: object, verb: str) -> None:
     """Refuse a leaf that cannot be combined over replicas."""
+    kind = type(leaf).__name__
     if is_sparse(leaf):
+        raise TypeError(f"{verb} got a {kind}, whose indices would be combined like its values. Make it dense: x.todense().")
+    is_right = isinstance(leaf, jax.Array | bool | int | float | complex) or hasattr(leaf, "__jax_array__")
+    if isinstance(leaf, np.ndarray | np.generic):
+        is_right = is_numeric(leaf.dtype)
+    if not is_right:
         raise TypeError(
-            f"{verb} got a {type(leaf).__name__}, whose indices would be combined like its values. Make it dense: x.todense()."
-        )
-    host = leaf if isinstance(leaf, np.ndarray | np.generic) else None
-    is_array_like = isinstance(leaf, jax.Array | bool | int | float | complex) or hasattr(leaf, "__jax_array__")
-    if not (is_array_like if host is None else is_numeric(host.dtype)):
-        raise TypeError(
-            f"{verb} got {shown(leaf)} of type {type(leaf).__name__}; expected arrays or numbers, in any nest of "
+            f"{verb} got {shown(leaf)} of type {kind}; expected arrays or numbers, in any nest of "
             "dicts, lists and tuples." + (call_it(leaf) or " Leave other values out of the tree.")
         )
-    if host is not None:
-        refuse_mask(host, lambda: f"the value given to {verb} is")
-        check_range(np.asarray(host), lambda: f"the value given to {verb} holds")
+    if isinstance(leaf, np.ndarray | np.generic):
+        refuse_mask(leaf, lambda: f"the value given to {verb} is")
+        check_range(np.asarray(leaf), lambda: f"the value given to {verb} holds")
 
 
 _OURS = f"{__name__.partition('.')[0]}."
 
 
 def is_wrapped(leaf: object) -> bool:
-    """Tell whether we treat a pytree as one leaf: our variables and PerReplica values, and sparse arrays.
-
-    Another library's wrapper of an array, such as `nnx.Param`, stays a node of its tree.
-    """
+    """Tell whether we treat a pytree as one leaf: our variables and PerReplica values, and sparse arrays."""
+    # Another library's wrapper of an array, such as `nnx.Param`, stays a node of its tree.
     return (hasattr(leaf, "__jax_array__") and type(leaf).__module__.startswith(_OURS)) or is_sparse(leaf)
 
 

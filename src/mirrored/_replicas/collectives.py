@@ -72,14 +72,17 @@ class ReplicaAxis:
     def groups(self, arrays: Sequence[Any]) -> list[list[int]]:
         """Return the positions of arrays that travel together, for `move_packed`."""
         is_packed = self.packs or self.bytes_per_pack
-        return groups_of(arrays, self.bytes_per_pack) if is_packed else [[position] for position in range(len(arrays))]
+        if is_packed:
+            return groups_of(arrays, self.bytes_per_pack)
+        return [[position] for position in range(len(arrays))]
 
     def sum(self, arrays: Arrays, across: Callable[..., Any] = psum) -> list[jax.Array]:
         """Combine arrays over the replicas: add them up, or as `across` does."""
         if not self.bound:
             return list(arrays)
-        note = Mark(Purpose.OPERAND, "", "")
-        return across(list(arrays) if self.sizes is None else [mark(array, note) for array in arrays], REPLICA_AXIS)
+        if self.sizes is not None:
+            arrays = [mark(array, Mark(Purpose.OPERAND, "", "")) for array in arrays]
+        return across(list(arrays), REPLICA_AXIS)
 
     def stack(self, array: jax.Array) -> jax.Array:
         """Return the values of all replicas along a new leading axis."""
@@ -116,7 +119,9 @@ def all_reduce(
         results = [reduction.finish([total], axis.rows()[1], a.dtype) for total, a in zip(weighed, arrays, strict=True)]
     else:
         results = run_with_derivative(functools.partial(_over_replicas, axis), reduction, arrays, axes)
-    return jax.tree.unflatten(treedef, results if reduction.marks is None else noted(Purpose.TOTAL, results, verb))
+    if reduction.marks is not None:
+        results = noted(Purpose.TOTAL, results, verb)
+    return jax.tree.unflatten(treedef, results)
 
 
 def _over_replicas(axis: ReplicaAxis, reduction: Reduction, arrays: Arrays, axes: Sequence[Axes]) -> list[jax.Array]:
@@ -251,14 +256,12 @@ def bits_of(array: jax.Array) -> jax.Array:
 
 
 def _packed(reduction: Reduction, arrays: Arrays, axis: ReplicaAxis) -> list[jax.Array]:
-    """Combine arrays over the replicas: small ones of one dtype in flat buffers, large ones as they are.
-
-    XLA joins all operands of one dtype into one collective, but not several dtypes. Complex numbers travel as pairs of real
-    ones, because XLA on CPU ends the process when it adds up a complex constant.
-    """
+    """Combine arrays over the replicas: small ones in flat buffers of one dtype (XLA joins no two), large ones as they are."""
+    # Complex numbers travel as pairs of real ones, because XLA on CPU ends the process when it adds up a complex constant.
     real = [jnp.stack([array.real, array.imag]) if jnp.iscomplexobj(array) else array for array in arrays]
-    # A single replica sends nothing; XLA would compile its buffers longer than all the rest.
-    groups = axis.groups(real) if axis.size > 1 else [[position] for position in range(len(real))]
+    groups = [[position] for position in range(len(real))]
+    if axis.size > 1:  # a single replica sends nothing, and XLA would compile its buffers longer than all the rest
+        groups = axis.groups(real)
     sums = move_packed(real, groups, functools.partial(axis.sum, across=reduction.across))
     return [jax.lax.complex(total[0], total[1]) if jnp.iscomplexobj(a) else total for total, a in zip(sums, arrays, strict=True)]
 
@@ -269,10 +272,7 @@ def sum_in_one_buffer(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def move_packed(
-    arrays: Sequence[jax.Array],
-    groups: Sequence[Sequence[int]],
-    move: Callable[[list[jax.Array]], Sequence[jax.Array]],
-    num_kept: int = 0,
+    arrays: Arrays, groups: Sequence[Sequence[int]], move: Callable[[list[jax.Array]], Arrays], num_kept: int = 0
 ) -> list[jax.Array]:
     """Pack each group of arrays of one dtype into a buffer, run collectives on the buffers, and unpack the results.
 
@@ -302,10 +302,8 @@ def _unpack(buffer: jax.Array, shapes: Sequence[Shape]) -> list[jax.Array]:
 
 
 def groups_of(arrays: Sequence[Any], bytes_per_pack: int, max_arrays: int = MAX_ARRAYS_PER_PACK) -> list[list[int]]:
-    """Group arrays of one dtype, by position and in order, for `move_packed`.
-
-    A group is full with `bytes_per_pack` bytes. If that is 0, it is full with `max_arrays`, and a large array is alone.
-    """
+    """Group arrays of one dtype, by position and in order, for `move_packed`."""
+    # A group is full with `bytes_per_pack` bytes. If that is 0, it is full with `max_arrays`, and a large array is alone.
     groups: list[list[int]] = []
     filling: dict[Any, tuple[list[int], int]] = {}
     limit = bytes_per_pack or max_arrays

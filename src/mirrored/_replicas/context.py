@@ -240,11 +240,12 @@ def current_replica() -> ReplicaContext | None:
 def _as_key(key: Any, verb: str = "rng") -> jax.Array:
     if isinstance(key, int | np.integer):
         return jax.random.key(key)
-    array = jnp.asarray(key) if hasattr(key, "dtype") else None
-    if array is not None and array.ndim == 0 and jnp.issubdtype(array.dtype, jnp.integer):
-        return jax.random.key(array)
-    if array is not None and (jnp.issubdtype(array.dtype, jax.dtypes.prng_key) or array.dtype == jnp.uint32):
-        return array
+    if hasattr(key, "dtype"):
+        array = jnp.asarray(key)
+        if array.ndim == 0 and jnp.issubdtype(array.dtype, jnp.integer):
+            return jax.random.key(array)
+        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) or array.dtype == jnp.uint32:
+            return array
     raise TypeError(f"{verb} got {shown(key)}; expected a key from jax.random.key(seed), or an int from which one is made.")
 
 

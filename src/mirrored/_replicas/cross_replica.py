@@ -69,12 +69,8 @@ def reduce_mirrored(value: jax.Array, op: ReduceOp, axes: Axes, num_replicas: in
 
 
 def gather_stack(stack: jax.Array, axis: int, shapes: tuple[Shape, ...] | None, whole: NamedSharding | None) -> jax.Array:
-    """Concatenate the replicas' values along `axis`, in replica order.
-
-    With `whole`, bring the stack to all devices first: XLA takes a row out of a split array by adding zeros, which turns -0.0
-    into 0.0.
-    """
-    if whole is not None:
+    """Concatenate the replicas' values along `axis`, in replica order; with `whole`, bring the stack to all devices first."""
+    if whole is not None:  # XLA takes a row out of a split array by adding zeros, which turns -0.0 into 0.0
         stack = jax.lax.with_sharding_constraint(stack, whole)
     true_shapes = shapes or (stack.shape[1:],) * stack.shape[0]
     return join_rows(stack, axis, [shape[axis] for shape in true_shapes])
@@ -310,7 +306,9 @@ def _doubtful_sums(arrays: Sequence[jax.Array], tasks: Sequence[Task]) -> list[_
         op, axes, about, ops = static
         if op is not ReduceOp.SUM or ops is not None:
             continue
-        shapes, copies, shape = (about, 0, array.shape) if function is reduce_stack else (None, about, (about, *array.shape))
+        shapes, copies, shape = about, 0, array.shape
+        if function is reduce_mirrored:
+            shapes, copies, shape = None, about, (about, *array.shape)
         count = shape[0] * math.prod(shape[axis + 1] for axis in axes)
         held = 8 * accumulator_dtype(ReduceOp.SUM, array.dtype).itemsize
         if 8 * array.dtype.itemsize + max(count - 1, 0).bit_length() > held:
@@ -328,7 +326,9 @@ def _sums_fit(sums: Sequence[_Sum]) -> jax.Array:
         bits = jnp.iinfo(wide.dtype).bits
         digits.append(shifts := range(0, bits, max(bits - 1 - max(count - 1, 0).bit_length(), 1)))
         for shift in shifts:
-            digit = wide >> shift if shift == shifts[-1] else (wide >> shift) & (2**shifts.step - 1)
+            digit = wide >> shift
+            if shift != shifts[-1]:  # the last one keeps the sign
+                digit &= 2**shifts.step - 1
             parts.append(jnp.sum(digit, axis=tuple(axis + 1 for axis in axes), dtype=wide.dtype))
     totals = iter(_move_small(parts, lambda stack: jnp.sum(stack, axis=0, dtype=stack.dtype)))
     fit = []

@@ -52,9 +52,12 @@ class Division:
     in_two: bool = dataclasses.field(default=False, compare=False)
 
     def __str__(self) -> str:
-        copies = "" if self.num_copies == 1 else f", {self.num_copies} copies of each"
-        padding = f", padded from {self.length} to {self.num_parts * self.part_length}" if self.is_padded else ""
-        return f"in {self.num_parts} parts along axis {self.axis}{padding}{copies}"
+        words = f"in {self.num_parts} parts along axis {self.axis}"
+        if self.is_padded:
+            words += f", padded from {self.length} to {self.num_parts * self.part_length}"
+        if self.num_copies > 1:
+            words += f", {self.num_copies} copies of each"
+        return words
 
     @property
     def part_length(self) -> int:
@@ -85,7 +88,9 @@ class Division:
         if isinstance(whole, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(self.stored_shape(whole.shape), whole.dtype)
         padded = self._padded(whole)
-        return padded if self.num_copies == 1 else jnp.concatenate([padded] * self.num_copies, self.axis)
+        if self.num_copies == 1:
+            return padded
+        return jnp.concatenate([padded] * self.num_copies, self.axis)
 
     def whole(self, stored: jax.Array) -> jax.Array:
         """Return the whole array of a stored one, or of all parts, without padding and further copies."""
@@ -113,14 +118,19 @@ class Division:
     def _up_to(self, length: int, array: jax.Array | np.ndarray) -> Any:
         if array.shape[self.axis] == length:
             return array
-        rows = [(0, length - array.shape[self.axis] if k == self.axis else 0) for k in range(array.ndim)]
-        return (np if isinstance(array, np.ndarray) else jnp).pad(array, rows)
+        widths = [(0, 0)] * array.ndim
+        widths[self.axis] = (0, length - array.shape[self.axis])
+        if isinstance(array, np.ndarray):
+            return np.pad(array, widths)
+        return jnp.pad(array, widths)
 
     @property
     def _groups(self) -> list[list[int]] | None:
         """The devices that have all parts together; None: all."""
+        if self.num_copies == 1:
+            return None
         ids = range(self.num_copies * self.num_parts)
-        return None if self.num_copies == 1 else [list(ids[k : k + self.num_parts]) for k in ids[:: self.num_parts]]
+        return [list(ids[k : k + self.num_parts]) for k in ids[:: self.num_parts]]
 
     # -- inside a step, on each device; `name` is that of the mesh's axis
 
@@ -158,12 +168,9 @@ class Division:
 
 
 def division_of(mesh: ReplicaMesh, shape: Shape, dtype: np.dtype[Any], storage: Storage | None = None) -> Division | None:
-    """Return how a variable of a shape and dtype is divided on a mesh; None: every device has all of it.
-
-    `storage` is the variable's own word, if it has one. Of an array with three axes or more the first is divided only if no other
-    will do: it counts layers, and a loop over layers takes them one by one.
-    """
-    storage = mesh.storage if storage is None else storage
+    """Return how a variable of a shape and dtype is divided, by its own `storage` or the mesh's; None: each device has it all."""
+    if storage is None:
+        storage = mesh.storage
     if storage is Storage.WHOLE:
         return None
     num_copies = _num_workers(mesh) if storage is Storage.PARTS_OF_WORKER else 1
@@ -183,6 +190,7 @@ def _division(shape: Shape, dtype: np.dtype[Any], num_parts: int, num_copies: in
     def cost(axis: int) -> tuple[bool, bool, bool, float]:
         length = shape[axis]
         is_narrow = has_lanes and axis == len(shape) - 1 and length <= (LANES - 1) * num_parts
+        # The first of three axes or more counts layers, and a loop over layers takes them one by one: rather another is divided.
         return length <= num_parts, axis == 0 and len(shape) > 2, is_narrow, -length % num_parts / length
 
     axis = min((k for k in range(len(shape)) if shape[k] > 1), key=cost)
@@ -190,21 +198,17 @@ def _division(shape: Shape, dtype: np.dtype[Any], num_parts: int, num_copies: in
 
 
 def is_divisible(shape: Shape, dtype: np.dtype[Any]) -> bool:
-    """Tell whether arrays of a shape and dtype are divided: those of real numbers that are large.
-
-    XLA on CPU cannot scatter complex numbers; random keys and numbers of a few bits are small.
-    """
+    """Tell whether arrays of a shape and dtype are divided: those of real numbers that are large."""
+    # XLA on CPU cannot scatter complex numbers; random keys and numbers of a few bits are small.
     if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer)) or jax.dtypes.itemsize_bits(dtype) < 8:
         return False
     return math.prod(shape) * dtype.itemsize >= LEAST_BYTES
 
 
 def division_of_array(mesh: ReplicaMesh, shape: Shape, dtype: np.dtype[Any]) -> Division | None:
-    """Return how an array outside of variables is divided, such as a result of a step: only where nothing need be padded.
-
-    One that is divided into rows of one element looks like an array of all replicas' values, and stays whole.
-    """
+    """Return how an array outside of variables is divided, such as a result of a step: only where nothing need be padded."""
     division = division_of(mesh, shape, dtype)
+    # One that is divided into rows of one element looks like an array of all replicas' values, and stays whole.
     if division is None or not division.is_plain or (division.axis, division.length) == (0, mesh.num_replicas):
         return None
     return division
@@ -215,10 +219,10 @@ def division_in(array: jax.Array) -> Division | None:
     placement = array.sharding
     if not isinstance(placement, NamedSharding) or placement.is_fully_replicated or not is_divisible(array.shape, array.dtype):
         return None
-    axes = [axis for axis, name in enumerate(placement.spec) if name is not None]
-    return (
-        Division(axes[0], array.shape[axes[0]], placement.num_devices) if placement.mesh.axis_names == (REPLICA_AXIS,) else None
-    )
+    if placement.mesh.axis_names != (REPLICA_AXIS,):
+        return None
+    axis = next(axis for axis, name in enumerate(placement.spec) if name is not None)
+    return Division(axis, array.shape[axis], placement.num_devices)
 
 
 def placement_of_array(mesh: ReplicaMesh, array: Shaped) -> NamedSharding:

@@ -124,7 +124,6 @@ def foreign_trace_message(action: str, name: str, frame: Frame | None) -> str:
         )
     return (
         f"variable {name!r} was {action} at {user_code.user_line()} under a JAX transformation (jit, scan, cond, vmap, "
-        "shard_map) that does not know about it, so its value of this moment would be baked into the compiled "
-        "program. Use mr.function instead of jax.jit and mr.scan instead of jax.lax.scan, or pass variable.value "
-        "as an argument."
+        "shard_map) that does not know about it, so its value of this moment would be baked into the compiled program. Use "
+        "mr.function instead of jax.jit and mr.scan instead of jax.lax.scan, or pass variable.value as an argument."
     )

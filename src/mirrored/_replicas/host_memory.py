@@ -1,8 +1,7 @@
 """Makes aligned host memory, which XLA's CPU devices use without a copy.
 
-They keep the memory of a numpy array whose address is a multiple of 64, and copy any other array. They never write into it: if
-such an array is donated to a program, the program gets new memory. Give an array made here to nobody else: changing the numpy
-array would change the device's array.
+They keep the memory of a numpy array whose address is a multiple of 64, and copy any other array. They never write into it: a
+program that is given such an array gets new memory. Give an array made here to nobody else: a device shares its memory.
 """
 
 from __future__ import annotations

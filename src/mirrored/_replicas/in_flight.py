@@ -3,8 +3,7 @@
 Replicas that share this machine's CPU wait for each other on threads of one pool. XLA has its own limit of programs in flight:
 further programs wait on threads of the same pool, until no thread is left for the replica that all others wait for
 (docs/design/cpu-rendezvous.md). Several workers wait for each other in every program; without a bound, a worker would run
-ahead for thousands of steps after another worker was lost (docs/design/workers.md). Accelerators of one process have queues
-of their own and need no bound.
+ahead for thousands of steps after another was lost (docs/design/workers.md). Accelerators of one process have queues: no bound.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ from .platforms import platform_of
 #: The most programs in flight in a process, over all strategies: from the 33rd on, XLA blocks a thread of the pool for each,
 #: and programs that other code dispatches count too.
 MAX_IN_FLIGHT = 16
-#: How many programs a wait covers. Waiting in every step would wake this thread in every step, and the replicas
-#: need the cores (benchmarks/step_time.py, W1).
+#: How many programs a wait covers: a thread that wakes in every step takes a core from the replicas (benchmarks/step_time.py).
 WAIT_FOR = 8
 #: The most programs of several workers in flight: a program's error surfaces at most so many steps late.
 MAX_JOINT_IN_FLIGHT = 2
@@ -86,7 +84,9 @@ def started(witness: jax.Array) -> None:
     if len(_process.in_flight) < MAX_IN_FLIGHT:
         return
     with _process.in_flight_lock:
-        waited_for = [_process.in_flight.popleft() for _ in range(WAIT_FOR)] if len(_process.in_flight) >= MAX_IN_FLIGHT else []
+        if len(_process.in_flight) < MAX_IN_FLIGHT:  # another thread has taken them out
+            return
+        waited_for = [_process.in_flight.popleft() for _ in range(WAIT_FOR)]
     for old in reversed(waited_for):
         if not old.is_deleted():  # XLA runs programs in order, so it is enough to wait for the last possible one
             start = time.perf_counter()
@@ -110,8 +110,10 @@ def finish(left: int = 0) -> None:
     """Wait until only `left` programs of several workers are in flight, and call their checks."""
     while len(_process.joint_in_flight) > left:
         with _process.in_flight_lock:
-            witness, check = _process.joint_in_flight.popleft() if len(_process.joint_in_flight) > left else (None, None)
-        if witness is None or witness.is_deleted():
+            if len(_process.joint_in_flight) <= left:  # another thread has taken it out
+                continue
+            witness, check = _process.joint_in_flight.popleft()
+        if witness.is_deleted():
             continue
         start = time.perf_counter()
         witness.block_until_ready()

@@ -41,12 +41,10 @@ _ONE_BY_ONE = "_one_by_one"
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaMesh:
-    """The devices of all replicas, in replica order, and the two placements that exist.
+    """The devices of all replicas, in replica order, and the two placements that exist."""
 
-    The axis type is Auto: with `jax.make_mesh` it would be Explicit, and every array's type would carry the mesh. The axis is
-    called "replica", or has a name that says how many replicas each device has: so an array's sharding tells its strategy.
-    """
-
+    # The axis type is Auto: with `jax.make_mesh` it would be Explicit, and every array's type would carry the mesh. The axis is
+    # called "replica", or has a name that says how many replicas each device has: so an array's sharding tells its strategy.
     mesh: Mesh
     storage: Storage = dataclasses.field(default=Storage.WHOLE, compare=False)  # of what is the same on every replica
 
@@ -173,7 +171,8 @@ class PlannedMesh(ReplicaMesh):
 def make_mesh(devices: Sequence[jax.Device], axis: str = REPLICA_AXIS, storage: Storage = Storage.WHOLE) -> ReplicaMesh:
     """Make the mesh of some devices, in the given order."""
     mesh = replicas_of(Mesh(np.array(devices, dtype=object), (axis,)), _process.what_if.storage or storage)
-    _process.planned_meshes.extend([mesh] if _process.topology and isinstance(mesh, PlannedMesh) else [])
+    if _process.topology and isinstance(mesh, PlannedMesh):
+        _process.planned_meshes.append(mesh)
     return mesh
 
 
@@ -205,7 +204,9 @@ def with_replicas(mesh: ReplicaMesh, num_replicas: int | None, schedule: str) ->
         )
     if num_replicas == count:
         return mesh
-    axis = f"device_of_{num_replicas // count}_replicas{_ONE_BY_ONE if schedule == 'one_by_one' else ''}"
+    axis = f"device_of_{num_replicas // count}_replicas"
+    if schedule == "one_by_one":
+        axis += _ONE_BY_ONE
     return make_mesh(mesh.devices, axis, mesh.storage)
 
 
@@ -296,10 +297,8 @@ def start_backend(num_cpu_devices: int) -> None:
 
 
 def raising_cpu_threads() -> contextlib.AbstractContextManager[None]:
-    """Raise XLA's number of CPU threads in the environment; undone only if the block raises.
-
-    Call this before C code starts threads, as `jax.distributed` does: `setenv` moves texts that their `getenv` has found.
-    """
+    """Raise XLA's number of CPU threads in the environment; undone only if the block raises."""
+    # Call this before C code starts threads, as `jax.distributed` does: `setenv` moves texts that their `getenv` has found.
     configured = max(1, jax.config.jax_num_cpu_devices, _env.forced_host_devices())  # pyrefly: ignore[missing-attribute]
     return _env.at_least(_env.CPU_THREADS, cpu_pool_size(configured), _env.CPU_THREADS_FALLBACK, keep=True)
 

@@ -1,7 +1,6 @@
 """Lets users call JAX's own collectives in a step: `jax.lax.pmean(x, "replica")` weighs replicas by rows, and the proof sees it.
 
-While a step is traced, functions of this module replace the public names in `jax.lax`; afterwards these are JAX's own again.
-Calls from outside a step, such as those of other threads, are passed on to JAX.
+While a step is traced, functions of this module replace the public names in `jax.lax`. They pass on calls of other threads.
 """
 
 from __future__ import annotations
@@ -61,12 +60,14 @@ def _places() -> list[tuple[ModuleType, str, Callable[..., Any]]]:
 
 def _call(name: str, original: Callable[..., Any], x: PyTree, axis_name: object, *more: Any, **options: Any) -> PyTree:
     names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
-    axis = frame.axis if (frame := frames.current()) else None
-    if axis is None or REPLICA_AXIS not in names or tracing.is_mapped_over(REPLICA_AXIS):
+    frame = frames.current()
+    if frame is None or (axis := frame.axis) is None or REPLICA_AXIS not in names or tracing.is_mapped_over(REPLICA_AXIS):
         return original(x, axis_name, *more, **options)
     if name == "pmean" and axis.sizes is not None:
         others = tuple(other for other in names if other != REPLICA_AXIS)
-        return _mean(original(x, others) if others else x, axis, **options)
+        if others:
+            x = original(x, others)
+        return _mean(x, axis, **options)
     if name == "psum" and type(x) is int and names == (REPLICA_AXIS,):  # JAX would take x.shape[0] for every replica's
         return sum(axis.each(x))
     if axis.sizes is not None:
@@ -99,5 +100,6 @@ def _marked(name: str, leaf: ArrayLike) -> ArrayLike:
     """Mark a collective's operand as the step's own: JAX itself makes the unmarked collectives, in gradients."""
     if not isinstance(leaf, jax.Array):
         return leaf
-    wide = leaf.astype(jnp.int32) if name == "psum" and leaf.dtype == jnp.bool_ else leaf  # as psum itself would
-    return mark(wide, Mark(Purpose.OPERAND, name, ""))
+    if name == "psum" and leaf.dtype == jnp.bool_:
+        leaf = leaf.astype(jnp.int32)  # as psum itself would
+    return mark(leaf, Mark(Purpose.OPERAND, name, ""))

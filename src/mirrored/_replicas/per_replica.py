@@ -34,12 +34,10 @@ class Origin(NamedTuple):
 class PerReplica:
     """One value for each replica, as returned by `run` and by distributed datasets.
 
-    Physically it is one `jax.Array` with a new leading axis of length R, sharded over the replicas.
-    Replicas may hold different shapes of the same rank: then each is padded to the largest, `shapes` says
-    which elements are real, and no operation of this library shows the padding.
+    Physically it is one `jax.Array` with a new leading axis of length R, sharded over the replicas. If replicas hold different
+    shapes of one rank, each is padded to the largest; `shapes` says which elements are real, and the padding is never shown.
 
-    A PerReplica is a pytree whose only leaf is that stacked array. Inside `strategy.run` a replica sees its own
-    slice, an ordinary array.
+    A PerReplica is a pytree whose only leaf is that stacked array. In a step a replica sees its own slice, an ordinary array.
 
     >>> x = strategy.distribute_values_from_function(lambda ctx: np.full(2, ctx.replica_id_in_sync_group))
     >>> x.shape, x.dtype
@@ -123,8 +121,9 @@ class PerReplica:
                     rows.setdefault(first + i, shard.data[i])
         else:
             rows = {i: self._array[i] for i in range(self.num_replicas)}
-        shapes = self._shapes
-        return {i: rows[i] if shapes is None else rows[i][tuple(map(slice, shapes[i]))] for i in sorted(rows)}
+        if self._shapes is not None:
+            rows = {i: row[tuple(map(slice, self._shapes[i]))] for i, row in rows.items()}  # without the padding
+        return {i: rows[i] for i in sorted(rows)}
 
     def __repr__(self) -> str:
         is_array = isinstance(self._array, jax.Array | np.ndarray) and not isinstance(self._array, jax.core.Tracer)
@@ -172,27 +171,22 @@ class PerReplica:
     __hash__ = object.__hash__
 
 
-def _refuse_operators() -> None:
-    """Give PerReplica every operator: each raises the same error, which names the ways out."""
-    symbols = {
-        "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**", "matmul": "@",
-        "and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>", "divmod": "divmod",
-    }  # fmt: skip
-    others = {
-        "lt": "`<`", "le": "`<=`", "gt": "`>`", "ge": "`>=`", "eq": "`==`", "ne": "`!=`",
-        "neg": "`-`", "pos": "`+`", "abs": "`abs`", "invert": "`~`", "round": "`round`", "trunc": "`math.trunc`",
-        "floor": "`math.floor`", "ceil": "`math.ceil`", "bool": "`bool()`", "float": "`float()`", "int": "`int()`",
-        "complex": "`complex()`", "len": "`len()`", "contains": "`in`", "iter": "iteration", "index": "use as an index",
-        "getitem": "indexing", "setitem": "assignment to its items", "array": "conversion to a numpy array",
-    }  # fmt: skip
-
-    for name, symbol in symbols.items():
-        others |= {name: f"`{symbol}`", f"r{name}": f"`{symbol}`"}
-    for name, operation in others.items():
-        setattr(PerReplica, f"__{name}__", functools.partialmethod(PerReplica._refuse, operation))
-
-
-_refuse_operators()
+# PerReplica has every operator: each raises the same error, which names the ways out.
+_OF_TWO = {
+    "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**", "matmul": "@", "and": "&",
+    "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>", "divmod": "divmod",
+}  # fmt: skip
+_REFUSED = {
+    "lt": "`<`", "le": "`<=`", "gt": "`>`", "ge": "`>=`", "eq": "`==`", "ne": "`!=`", "neg": "`-`", "pos": "`+`", "abs": "`abs`",
+    "invert": "`~`", "round": "`round`", "trunc": "`math.trunc`", "floor": "`math.floor`", "ceil": "`math.ceil`",
+    "bool": "`bool()`", "float": "`float()`", "int": "`int()`", "complex": "`complex()`", "len": "`len()`", "contains": "`in`",
+    "iter": "iteration", "index": "use as an index", "getitem": "indexing", "setitem": "assignment to its items",
+    "array": "conversion to a numpy array",
+}  # fmt: skip
+for _name, _symbol in _OF_TWO.items():
+    _REFUSED |= {_name: f"`{_symbol}`", f"r{_name}": f"`{_symbol}`"}
+for _name, _operation in _REFUSED.items():
+    setattr(PerReplica, f"__{_name}__", functools.partialmethod(PerReplica._refuse, _operation))
 
 
 def _abridge(value: jax.Array, label: str) -> str:
@@ -246,7 +240,9 @@ def require_whole(value: PerReplica, what: Callable[[], str]) -> None:
 def stack_shapes(shapes: Sequence[Shape]) -> tuple[Shape, tuple[Shape, ...] | None]:
     """Return the shape to which all `shapes` are padded, and the shapes themselves when they differ."""
     largest = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
-    return largest, None if all(shape == largest for shape in shapes) else tuple(shapes)
+    if all(shape == largest for shape in shapes):
+        return largest, None
+    return largest, tuple(shapes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -259,11 +255,16 @@ class _Kind:
 
 def _flatten(value: PerReplica) -> tuple[tuple[Any], _Kind]:
     rank = lost_rank(value)
-    return (stack_of(value),), _Kind(uneven_shapes(value), getattr(stack_of(value), "ndim", None) if rank is None else rank)
+    if rank is None:
+        rank = getattr(stack_of(value), "ndim", None)
+    return (stack_of(value),), _Kind(uneven_shapes(value), rank)
 
 
 def _unflatten(kind: _Kind, children: Sequence[Any]) -> PerReplica:
-    return PerReplica(children[0], kind.shapes, rank=None if getattr(children[0], "ndim", None) == kind.rank else kind.rank)
+    rank = kind.rank
+    if getattr(children[0], "ndim", None) == rank:
+        rank = None
+    return PerReplica(children[0], kind.shapes, rank=rank)
 
 
 jax.tree_util.register_pytree_node(PerReplica, _flatten, _unflatten)

@@ -115,11 +115,8 @@ def _joined(stored: jax.Array, division: Division, everywhere: NamedSharding) ->
 
 
 def check_later(mesh: ReplicaMesh, arrays: Sequence[Any], name_of: Callable[[int], str]) -> None:
-    """Check, at most two programs later, that mirrored arrays have the same bits on all workers.
-
-    The user's own JAX code may have computed them from mirrored arrays and from a value that differs between workers. Other
-    arrays are ignored, because the chief sends its own to all.
-    """
+    """Check, at most two programs later, that mirrored arrays have the same bits on all workers; ignore what the chief sends."""
+    # The user's own JAX code may have computed them from mirrored arrays and from a value that differs between workers.
     if mesh.is_alone:
         return
     known = {i: array for i, array in enumerate(arrays) if isinstance(array, jax.Array)}
@@ -131,10 +128,8 @@ def check_later(mesh: ReplicaMesh, arrays: Sequence[Any], name_of: Callable[[int
 
 
 def mirror_constants(mesh: ReplicaMesh, constants: Sequence[Any], what: str) -> list[Any]:
-    """Mirror the arrays that a function closes over, the same on all workers; leave tracers of a larger program as they are.
-
-    All programs share one copy on a device. Several workers, who may have kept different ones, mirror all, and drop some then.
-    """
+    """Mirror the arrays that a function closes over, the same on all workers; leave tracers of a larger program as they are."""
+    # All programs share one copy on a device. Several workers may have kept different ones: they mirror all, and drop some then.
     known = [constant for constant in constants if not isinstance(constant, jax.core.Tracer)]
     check_later(mesh, known, lambda _: what)
     pairs = [_kept_or_own(mesh, constant) for constant in known]
@@ -217,7 +212,9 @@ def _from_chief(
     sums = np.array([checksum(host) for host in hosts], np.uint32)
     rows = [stack(mesh, np.stack([bits] * len(mesh.local_devices))) for bits in (*map(_bits, hosts), sums)]
     *values, sums = _program(mesh, kinds)(rows)
-    check = None if on_difference is None else functools.partial(_compare, mesh, positions, on_difference)
+    check = None
+    if on_difference is not None:
+        check = functools.partial(_compare, mesh, positions, on_difference)
     in_flight.joined(sums, check)
     if check is not None and not is_checked_late:
         in_flight.finish()
@@ -238,10 +235,7 @@ def _program(mesh: ReplicaMesh, kinds: tuple[tuple[Shape, Any], ...]) -> Callabl
         *own, sums = [row[0] for row in rows]
         is_chief = jax.lax.axis_index(mesh.axis) == 0
         first = jax.lax.psum([jnp.where(is_chief, bits, jnp.zeros_like(bits)) for bits in own], mesh.axis)
-        return [
-            *(_array_of(bits, *kind) for bits, kind in zip(first, kinds, strict=True)),
-            jax.lax.all_gather(sums, mesh.axis),
-        ]
+        return [*(_array_of(bits, *kind) for bits, kind in zip(first, kinds, strict=True)), jax.lax.all_gather(sums, mesh.axis)]
 
     specs = {"in_specs": PartitionSpec(mesh.axis), "out_specs": PartitionSpec(), "check_vma": False}
     sent = [*(_bits(np.empty(*kind)) for kind in kinds), np.empty(len(kinds), np.uint32)]
@@ -295,10 +289,8 @@ def refuse_constant(position: int, workers: Sequence[int]) -> NoReturn:
 
 
 def checksum(array: np.ndarray | jax.Array) -> int:
-    """Return the CRC-32 of an array's bits: it finds every change within 32 bits, and misses one in 2**32 other changes.
-
-    The host computes it: XLA took 45 s to compile it for 200 variables of different shapes.
-    """
+    """Return the CRC-32 of an array's bits: it finds every change within 32 bits, and misses one in 2**32 other changes."""
+    # On the host: XLA took 45 s to compile it for 200 variables of different shapes.
     return zlib.crc32(np.ascontiguousarray(_without_keys(array)).reshape(-1).view(np.uint8).data)
 
 

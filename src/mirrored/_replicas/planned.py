@@ -104,7 +104,7 @@ class CompiledOnly:
 
     def __init__(self, program: Any, name: str, is_trained: list[bool], placements: tuple[NamedSharding, NamedSharding]) -> None:
         self._program, self.name, self.is_trained = program, name, is_trained
-        self._placements = placements  # of values that are the same on every replica, and of values that each has its own of
+        self._placements = placements  # of mirrored values, and of per-replica values
         self._results: PyTree = None
         self._num_calls = 0
         self.__name__: str = program.__name__

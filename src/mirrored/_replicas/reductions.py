@@ -114,10 +114,7 @@ def divide(total: jax.Array, count: int, dtype: DTypeLike) -> jax.Array:
 
 
 def _ranks(is_min: bool, array: jax.Array, _: int) -> list[jax.Array]:
-    """Return integers in the order of the values. XLA's own comparison over the devices loses NaN, which is the last here.
-
-    The bits of a floating point number are its rank, but those of negative ones run backwards.
-    """
+    """Return integers in the order of the values. XLA's own comparison over the devices loses NaN, which is the last here."""
     dtype = array.dtype
     if dtype != jnp.bool_ and not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
         raise TypeError(
@@ -125,11 +122,18 @@ def _ranks(is_min: bool, array: jax.Array, _: int) -> list[jax.Array]:
             "compare the magnitudes, abs(x)."
         )
     if not jnp.issubdtype(dtype, jnp.floating):
-        rank = array.astype(jnp.int32) if dtype.itemsize < 4 else array  # NCCL compares no 16 bits
-        return [~rank if is_min else rank]
+        rank = array
+        if dtype.itemsize < 4:  # NCCL compares no 16 bits
+            rank = array.astype(jnp.int32)
+        return [_turned(is_min, rank)]
     wide = array.astype(_wide(dtype))
+    # The bits of a floating point number are its rank, but those of negative ones run backwards.
     rank = _flipped(jax.lax.bitcast_convert_type(wide, f"int{8 * wide.dtype.itemsize}"))
-    return [jnp.where(jnp.isnan(wide), jnp.iinfo(rank.dtype).max, ~rank if is_min else rank)]
+    return [jnp.where(jnp.isnan(wide), jnp.iinfo(rank.dtype).max, _turned(is_min, rank))]
+
+
+def _turned(is_min: bool, rank: jax.Array) -> jax.Array:
+    return ~rank if is_min else rank
 
 
 def _flipped(bits: jax.Array) -> jax.Array:
@@ -142,7 +146,7 @@ def _of_rank(is_min: bool, ranks: Arrays, count: int, dtype: DTypeLike) -> jax.A
             "there is no largest and no smallest value of no rows: the axis that is reduced has the length 0 on every replica. "
             "Leave the empty batch out, or give the axis a row that does not count, such as -jnp.inf for a largest value."
         )
-    rank = ~ranks[0] if is_min else ranks[0]
+    rank = _turned(is_min, ranks[0])
     if not jnp.issubdtype(dtype, jnp.floating):
         return rank.astype(dtype)
     return jax.lax.bitcast_convert_type(_flipped(rank), _wide(dtype)).astype(dtype)

@@ -29,10 +29,9 @@ def forget_pause() -> None:
 
 @dataclasses.dataclass(eq=False)
 class Spent:
-    """The seconds of a strategy's compilations, and of its last warm steps; each step counts from the end of the one before.
+    """The seconds of a strategy's compilations, and of its last warm steps; each step counts from the end of the one before."""
 
-    A program's first run is a compilation: it is no step, and neither is the next run. Steps of one thread count, the first's.
-    """
+    # A program's first run is a compilation: it is no step, and neither is the next run. Steps of one thread count, the first's.
 
     num_compiled: int = 0
     compiling: float = 0.0  # of all compilations, with tracing, proof and the first run

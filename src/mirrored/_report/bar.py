@@ -16,8 +16,7 @@ T = TypeVar("T")
 def progress(batches: Iterable[T], *, total: int | None = None, description: str = "") -> Iterator[T]:
     """Show a progress bar while a loop takes batches: steps, steps a second, and the share of time spent waiting for input.
 
-    With several workers only the chief shows the bar. In a notebook it is a widget. Under `mirrored launch` it stays in one
-    line of the terminal.
+    With several workers only the chief shows the bar. In a notebook it is a widget. `mirrored launch` keeps it in one line.
 
     Args:
         batches: the batches of the loop, such as a distributed dataset.

@@ -210,7 +210,7 @@ def _facts(data: dict[str, Any]) -> Facts:
     return Facts(
         replicas=tuple(Replica(*row) for row in data.pop("replicas")),
         datasets=tuple(Split(*row) for row in data.pop("datasets")),
-        programs=tuple(Compiled(*row, exchanges=tuple(Exchange(*each) for each in made)) for *row, made in data.pop("programs")),
+        programs=tuple(Compiled(*row, exchanges=tuple(Exchange(*line) for line in made)) for *row, made in data.pop("programs")),
         variables=tuple(StateEntry(name, tuple(shape), *rest) for name, shape, *rest in data.pop("variables")),
         profiled=None if profiled is None else DeviceTime(seconds=dict(profiled.pop("seconds")), **profiled),
         comparison=None if comparison is None else CopiesCompared(*comparison),

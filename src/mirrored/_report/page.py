@@ -52,11 +52,14 @@ def page(facts: Facts, workers: Sequence[Facts] = ()) -> Html:
     title = f"{facts.title}: {counted(count, 'replica')}"
     taken = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts.taken))
     planned = {"Plan": element("pre", facts.plan)} if facts.plan else {}
+    times = [_steps(facts), _profiled(facts)]
+    if len(workers) > 1:
+        times = [_steps_of_all(workers), _profiles(workers)]
     sections = planned | {
         "Devices": _devices(facts),
         "Data": _data(facts),
         "Programs": _programs(facts),
-        "Time": join([_steps(facts), _profiled(facts)] if len(workers) < 2 else [_steps_of_all(workers), _profiles(workers)]),
+        "Time": join(times),
         "Communication": _communication(facts),
         "Memory": _memory(facts),
         "Copies": _copies(facts),
@@ -133,20 +136,21 @@ def _profiled(facts: Facts) -> Html:
         return element("p", join(["What the devices did is unknown (", source, "): ", found.reason, "."]), class_="warn")
     note = join([f"What {counted(found.num_devices, 'device')} did while they worked (", source, f"). {_COUNTED}"])
     kinds = {f"of it {kind}": share for kind, share in found.kinds().items()}
-    drawn = pictures.shares(shares | (kinds if len(kinds) > 1 else {}))
-    return join([element("p", note, class_="quiet"), drawn])
+    if len(kinds) > 1:
+        shares |= kinds
+    return join([element("p", note, class_="quiet"), pictures.shares(shares)])
 
 
 def _steps(facts: Facts) -> Html:
     compiled = _quiet(f"{counted(facts.num_compiled, 'compilation')} of steps: {facts.compile_seconds:.3g} s.")
     if not facts.shares:
         return join([compiled, _quiet("Too few steps of strategy.run were taken to say where their time goes.")])
-    each = f"The last {counted(facts.num_steps, 'step')} of strategy.run, with a median of {1e3 * facts.step_seconds:.3g} ms"
+    steps = f"The last {counted(facts.num_steps, 'step')} of strategy.run, with a median of {1e3 * facts.step_seconds:.3g} ms"
     note = (
         ", without compilations. The loop waits for devices when it is ahead of them; between the steps is the time of your own "
         "program, and of results that it reads."
     )
-    return join([compiled, _quiet(each + note), pictures.shares(facts.shares)])
+    return join([compiled, _quiet(steps + note), pictures.shares(facts.shares)])
 
 
 def _steps_of_all(workers: Sequence[Facts]) -> Html:
@@ -166,12 +170,12 @@ def _steps_of_all(workers: Sequence[Facts]) -> Html:
 
 def _profiles(workers: Sequence[Facts]) -> Html:
     """Show the profiles of several workers, side by side."""
-    found = [(facts.worker, each) for facts in workers if (each := facts.profiled) is not None]
+    found = [(facts.worker, work) for facts in workers if (work := facts.profiled) is not None]
     if not found:
         return _quiet(_NO_PROFILE)
     rows = [
-        (worker, each.num_steps, *([f"{share:.0%}" for share in each.shares().values()] or ["", ""]), each.reason or each.folder)
-        for worker, each in found
+        (worker, work.num_steps, *([f"{share:.0%}" for share in work.shares().values()] or ["", ""]), work.reason or work.folder)
+        for worker, work in found
     ]
     note = f"What the devices of each worker did while they worked, by its last profile. {_COUNTED}"
     return join([_quiet(note), _table(("worker", "steps", "computation", "communication", "profile"), rows)])
@@ -218,8 +222,7 @@ def _copies(facts: Facts) -> Html:
     last = facts.comparison
     if last is None:
         return _quiet("The copies were not compared yet. strategy.assert_mirrored() compares them now.")
-    age = max(facts.taken - last.ended, 0.0)
-    when = f"Compared {age:.0f} s before this page was made, in {last.seconds * 1e3:.1f} ms."
+    when = f"Compared {max(facts.taken - last.ended, 0.0):.0f} s before this page was made, in {last.seconds * 1e3:.1f} ms."
     if last.difference:
         return join([element("p", last.difference, class_="warn"), _quiet(when)])
     what = f"All copies of {counted(last.num_variables, 'mirrored variable')} that were compared are equal."

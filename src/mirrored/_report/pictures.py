@@ -23,8 +23,8 @@ def _box(kind: str, *parts: object, **attributes: str) -> Html:
 def topology(replicas: Sequence[Replica]) -> Html:
     """Draw the workers, their devices, and the all-reduce over all replicas."""
     drawn, parts = replicas[:MAX_DEVICES], []
-    for worker, own in itertools.groupby(drawn, key=lambda replica: replica.worker):
-        devices = [_box("card", element("b", f"replica {r.number}"), element("span", r.device)) for r in own]
+    for worker, group in itertools.groupby(drawn, key=lambda replica: replica.worker):
+        devices = [_box("card", element("b", f"replica {r.number}"), element("span", r.device)) for r in group]
         parts.append(_box("worker", f"worker {worker}", _box("cards", *devices)))
     if len(replicas) > len(drawn):
         parts.append(_box("quiet", f"and {len(replicas) - len(drawn)} more replicas"))
@@ -37,14 +37,16 @@ def split(num_rows: int | None, num_replicas: int) -> Html:
     """Draw how the rows of a global batch are cut into one part for each replica."""
     if num_replicas > MAX_PARTS:
         return Html("")
-    sizes = [1] * num_replicas if num_rows is None else split_sizes(num_rows, num_replicas)
+    sizes, label, key = [1] * num_replicas, "a global batch", "replica"
+    if num_rows is not None:
+        sizes = split_sizes(num_rows, num_replicas)
+        label, key = f"a global batch of {counted(num_rows, 'row')}", "replica: its rows"
     parts = []
     for number, size in enumerate(sizes):
         share = size / max(sum(sizes), 1)
         text = f"{number}" if num_rows is None or share < _ROWS_FIT else f"{number}: {size}"
         parts.append(_box("part", text if share >= _NUMBER_FITS else "", style=f"flex: {size}"))
-    label = "a global batch" if num_rows is None else f"a global batch of {counted(num_rows, 'row')}"
-    return _box("picture quiet", label, _box("split", *parts), "replica" if num_rows is None else "replica: its rows")
+    return _box("picture quiet", label, _box("split", *parts), key)
 
 
 def shares(parts: Mapping[str, float]) -> Html:

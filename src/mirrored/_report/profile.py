@@ -30,8 +30,7 @@ def profile(folder: str | os.PathLike[str]) -> Iterator[Path]:
     """Record the devices and Python inside this block, with `jax.profiler`.
 
     Each run of a step or an `mr.function` is one step of the profile, labelled with your function's name and a number. The
-    block ends when all programs in flight have ended. Record a few steps, without the first, which compiles: a profile of a
-    whole training is too large to read.
+    block waits for all programs in flight. Record a few steps, not the first, which compiles, nor a whole training.
 
     Afterwards `strategy.explain()` and `mr.report` show which shares of the devices' time are computation and communication.
 
@@ -107,7 +106,6 @@ def profile(folder: str | os.PathLike[str]) -> Iterator[Path]:
 def _device_time(path: Path, folder: str, mesh: ReplicaMesh, programs: list[program.Program]) -> DeviceTime:
     """Read the time of this process's devices of a mesh from the profile that was just written."""
     own = [traced.number_of(device) for device in mesh.local_devices]
-    has_peers = mesh.mesh.devices.size > 1
     try:
         traces = sorted(path.rglob("*.xplane.pb"), key=lambda trace: trace.stat().st_mtime_ns)
         if not traces:
@@ -117,6 +115,6 @@ def _device_time(path: Path, folder: str, mesh: ReplicaMesh, programs: list[prog
             raise ValueError("the trace names no collective, although the programs have some")
     except (OSError, ValueError) as error:
         return DeviceTime(folder, time.time(), len(programs), len(own), {}, str(error))
-    if not has_peers:  # a sum over one replica communicates nothing, whatever its kind says
+    if mesh.mesh.devices.size == 1:  # a sum over one replica communicates nothing, whatever its kind says
         seconds = {COMPUTATION: sum(seconds.values())}
     return DeviceTime(folder, time.time(), len(programs), len(own), seconds)

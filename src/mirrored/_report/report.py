@@ -55,21 +55,19 @@ def report(strategy: Strategy, path: str | os.PathLike[str] = "mirrored-report.h
             "mr.report was called inside a step or an mr.function, which is traced once and then run many times. Call "
             "mr.report(strategy) outside, after it."
         )
-    target = Path(path)
-    if target.suffix == ".json":
-        target = file_of(target, coordination_of(strategy).worker, strategy.num_workers)
+    file = Path(path)
+    if file.suffix == ".json":
+        file = file_of(file, coordination_of(strategy).worker, strategy.num_workers)
     elif not strategy.is_chief:
         return None
-    if target.is_dir():
-        raise IsADirectoryError(
-            f"mr.report: {str(target)!r} is a folder; write the name of a file: {str(target / 'run.html')!r}."
-        )
+    if file.is_dir():
+        raise IsADirectoryError(f"mr.report: {str(file)!r} is a folder; write the name of a file: {str(file / 'run.html')!r}.")
     facts = facts_of(strategy)
-    if target.suffix == ".json":
-        save(facts, target)
+    if file.suffix == ".json":
+        save(facts, file)
     else:
-        replace(target, page(facts))
-    return target
+        replace(file, page(facts))
+    return file
 
 
 def main(argv: Sequence[str]) -> int:

@@ -131,7 +131,7 @@ def of_device(listed: Iterable[Stretch]) -> dict[str, float]:
     took: dict[str, float] = {}
     running: list[Stretch] = []
     now = 0.0
-    for operation in [*sorted(listed, key=lambda each: (each.start, -each.end)), Stretch(float("inf"), 0, COMPUTATION)]:
+    for operation in [*sorted(listed, key=lambda stretch: (stretch.start, -stretch.end)), Stretch(float("inf"), 0, COMPUTATION)]:
         while running and now < operation.start:
             last = running[-1]
             until = min(last.end, operation.start)

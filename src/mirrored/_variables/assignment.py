@@ -56,9 +56,9 @@ class Assignment:
             update = self._converted()
         if is_in_replica and spec.is_on_read and spec.aggregation is VariableAggregation.MEAN:
             assert axis is not None
-            purposes = (Purpose.MEAN,) if axis.sizes is None else (Purpose.MEAN, Purpose.KEPT_MEAN)
-            for purpose in purposes:
-                update = mark(jnp.asarray(update), Mark(purpose, spec.name, user_code.user_line()))
+            update = mark(jnp.asarray(update), Mark(Purpose.MEAN, spec.name, user_code.user_line()))
+            if axis.sizes is not None:
+                update = mark(update, Mark(Purpose.KEPT_MEAN, spec.name, user_code.user_line()))
         if spec.is_on_read or axis is None:
             return self._combined(update)
         if is_in_replica and spec.aggregation is not VariableAggregation.NONE:
@@ -77,22 +77,24 @@ class Assignment:
         if isinstance(self.operand, PerReplica):
             return self._combined(_own(self._stack(self.operand), axis))
         if spec.aggregation is VariableAggregation.SUM:
-            update = self._converted()
-            total = update if self.combine is None else self.spec.mesh.evaluate(self.combine, self.read(), update)
+            total = self._converted()
+            if self.combine is not None:
+                total = self.spec.mesh.evaluate(self.combine, self.read(), total)
             return self._copies(cross_replica.split_stack, total, axis)
         return self._combined(self._copies(cross_replica.broadcast_stack, self._converted(), axis))
 
     def _combined(self, update: jax.Array) -> jax.Array:
-        return update if self.combine is None else self.spec.mesh.evaluate(self.combine, self.load(), update)
+        if self.combine is None:
+            return update
+        return self.spec.mesh.evaluate(self.combine, self.load(), update)
 
     def _aggregated(self, operand: PerReplica, axis: ReplicaAxis | None) -> jax.Array:
         spec, stack = self.spec, self._stack(operand)
         if spec.aggregation is VariableAggregation.NONE:
             raise ReplicasDivergeError(
-                f"{self.method} to variable {spec.name!r} was given a PerReplica, one value per replica, but the variable "
-                "is mirrored and has no aggregation to make one value of them. Reduce it first: "
-                f"variable.{self.method}(strategy.reduce('mean', value)), or create the variable with "
-                "aggregation='mean'."
+                f"{self.method} to variable {spec.name!r} was given a PerReplica, one value per replica, but the variable is "
+                "mirrored and has no aggregation to make one value of them. Reduce it first: "
+                f"variable.{self.method}(strategy.reduce('mean', value)), or create the variable with aggregation='mean'."
             )
         if axis is not None:
             return cross_replica.aggregate_stack(stack, spec.aggregation)
@@ -116,15 +118,19 @@ class Assignment:
                 f"{what} inside a step was given a PerReplica, which holds the values of "
                 "all replicas. Pass it to the step in strategy.run(fn, args=...): there it is this replica's value."
             )
-        if not isinstance(operand, jax.Array | Planned) and not hasattr(type(operand), "__jax_array__"):
-            operand = host_array(operand, what, spec.dtype)
-        array: Any = operand if isinstance(operand, jax.Array | Planned) else jnp.asarray(operand)
+        array: Any = operand
+        if not isinstance(operand, jax.Array | Planned):
+            if not hasattr(type(operand), "__jax_array__"):
+                array = host_array(operand, what, spec.dtype)
+            array = jnp.asarray(array)
         if not isinstance(array, jax.core.Tracer) and (array.committed or not spec.mesh.is_alone):
             if array is operand and not frames.is_traced():
                 placement.check_later(spec.mesh, [array], lambda _: f"what variable {spec.name!r} was given by {self.method}")
             if spec.mesh.is_alone or not frames.is_traced():
-                is_divided = spec.division is not None and spec.division.is_plain and array.shape == spec.shape
-                array = placed(array, spec.mesh, division=spec.division if is_divided else None)
+                division = spec.division
+                if division is not None and (not division.is_plain or array.shape != spec.shape):
+                    division = None
+                array = placed(array, spec.mesh, division=division)
             elif array.is_fully_addressable:
                 array = jnp.asarray(np.asarray(array))  # a constant of the program
         if tuple(array.shape) != spec.shape:
@@ -158,17 +164,17 @@ def check_per_replica(spec: VariableSpec, method: str, operand: PerReplica) -> N
 
 
 def placed(array: jax.Array | np.ndarray, mesh: ReplicaMesh, name: str = "", division: Division | None = None) -> jax.Array:
-    """Return what is stored of an array, as the chief has it: the first value of a variable, if it has a name.
-
-    Then the name goes along, in the same program, and must be the chief's: else variables would hold each other's values.
-    """
+    """Return what is stored of an array, as the chief has it; `name` is that of the variable whose first value it is."""
     if division is not None:
         now = getattr(array, "sharding", None) or mesh.mirrored  # a ShapeDtypeStruct has None
         is_joint = now.device_set == mesh.mirrored.device_set and not now.is_fully_replicated
         what = name and f"{name} {division}"  # which must be the same, too
-        return placement.divide(mesh, division, array if mesh.is_alone or is_joint else placed(array, mesh, what))
+        if not (mesh.is_alone or is_joint):
+            array = placed(array, mesh, what)
+        return placement.divide(mesh, division, array)
     if mesh.is_alone or not name:
         return placement.mirror(mesh, [array])[0]
+    # The name goes along, in the same program, and must be the chief's: else variables would hold each other's values.
     sum_of_name = np.uint32(zlib.crc32(without_counters(name).encode()))
 
     def refuse_name(position: int, _: Sequence[int]) -> None:
@@ -179,10 +185,8 @@ def placed(array: jax.Array | np.ndarray, mesh: ReplicaMesh, name: str = "", div
 
 
 def placed_copy(array: jax.Array | np.ndarray, mesh: ReplicaMesh, name: str = "", division: Division | None = None) -> jax.Array:
-    """As `placed`, in a fresh buffer that the first step may donate.
-
-    XLA overwrites no buffer that somebody else holds, nor, on CPU, memory that NumPy has allocated.
-    """
+    """As `placed`, in a fresh buffer that the first step may donate."""
+    # XLA overwrites no buffer that somebody else holds, nor, on CPU, memory that NumPy has allocated.
     if division is not None:
         return mesh.fresh(placed(array, mesh, name, division))  # type: ignore[no-any-return]
     if mesh.is_alone or isinstance(array, jax.Array):

@@ -50,8 +50,9 @@ class Bindings:
 
     def value_of(self, variable: Variable) -> jax.Array:
         """Return a variable's present value, for bindings on top of these, which check their own reads."""
-        value = self._values.get(variable)
-        return self._fallback(variable) if value is None else value
+        if (value := self._values.get(variable)) is None:
+            return self._fallback(variable)
+        return value
 
     def write(self, variable: Variable, value: jax.Array) -> None:
         if tracing.trace_state() != self._trace_state:
@@ -77,21 +78,16 @@ class ReadInsideJit(BaseException):
 
 
 def with_few_compilations(compute: Callable[[Callable[[], Any]], ResultT]) -> ResultT:
-    """Call `compute(caches)` outside a trace: with JAX's shared caches first, which save compilations.
-
-    Separate caches are needed only when a variable is read inside an inner jit or scan; JAX compiles every operation again then.
-    """
+    """Call `compute(caches)` outside a trace: with JAX's shared caches first, which save compilations."""
     try:
         return compute(contextlib.nullcontext)
-    except ReadInsideJit:
+    except ReadInsideJit:  # a variable was read inside an inner jit or scan: now JAX compiles every operation again
         return compute(tracing.separate_caches)
 
 
 @contextlib.contextmanager
 def bound(
-    values: Mapping[Variable, jax.Array],
-    outer: Fallback | None = None,
-    caches: Callable[[], Any] | None = None,
+    values: Mapping[Variable, jax.Array], outer: Fallback | None = None, caches: Callable[[], Any] | None = None
 ) -> Iterator[Bindings]:
     """Bind variables on top of the bindings of this place: for a loop's body, or a differentiated function.
 

@@ -184,12 +184,10 @@ class Watch:
 
 
 def watch(mesh: ReplicaMesh, variables: Sequence[Variable]) -> Watch | None:
-    """Make a watch over the mirrored ones among variables; None when there is nothing to compare.
-
-    With several workers a program without variables is watched too, because their histories are compared.
-    """
+    """Make a watch over the mirrored ones among variables; None when there is nothing to compare."""
     mirrored = _with_copies(variables)
     has_copies = bool(mirrored) and len(mesh.devices) > 1
+    # With several workers a program without variables is watched too, because their histories are compared.
     if isinstance(mesh, PlannedMesh) or (mesh.is_alone and not has_copies):  # those of a plan have no values
         return None
     return Watch(mesh, mirrored)

@@ -52,9 +52,12 @@ def called(
     dtype: DTypeLike | None,
 ) -> PyTree:
     """Return what a function makes as the first value of a variable, in parts where the variable may be."""
-    how = mesh.storage if storage is None else Storage.parse(storage, "storage")
-    may_divide = how is not Storage.WHOLE and len(mesh.devices) > 1 and not is_on_read
-    return make(function, mesh, how, dtype) if may_divide else function()
+    how = mesh.storage
+    if storage is not None:
+        how = Storage.parse(storage, "storage")
+    if how is Storage.WHOLE or len(mesh.devices) == 1 or is_on_read:
+        return function()
+    return make(function, mesh, how, dtype)
 
 
 def make(

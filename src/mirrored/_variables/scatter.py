@@ -138,7 +138,9 @@ def _checked(spec: VariableSpec, method: str, indices: Given, updates: Given) ->
     if isinstance(rows, np.ndarray) and rows.size and not (-size <= rows.min() and rows.max() < size):
         raise ValueError(f"{what} of shape {spec.shape}: indices go from {rows.min()} to {rows.max()}; expected 0 to {size - 1}.")
     new = _concrete(updates)
-    new = cast(jnp.asarray(host_array(updates, what, spec.dtype) if isinstance(new, np.ndarray) else new), spec.dtype, what)
+    if isinstance(new, np.ndarray):
+        new = host_array(updates, what, spec.dtype)
+    new = cast(jnp.asarray(new), spec.dtype, what)
     expected = (*rows.shape, *spec.shape[1:])
     try:
         return rows, jnp.broadcast_to(new, expected)
@@ -151,6 +153,6 @@ def _checked(spec: VariableSpec, method: str, indices: Given, updates: Given) ->
 
 def _concrete(given: Any) -> Any:
     """Return an array on the host, where it is not traced."""
-    is_wrapped = not isinstance(given, jax.Array) and hasattr(type(given), "__jax_array__")
-    value = given.__jax_array__() if is_wrapped else given
-    return value if isinstance(value, jax.core.Tracer) else np.asarray(value)
+    if not isinstance(given, jax.Array) and hasattr(type(given), "__jax_array__"):
+        given = given.__jax_array__()
+    return given if isinstance(given, jax.core.Tracer) else np.asarray(given)

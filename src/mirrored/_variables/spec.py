@@ -80,15 +80,18 @@ class VariableSpec:
     @property
     def whole_bytes(self) -> int:
         """The bytes of one whole value; of a random key, two numbers of 32 bits."""
-        is_key = jax.dtypes.issubdtype(self.dtype, jax.dtypes.extended)
-        return math.prod(self.shape) * (8 if is_key else self.dtype.itemsize)
+        if jax.dtypes.issubdtype(self.dtype, jax.dtypes.extended):
+            return math.prod(self.shape) * 8
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def bytes_on_device(self) -> int:
         """The bytes that each device stores."""
         if self.division is not None:
             return math.prod(self.division.part_shape(self.shape)) * self.dtype.itemsize
-        return self.whole_bytes * (self.mesh.per_device if self.is_on_read else 1)
+        if self.is_on_read:
+            return self.whole_bytes * self.mesh.per_device
+        return self.whole_bytes
 
     def stored(self, value: jax.Array) -> jax.Array:
         """Return what is stored of a value in a trace outside of the replicas."""
@@ -104,10 +107,8 @@ _COUNTED = re.compile(r"(?<=variable)_\d+|_\d+(?=/)")
 
 
 def without_counters(name: str) -> str:
-    """Return a name as it is on all workers: without what counts up in names that nobody has given, ours and those of Keras.
-
-    One worker may have made another variable or model for itself.
-    """
+    """Return a name as it is on all workers: without what counts up in names that nobody has given, ours and those of Keras."""
+    # One worker may have made another variable or model for itself.
     return _COUNTED.sub("", name)
 
 
@@ -134,7 +135,9 @@ def stored_in(
     storage: Storage | StorageName | None, mesh: ReplicaMesh, array: Shaped, is_on_read: bool, name: str
 ) -> Division | None:
     """Return how a new variable is divided, by its own word or else by its strategy's."""
-    how = None if storage is None else Storage.parse(storage, "storage")
+    how = None
+    if storage is not None:
+        how = Storage.parse(storage, "storage")
     if is_on_read and how is not None:
         raise ValueError(
             f"variable {name!r}: storage {how.name} is for mirrored variables, and this one is sync-on-read: each replica has a "
@@ -174,4 +177,6 @@ def initial_array(value: object, dtype: DTypeLike | None, name: str) -> Any:
     what = f"the initial value of variable {name!r}"
     array = host_array(value, what, dtype)
     canonical = jax.dtypes.canonicalize_dtype(array.dtype if dtype is None else dtype)
-    return converted_number(array, what, canonical) if array.dtype.kind in "iu" else array.astype(canonical)
+    if array.dtype.kind in "iu":
+        return converted_number(array, what, canonical)
+    return array.astype(canonical)

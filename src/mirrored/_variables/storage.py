@@ -38,8 +38,7 @@ class Home:
     """The arrays of the variables that a program overwrites, in the one list that the program takes.
 
     A variable's array is in one home: first in its own, then in that of the program that overwrote it last. So a warm step hands
-    over one list, keeps another, and touches no variable (docs/design/variables.md). A home holds no variable: one that lives
-    must not keep the others alive.
+    over one list, keeps another, and touches no variable (docs/design/variables.md). A home keeps no variable alive.
 
     Attributes:
         slots, every: of the variables that the program overwrites, in its order and as a set.
@@ -117,12 +116,11 @@ class Lost(str):
 
 
 def home_of(slots: tuple[Slot, ...]) -> Home:
-    """Return the home of exactly these slots, in this order, or a new one for them.
-
-    Programs that overwrite the same variables, such as one step for two shapes of batches, share a home.
-    """
-    home = slots[0].place[0] if slots else Home(())
-    return home if home.slots == slots else Home(slots)
+    """Return the home of exactly these slots, in this order, or a new one for them."""
+    # Programs that overwrite the same variables, such as one step for two shapes of batches, share a home.
+    if slots and (home := slots[0].place[0]).slots == slots:
+        return home
+    return Home(slots)
 
 
 def arrays_of(slots: Sequence[Slot]) -> list[Any]:
@@ -246,9 +244,8 @@ def _start_and_keep(program: Callable[..., Any], home: Home, arguments: tuple[An
     """Start a program that takes the arrays of a home, keep the new ones there, and return all that it returns.
 
     The start deletes the arrays that the program takes, so a Ctrl-C between it and the keeping would lose the variables. Python
-    looks for signals after each call of its own, and never inside a C function: so both happen in one call, when `any` asks the
-    iterators for what `setattr` returns. A signal's handler may take an array, so nothing is called between the last look at what
-    is held and that call.
+    looks for signals after each call of its own, and never inside a C function. So both happen in one call: `any` asks the
+    iterators for what `setattr` returns. A signal's handler may take an array, so that call follows the last look at `held`.
     """
     outputs, again = itertools.tee(itertools.starmap(program, (arguments,)))
     keep = map(setattr, (home,), ("arrays",), map(_new_arrays_of, outputs))
@@ -259,10 +256,8 @@ def _start_and_keep(program: Callable[..., Any], home: Home, arguments: tuple[An
 
 
 def overwrite_when_done(compiled: Callable[..., Any], home: Home, read_only: Sequence[Slot], *others: PyTree) -> Any:
-    """As `overwrite`, for a program that donates nothing and has ended when it returns: if it fails, nothing has changed.
-
-    Other threads may read all variables meanwhile, and write those that the program does not write.
-    """
+    """As `overwrite`, for a program that donates nothing and has ended when it returns: if it fails, nothing has changed."""
+    # Other threads may read all variables meanwhile, and write those that the program does not write.
     count = len(home.slots)
     with claimed(home.slots, calls_host=True), lent([*home.slots, *read_only]) as arrays:
         outputs = compiled(arrays[:count], arrays[count:], *others)
@@ -310,11 +305,7 @@ def _copy(arrays: list[jax.Array]) -> list[jax.Array]:
 
 
 def _note_lost(error: BaseException, slots: Sequence[Slot]) -> None:
-    """Put a `Lost` in the place of each array that has failed, or that a failed program has deleted, here and beside these.
-
-    An error that comes late, with the arrays that an earlier program was to compute, is raised as a VariableLostError. What has
-    just failed is noted on the error itself.
-    """
+    """Put a `Lost` in the place of each array that has failed, or that a failed program has deleted, here and beside these."""
     with lock:
         refuse_lost(arrays_of(slots))
         beside = dict.fromkeys(other for slot in slots for other in slot.place[0].slots)
@@ -327,7 +318,7 @@ def _note_lost(error: BaseException, slots: Sequence[Slot]) -> None:
         for slot in (*deleted, *failed):
             if slot.array is present[slot]:  # else another thread has assigned a new one
                 slot.array = lost
-    if failed:
+    if failed:  # the error came late, with the arrays that an earlier program was to compute
         raise VariableLostError(lost) from error
     if deleted:
         error.add_note(lost)

@@ -161,8 +161,13 @@ def _with_values(tree: PyTree) -> PyTree:
     """Replace variables in a tree by their values: a variable that is made of them is a copy with its own state."""
     if not any(map(_is_whole, jax.tree.leaves(tree, is_leaf=_is_whole))):
         return tree
-    value_of = lambda leaf: leaf.value if _is_whole(leaf) and hasattr(type(leaf), "value") else leaf  # noqa: E731
-    return jax.tree.map(value_of, tree, is_leaf=_is_whole)
+    return jax.tree.map(_value_of, tree, is_leaf=_is_whole)
+
+
+def _value_of(leaf: Any) -> Any:
+    if _is_whole(leaf) and hasattr(type(leaf), "value"):
+        return leaf.value
+    return leaf
 
 
 def is_tree(value: PyTree) -> bool:

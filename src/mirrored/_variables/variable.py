@@ -18,14 +18,7 @@ from jax.typing import DTypeLike
 from .. import _html, _tf_names
 from .._errors import ContextError, StrategyMismatchError
 from .._jax import tracing, user_code
-from .._options import (
-    AggregationName,
-    Storage,
-    StorageName,
-    SynchronizationName,
-    VariableAggregation,
-    VariableSynchronization,
-)
+from .._options import AggregationName, Storage, StorageName, SynchronizationName, VariableAggregation, VariableSynchronization
 from .._replicas import collectives, cross_replica, frames, in_flight, placement
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
@@ -85,8 +78,7 @@ class Variable(ScatterMethods, _Array):
         synchronization: `"auto"` or `"on_write"` (mirrored), or `"on_read"`.
         aggregation: `"none"`, `"sum"`, `"mean"`, `"max"`, `"min"` or `"only_first_replica"`: how the replicas' values become
             one, when a mirrored variable is written in a step and when a sync-on-read variable is read.
-        storage: `"whole"` or `"parts"`: whether each device stores all of a mirrored variable or, if it is large, a part. See
-            `mr.Storage`. Default: the strategy's.
+        storage: `"whole"` or `"parts"` of a large mirrored variable on each device, see `mr.Storage`. Default: the strategy's.
 
     Raises:
         ValueError: for `synchronization="none"`, an unknown mode, or a MEAN of a non-floating dtype.
@@ -120,14 +112,9 @@ class Variable(ScatterMethods, _Array):
                 is_on_read = takes_each_value(synchronization, name or "of a function")
                 initial_value = called(initial_value, creation_mesh(name or "of a function"), storage, is_on_read, dtype)
             if is_tree(initial_value):
-                how = {
-                    "trainable": trainable,
-                    "dtype": dtype,
-                    "synchronization": synchronization,
-                    "aggregation": aggregation,
-                    "storage": storage,
-                }
-                return VariableTree(initial_value, functools.partial(cls, **how), check_name(name))
+                modes = {"synchronization": synchronization, "aggregation": aggregation, "storage": storage}
+                make = functools.partial(cls, trainable=trainable, dtype=dtype, **modes)
+                return VariableTree(initial_value, make, check_name(name))
             self = super().__new__(cls)
             self._slot = Slot()  # here, because `__del__` finds it also where `__init__` does not take the arguments
             self._slot.array = initial_value  # for `__init__`, if a function made it
@@ -154,7 +141,9 @@ class Variable(ScatterMethods, _Array):
         if isinstance(value, Made):
             self._slot.array, division = value.stored, value.division
         else:
-            array = initial_array(value.value if isinstance(value, Variable) else value, dtype, name)
+            if isinstance(value, Variable):
+                value = value.value
+            array = initial_array(value, dtype, name)
             division = stored_in(storage, mesh, array, is_on_read, name)
             placement.check_later(mesh, [array], lambda _: f"the initial value of variable {name!r}")
             if is_on_read:
@@ -338,7 +327,9 @@ class Variable(ScatterMethods, _Array):
             return
         if isinstance(value, jax.core.Tracer):
             raise ContextError(frames.foreign_trace_message("written", self.name, frame))
-        self._keep(value if self._spec.is_on_read else placed(value, self._spec.mesh, division=self._spec.division))
+        if not self._spec.is_on_read:
+            value = placed(value, self._spec.mesh, division=self._spec.division)
+        self._keep(value)
 
     def _keep(self, array: jax.Array) -> None:
         """Set the stored array; the caller has claimed the variable."""
@@ -389,7 +380,9 @@ class Variable(ScatterMethods, _Array):
     __hash__ = object.__hash__  # of the variable, so that it is a key of dicts and a member of sets
 
     def __eq__(self, other: object) -> Any:
-        return np.True_ if other is self else self._apply_to("__eq__", other)  # JAX's caches compare an object with itself
+        if other is self:  # JAX's caches compare an object with itself
+            return np.True_
+        return self._apply_to("__eq__", other)
 
     def __len__(self) -> int:
         if not self.shape:
@@ -400,7 +393,9 @@ class Variable(ScatterMethods, _Array):
         return iter(self._use(list))
 
     def __format__(self, spec: str) -> str:
-        return self._use(lambda value: format(value, spec)) if spec else repr(self)
+        if not spec:
+            return repr(self)
+        return self._use(lambda value: format(value, spec))
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError(

@@ -100,11 +100,13 @@ def _by_place(gathers: Gathers, equation: Equation, values: Sequence[Value], fir
     """Run an elementwise operation on the parts of all operands, and on those that are the same along the divided axis."""
     shape, division, operands = shape_of(equation.outvars[0]), first.division, []
     for atom, value in zip(equation.invars, values, strict=True):
-        own = shape_of(atom)
-        if own and len(own) != len(shape):
+        given = shape_of(atom)
+        if given and len(given) != len(shape):
             return None
-        is_part = own and own[division.axis] == division.length
-        operands.append(gathers.part(value, division, own) if is_part else gathers.whole(value))
+        if given and given[division.axis] == division.length:
+            operands.append(gathers.part(value, division, given))
+        else:
+            operands.append(gathers.whole(value))
     [result] = tracing.bind(equation, operands)
     return [DevicePart(result, division, shape)]
 
@@ -164,13 +166,12 @@ def _slice(gathers: Gathers, equation: Equation, part: DevicePart, rest: Sequenc
 def _reduce(gathers: Gathers, equation: Equation, part: DevicePart, rest: Sequence[Value]) -> Results:
     """Reduce along axes; along the divided one each device reduces its part, and all of them the results."""
     name, axes, division = equation.primitive.name, equation.params["axes"], part.division
-    is_across = division.axis in axes
-    array = gathers.real(part.array, division, _neutral(name, part.array.dtype)) if is_across else part.array
-    [own] = tracing.bind(equation, [array])
-    if not is_across:
+    if division.axis not in axes:
+        [reduced] = tracing.bind(equation, [part.array])
         moved = dataclasses.replace(division, axis=division.axis - sum(axis < division.axis for axis in axes))
-        return [DevicePart(own, moved, shape_of(equation.outvars[0]))]
-    every = jax.lax.all_gather(own, gathers.name)[: division.num_parts]
+        return [DevicePart(reduced, moved, shape_of(equation.outvars[0]))]
+    [reduced] = tracing.bind(equation, [gathers.real(part.array, division, _neutral(name, part.array.dtype))])
+    every = jax.lax.all_gather(reduced, gathers.name)[: division.num_parts]
     [result] = tracing.bind(equation.replace(params={**equation.params, "axes": (0,)}), [every])
     return [Whole(result, True)]
 

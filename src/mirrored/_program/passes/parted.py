@@ -97,10 +97,8 @@ class Parted(Interpreter[Value]):
         return list(map(read, results))
 
     def _find_sums(self, equations: Sequence[Equation], results: Sequence[Any], carried: set[Var]) -> None:
-        """Find what is added up to a sum in parts, what is only used so, and what such are made of.
-
-        `carried` are the sums that a loop carries: what is added to them is added up over the replicas, too.
-        """
+        """Find what is added up to a sum in parts (`sums`), what is only used so (`only`), and what makes these (`terms`)."""
+        # What is added to a sum that a loop carries (`carried`) is added up over the replicas, too.
         used = collections.Counter(atom for equation in equations for atom in equation.invars if isinstance(atom, Var))
         used.update(atom for atom in results if isinstance(atom, Var))
         sums = [e for e in equations if jaxprs.is_sum(e) or any(atom in carried for atom in e.invars if isinstance(atom, Var))]
@@ -114,17 +112,17 @@ class Parted(Interpreter[Value]):
         self.terms = terms_of(self.sums, equations, self.varying)
 
     def _scaled(self, equation: Equation) -> Var | None:
-        """Return the operand of which an operation makes a multiple, the same on every replica; else None.
-
-        Integers are divided without a rest, and a sum of float16 may be infinite before it is scaled.
-        """
+        """Return the operand of which an operation makes a multiple, by a factor that is the same on every replica; else None."""
         dtype: Any = getattr(equation.outvars[0].aval, "dtype", np.dtype(bool))
+        # Integers are divided without a rest, and a sum of float16 may be infinite before it is scaled.
         if not jnp.issubdtype(dtype, jnp.inexact) or dtype == jnp.float16:
             return None
         own = [atom for atom in equation.invars if isinstance(atom, Var) and atom in self.varying]
         is_linear = equation.primitive.name in _MULTIPLIES and own == [equation.invars[0]]
         is_product = equation.primitive.name in primitives.BILINEAR & primitives.ELEMENTWISE and len(own) == 1
-        return own[0] if (is_linear or is_product) and shape_of(own[0]) == shape_of(equation.outvars[0]) else None
+        if (is_linear or is_product) and shape_of(own[0]) == shape_of(equation.outvars[0]):
+            return own[0]
+        return None
 
     def _division_of(self, var: Atom) -> Division | None:
         """Return how arrays of a variable's shape are stored; XLA scatters no complex numbers on CPU."""
@@ -165,9 +163,8 @@ class Parted(Interpreter[Value]):
         shape, division = shape_of(equation.outvars[0]), first.division
         if equation.primitive.name in _ADDS:
             return Addend(None, division, *tracing.bind(equation, [self.total(value, division, shape) for value in values]))
-        results = run_on_parts(
-            self.gathers, equation, [DevicePart(first.total, division, shape) if v is first else v for v in values]
-        )
+        part = DevicePart(first.total, division, shape)
+        results = run_on_parts(self.gathers, equation, [part if value is first else value for value in values])
         assert results is not None  # see `_scaled`
         return Addend(None, division, results[0].array)
 
@@ -186,8 +183,9 @@ class Parted(Interpreter[Value]):
         arrays = [_array_of(values[k]) for k in parts], [self.whole(values[k]) for k in others]
         results = list(values)
         for k, array in zip([*parts, *others], self.turns.hold(*arrays, self.begin), strict=True):
-            part, is_same = values[k], self.is_same(equation.outvars[k])
-            results[k] = dataclasses.replace(part, array=array) if isinstance(part, DevicePart) else Whole(array, is_same)
+            results[k] = Whole(array, self.is_same(equation.outvars[k]))
+            if isinstance(part := values[k], DevicePart):
+                results[k] = dataclasses.replace(part, array=array)
         return results
 
     def _on_wholes(self, equation: Equation, values: list[Value]) -> list[Value]:
@@ -223,7 +221,7 @@ class Parted(Interpreter[Value]):
     def _sum(self, atom: Atom, value: Value) -> DevicePart | None:
         """Return the sum of a value over the replicas in parts; None if it is to be whole."""
         division = self._division_of(atom) if isinstance(value, Whole) else value.division
-        if division is None or (_is_same(value) and isinstance(value, Whole)):
+        if division is None or (isinstance(value, Whole) and value.is_same):
             return None
         return DevicePart(self.total(value, division, shape_of(atom)), division, shape_of(atom))
 
@@ -281,7 +279,9 @@ class Parted(Interpreter[Value]):
     def _row_division(self, var: Var) -> Division | None:
         """Return the division of the rows of a stack whose sum over the replicas is stored in parts."""
         division = self._division_of(var)
-        return dataclasses.replace(division, axis=division.axis - 1) if division is not None and division.axis else None
+        if division is None or not division.axis:
+            return None
+        return dataclasses.replace(division, axis=division.axis - 1)
 
     def like(self, value: Value, other: Value) -> DevicePart | Whole:
         """Return a value in parts or as a whole, as another one is."""

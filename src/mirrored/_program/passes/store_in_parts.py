@@ -47,8 +47,8 @@ def store_in_parts(step: Proven) -> Proven:
     if not any((*divisions.inputs, *divisions.outputs)):
         return step
 
-    def specs(of: Sequence[PartitionSpec], its: Sequence[Division | None]) -> tuple[PartitionSpec, ...]:
-        pairs = zip(of, its, strict=True)
+    def specs(usual: Sequence[PartitionSpec], divisions: Sequence[Division | None]) -> tuple[PartitionSpec, ...]:
+        pairs = zip(usual, divisions, strict=True)
         return tuple([spec if division is None else placement_of(step.mesh, division).spec for spec, division in pairs])
 
     new = {"in_specs": specs(step.in_specs, divisions.inputs), "out_specs": specs(step.out_specs, divisions.outputs)}
@@ -56,8 +56,7 @@ def store_in_parts(step: Proven) -> Proven:
         return dataclasses.replace(step, run=functools.partial(_run_gathered, step.run, divisions), **new)
     atoms = [*step.closed.jaxpr.invars, *step.closed.jaxpr.outvars[: len(divisions.outputs)]]  # no sums that it carries
     stored = zip(atoms, (*divisions.inputs, *divisions.outputs), strict=True)
-    shapes = {shape_of(atom): division for atom, division in stored if division is not None}
-    known = Known(step.mesh.axis, shapes)
+    known = Known(step.mesh.axis, {shape_of(atom): division for atom, division in stored if division is not None})
     return dataclasses.replace(step, run=functools.partial(_run_on_parts, known, divisions), **new)
 
 
@@ -67,8 +66,10 @@ def _run_on_parts(known: Known, divisions: Divisions, step: Proven, constants: S
     for var, array, division, is_own in zip(jaxpr.invars, inputs, divisions.inputs, step.own_inputs, strict=True):
         if division is not None:
             given.append(DevicePart(array, division, shape_of(var)))
+        elif is_own:
+            given.append(Whole(jnp.squeeze(array, 0), False))
         else:
-            given.append(Whole(jnp.squeeze(array, 0) if is_own else array, not is_own))
+            given.append(Whole(array, True))
     walk = Parted(known)
     results = walk.run(jaxpr, constants, given)
     outputs = []

@@ -23,8 +23,7 @@ class Turns:
     """The gathers and sums of a backward pass, in order.
 
     A gather begins once the operand of the gather before is there: it runs meanwhile, and no earlier. An operation on a gathered
-    array, or a product with a large weight that is whole, waits for the gradients that come before it, and for the sums that were
-    begun `LAG` such operations before.
+    array, or a product with a large whole weight, waits for the gradients before it, and for sums begun `LAG` such places before.
     """
 
     def __init__(self) -> None:
@@ -49,10 +48,7 @@ class Turns:
         return parts
 
     def wait(self, operands: list[Any], begin: Begin) -> list[Any]:
-        """Return the operands of an operation that waits, available after the gradients before it.
-
-        `begin` begins the sum of an addend.
-        """
+        """Return the operands of an operation that waits, available after the gradients before it; `begin` begins their sums."""
         if not operands:
             return operands
         ended = [addend for age, addend in self._begun if age >= LAG]
@@ -74,4 +70,6 @@ class Turns:
         """Return the operands of what is computed again, parts first, available when it is its turn."""
         is_first = self._before is None
         ready, tied = self.ready(parts), self.wait(others, begin)
-        return jax.lax.optimization_barrier([*ready, *tied]) if is_first else [*ready, *tied]
+        if is_first:  # then no gather was before whose operand holds the parts
+            return jax.lax.optimization_barrier([*ready, *tied])
+        return [*ready, *tied]
