@@ -518,7 +518,7 @@ BUDGETS = {
     "_program": 6332,  # 4,000
     "_jax": 1795,  # 1,300
     "_replicas": 3339,  # 2,100
-    "_variables": 2179,  # 1,700
+    "_variables": 2178,  # 1,700
     "_models": 1534,  # 1,050
     "_strategy": 1210,  # 1,100
     "_transforms": 595,  # 600
@@ -561,11 +561,10 @@ def test_who_trusts_the_proof_reads_little() -> None:
     assert sum(lines.values()) <= MOST_LINES_OF_PROOF, lines
 
 
-#: In a loop a value has the name of what it is. So many loops of each wing over one of these are left; the list gets shorter.
+#: In a loop a value has the name of what it is, and none of these.
 PRONOUNS = {"each", "its", "one", "own", "there"}
-LOOPS_OVER_PRONOUNS: dict[str, int] = {}
 #: Conditional expressions for 1,000 lines: one decision a line is read once. Optax has 3.
-MOST_CONDITIONAL_EXPRESSIONS = 19.5
+MOST_CONDITIONAL_EXPRESSIONS = 17.5
 
 
 def loops_over_pronouns(tree: ast.Module) -> list[str]:
@@ -575,11 +574,7 @@ def loops_over_pronouns(tree: ast.Module) -> list[str]:
 
 
 def test_a_line_is_read_once() -> None:
-    counts: Counter[str] = Counter()
-    for name, tree in TREES.items():
-        counts[wing(name)] += len(loops_over_pronouns(tree))
-    assert {w: n for w, n in counts.items() if n > LOOPS_OVER_PRONOUNS.get(w, 0)} == {}, "name it by what it is"
-    assert {w: n for w, n in LOOPS_OVER_PRONOUNS.items() if counts[w] < n - 5} == {}, "fewer than its number: lower it"
+    assert {name: found for name, tree in TREES.items() if (found := loops_over_pronouns(tree))} == {}, "name it by what it is"
     planted = "for own, value in pairs:\n    kept = [one.name for one, name in value if name for name in own]"
     assert loops_over_pronouns(ast.parse(planted)) == ["own", "one"]
     num_lines = sum(len(path.read_text().splitlines()) for path in PATHS.values())

@@ -13,7 +13,7 @@ _COMPARISONS = ("ne", "lt", "le", "gt", "ge")
 _CONVERSIONS = ("neg", "pos", "abs", "invert", "round", "bool", "float", "int", "complex", "index")
 
 
-def add_operators(kind: Any) -> None:
+def add_operators(kind: type[Any]) -> None:
     """Give a class the operators and conversions of arrays, through its methods `_apply` and `_apply_to`."""
     names = [*_OF_TWO, "divmod"]
     for name in (*names, *(f"r{name}" for name in names), *_COMPARISONS):
