@@ -93,7 +93,7 @@ class Optimizer:
         with frames.entered(Frame(None, mesh)):
             is_sharded = (shard_state or _process.what_if.shard_state) and mesh.storage is Storage.WHOLE
             storage = Storage.PARTS if is_sharded else None
-            state = self._first_state(mesh, storage)
+            state = self._first_state(mesh)
             paths, self._state_treedef = jax.tree_util.tree_flatten_with_path(state)
             del state  # `paths` has the arrays
             self._state: list[Variable] = []
@@ -102,13 +102,13 @@ class Optimizer:
                 self._state.append(Variable(leaf, name=f"optimizer{keystr(path)}", trainable=False, storage=storage))
             self._iterations = Variable(np.int32(0), name="optimizer.iterations", trainable=False)
 
-    def _first_state(self, mesh: ReplicaMesh, storage: Storage | None) -> PyTree:
-        """Return the transformation's first state, made in parts where it is stored so, or the variables are."""
-        if storage is None and not any(spec_of(variable).division for variable in self._leaves):
+    def _first_state(self, mesh: ReplicaMesh) -> PyTree:
+        """Return the transformation's first state; of variables in parts, it is made in parts."""
+        if not any(spec_of(variable).division for variable in self._leaves):
             return mesh.evaluate(self._tx.init, self._as_tree(copied(self._leaves)))
         with lent(self._leaves) as arrays:
             given = list(zip(map(spec_of, self._leaves), arrays, strict=True))
-            return make(lambda *values: self._tx.init(self._as_tree(list(values))), mesh, storage, given=given)
+            return make(lambda *values: self._tx.init(self._as_tree(list(values))), mesh, given=given)
 
     @property
     def variables(self) -> PyTree:

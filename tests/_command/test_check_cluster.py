@@ -6,6 +6,7 @@ import shutil
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -138,6 +139,16 @@ def test_a_full_disk_and_a_file_that_is_read_otherwise(tmp_path: Path, monkeypat
     monkeypatch.setattr(check_folder, "_write", damaged)
     chief, other = folders_of(tmp_path, tmp_path)
     assert re.fullmatch(r"reads \.mirrored-check-\w+ otherwise than worker 0 on host-0 has written it", other.problem)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_check_that_is_interrupted_leaves_no_file(tmp_path: Path) -> None:
+    def interrupted(name: str, value: object) -> list[Any]:
+        assert len(list(tmp_path.iterdir())) == 1
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        check_folder.check_folder(SimpleNamespace(worker=0, exchange=interrupted), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

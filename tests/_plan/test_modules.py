@@ -119,6 +119,8 @@ ENTRY %main (a: f32[9]) -> f32[9] {
 
 def test_what_is_in_a_loop_runs_as_often_as_the_loop_and_one_branch_of_a_condition() -> None:
     assert [(sent.num_bytes, sent.times) for sent in collectives_in(TPU_LOOP)] == [(80, 1), (40, 5)]
+    down_to_zero = collectives_in(TPU_LOOP.replace("constant(5)", "constant(0)"))
+    assert [sent.times for sent in down_to_zero] == [1, 1], "at least once, where no number is known"
     assert [(sent.num_bytes, sent.times) for sent in collectives_in(GPU_LOOPS)] == [(4, 7), (16, 7), (8, 7), (16, 1)]
 
 

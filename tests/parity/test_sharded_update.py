@@ -109,6 +109,17 @@ def test_each_replica_holds_its_part_of_the_state(strategy3):
     assert [v.shape for v in sharded.state[0].mu.values()] == [(7,), (), (5, 3)]
 
 
+def test_the_first_state_may_be_computed_from_the_values_of_variables(strategy2):
+    def init(params):
+        largest = max(float(np.abs(value).max()) for value in params.values())
+        return {"largest": np.float32(largest), "sums": jax.tree.map(jnp.zeros_like, params)}
+
+    unchanged = optax.GradientTransformation(init, lambda updates, state, params: (updates, state))
+    _, optimizer = make(strategy2, unchanged, shard_state=True)
+    assert optimizer.state["largest"].numpy() == max(np.abs(value).max() for value in start().values())
+    assert not np.any(optimizer.state["sums"]["w"])
+
+
 def test_outside_of_a_step_and_without_some_gradients(strategy2):
     variables, optimizer = make(strategy2, optax.sgd(0.1, momentum=0.9), shard_state=True)
     optimizer.apply_gradients(jax.tree.map(np.ones_like, start()))

@@ -318,10 +318,11 @@ def restore_values(named: Mapping[str, PyTree], leaves: Leaves, saved: Snapshot)
         elif entry["kind"] != "position" and not isinstance(leaf, Variable):
             new[path] = _plain_value(leaf, saved.arrays[entry["value"]], entry)
     try:
-        for path, leaf in leaves.items():
-            if isinstance(leaf, Variable):
-                _restore_variable(leaf, saved, saved.leaves[path])
-                written.append(leaf)
+        variables = [(path, leaf) for path, leaf in leaves.items() if isinstance(leaf, Variable)]
+        variables.sort(key=lambda item: spec_of(item[1]).division is None)  # those in parts first: they are still on the disk
+        for path, variable in variables:
+            _restore_variable(variable, saved, saved.leaves[path])
+            written.append(variable)
     except BaseException as error:
         lose(written, error)
         raise

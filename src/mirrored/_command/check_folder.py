@@ -23,14 +23,13 @@ _FILE_BYTES, _LEAST_FREE = 32 << 20, 1 << 30
 def check_folder(lines: Lines, folder: Path) -> None:
     """Let worker 0 write a file, which all others read; then remove it."""
     path = folder / f".mirrored-check-{secrets.token_hex(8)}"
-    written = Finding("")
-    if lines.worker == 0:
-        written = within(_SECONDS, functools.partial(_write, path))
-    name, problem = lines.exchange("file", [path.name, written.problem])[0]
-    found = written
-    if lines.worker and not problem:
-        found = within(_SECONDS, functools.partial(_read, folder / name, lines))
+    found = Finding("")
     try:
+        if lines.worker == 0:
+            found = within(_SECONDS, functools.partial(_write, path))
+        name, problem = lines.exchange("file", [path.name, found.problem])[0]
+        if lines.worker and not problem:
+            found = within(_SECONDS, functools.partial(_read, folder / name, lines))
         lines.add("checkpoints", found)
     finally:
         if lines.worker == 0:

@@ -127,7 +127,7 @@ class _Module:
         if known := _TRIPS.search(loop.line):
             return int(known[1])
         numbers = (number for inner in self._computations[condition] for number in _NUMBER.findall(inner.line))
-        return max(map(int, numbers), default=1)
+        return max([1, *map(int, numbers)])  # a loop that counts down to 0 runs too
 
     def _bytes_sent(self, branch: list[tuple[_Instruction, int]]) -> int:
         return sum(sent.num_bytes * times for inner, times in branch if (sent := self.sent_by(inner, times)))
