@@ -23,7 +23,7 @@ def flattened(jaxpr: Jaxpr) -> tuple[list[Equation], list[Atom]]:
 
 
 def varying_in(jaxpr: Jaxpr, equations: Sequence[Equation], outputs: Sequence[Atom], own: set[Var]) -> set[Var]:
-    """Return the variables of a flattened program that may differ by replica, as its `own` inputs do: it is proven again."""
+    """Prove a flattened program again, and return the variables that may differ by replica if its `own` inputs do."""
     states = [varying("its own") if var in own else SAME for var in jaxpr.invars]
     return own | prove(jaxpr.replace(eqns=list(equations), outvars=list(outputs)), states).varying
 

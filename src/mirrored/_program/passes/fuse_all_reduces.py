@@ -2,7 +2,7 @@
 
 A step that reduces its loss and its gradients sends one message, whoever asked for the sums. Small results that differ by
 replica are added up in a buffer that is sent anyway: `strategy.reduce` of them is a look-up then, instead of a second program.
-Where XLA combines sums (`_replicas/platforms`), theirs is one more beside the others.
+Where XLA combines sums (`_replicas/platforms`), the sums of results are one more for it to combine.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def join_sums(step: Proven) -> Proven:
 
 
 def _with(step: Proven, equations: list[Equation], totals: Mapping[int, Var], num_joined: int) -> Proven:
-    """Return a step with other equations, which carries the sums of the results at these positions."""
+    """Return a step with other equations, and with the sums of results as further outputs: `totals` has them by position."""
     jaxpr, constants = step.closed.jaxpr, step.closed.consts
     closed = ClosedJaxpr(jaxpr.replace(eqns=equations, outvars=[*jaxpr.outvars, *totals.values()]), constants)
     return dataclasses.replace(step, closed=closed, joined=Joined(tuple(totals), num_joined))
@@ -92,7 +92,7 @@ def _carriable(step: Proven) -> Iterator[tuple[int, Any]]:
 
 
 def _may_join(aval: Any, num_parts: int) -> bool:
-    """Tell whether an array may travel with others: real numbers that are few, or are copied anyway because they are packed."""
+    """Tell whether an array may share a buffer: it has real numbers, and is small or already a buffer of several arrays."""
     dtype = getattr(aval, "dtype", np.dtype(bool))
     is_real = jnp.issubdtype(dtype, np.floating) or jnp.issubdtype(dtype, np.integer)
     return is_real and (num_parts > 1 or aval.size * dtype.itemsize < PACK_BELOW_BYTES)
@@ -111,7 +111,7 @@ def _put(buffers: list[_Buffer], atom: Any, total: Var, num_parts: int, may_begi
 
 
 def _without(equation: Equation, moved: set[Var]) -> list[Equation]:
-    """Return, in a list, a sum without the arrays that were moved elsewhere; an empty list if none is left."""
+    """Return a list with the sum of the arrays that were not moved; an empty list if none is left."""
     kept = {total: atom for atom, total in zip(equation.invars, equation.outvars, strict=True) if total not in moved}
     return [equation.replace(invars=list(kept.values()), outvars=list(kept))] if kept else []
 

@@ -1,6 +1,6 @@
 """Runs operations on parts: each device computes the elements that it stores of an array that is the same on every replica.
 
-What pads the last parts has any values, also NaN, so it is left out wherever elements of several places meet.
+The padding of the last parts may hold anything, even NaN, so operations that combine elements of several places leave it out.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ..._typing import Shape
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Whole:
-    """An array of which the device has all."""
+    """An array that this device holds whole."""
 
     array: Any
     is_same: bool  # on every replica, as the proof has shown
-    number: Any = None  # which every element is, if that is known
+    number: Any = None  # the value of every element, if known
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -40,11 +40,11 @@ class DevicePart:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Addend:
-    """A value that differs by replica, and whose sum over the replicas is stored in parts; None where only the sum is used."""
+    """A per-replica value whose sum over the replicas is stored in parts; `value` is None where only the sum is used."""
 
     value: Whole | None
     division: Division
-    total: Any = None  # this device's part of the sum, once it is begun
+    total: Any = None  # this device's part of the sum, once the sum is begun
 
 
 #: Operations that compute each element of their result from the operands' elements at the same place.
@@ -59,7 +59,7 @@ def shape_of(atom: Atom) -> Shape:
 
 
 class Gathers(NamedTuple):
-    """The ways in which this device gets parts of whole arrays, and whole arrays of parts."""
+    """Makes parts of whole arrays, and whole arrays of parts, on this device."""
 
     name: str  # of the mesh's axis
     whole: Callable[[Value], Any]  # gathers
@@ -73,7 +73,7 @@ class Gathers(NamedTuple):
         return division.own_part(jnp.asarray(self.whole(value)), self.name)
 
     def real(self, array: jax.Array, division: Division, other: float) -> jax.Array:
-        """Return a part, with another number in place of its padding."""
+        """Return a part with its padding replaced by the number `other`."""
         if not division.is_padded:
             return array
         position = division.begin(self.name) + jax.lax.broadcasted_iota(jnp.int32, array.shape, division.axis)
@@ -81,7 +81,7 @@ class Gathers(NamedTuple):
 
 
 def run_on_parts(gathers: Gathers, equation: Equation, values: Sequence[Value]) -> Results:
-    """Run an operation on parts, of which it has at least one; return None if it needs whole arrays."""
+    """Run an operation with at least one operand in parts; return None if it needs whole arrays."""
     name, first = equation.primitive.name, next(value for value in values if isinstance(value, DevicePart))
     if any(isinstance(value, Addend) or (isinstance(value, Whole) and not value.is_same) for value in values):
         return None
@@ -97,7 +97,7 @@ def run_on_parts(gathers: Gathers, equation: Equation, values: Sequence[Value]) 
 
 
 def _by_place(gathers: Gathers, equation: Equation, values: Sequence[Value], first: DevicePart) -> Results:
-    """Run an elementwise operation on the parts of all operands, and on those that are the same along the divided axis."""
+    """Run an elementwise operation on parts; operands that are broadcast along the divided axis stay whole."""
     shape, division, operands = shape_of(equation.outvars[0]), first.division, []
     for atom, value in zip(equation.invars, values, strict=True):
         given = shape_of(atom)
@@ -131,7 +131,7 @@ def _transpose(gathers: Gathers, equation: Equation, part: DevicePart, rest: Seq
 
 
 def _reshape(gathers: Gathers, equation: Equation, part: DevicePart, rest: Sequence[Value]) -> Results:
-    """Reshape where the parts are slices of the result, too: the axes before the divided one have as many elements."""
+    """Reshape if the parts are slices of the result, too: the axes before the divided one keep their number of elements."""
     new, old, division = shape_of(equation.outvars[0]), part.shape, part.division
     if "new_sizes" in equation.params and equation.params["dimensions"] is not None:
         return None
@@ -151,7 +151,7 @@ def _broadcast(gathers: Gathers, equation: Equation, part: DevicePart, rest: Seq
 
 
 def _slice(gathers: Gathers, equation: Equation, part: DevicePart, rest: Sequence[Value]) -> Results:
-    """Slice, at numbers that are known or computed, along axes that are not divided."""
+    """Slice along axes that are not divided, at static or computed indices."""
     new, division, params = shape_of(equation.outvars[0]), part.division, dict(equation.params)
     if new[division.axis] != division.length or not all(isinstance(value, Whole) for value in rest):
         return None
@@ -164,7 +164,7 @@ def _slice(gathers: Gathers, equation: Equation, part: DevicePart, rest: Sequenc
 
 
 def _reduce(gathers: Gathers, equation: Equation, part: DevicePart, rest: Sequence[Value]) -> Results:
-    """Reduce along axes; along the divided one each device reduces its part, and all of them the results."""
+    """Reduce along axes. Along the divided one, each device reduces its part, and a collective combines the results."""
     name, axes, division = equation.primitive.name, equation.params["axes"], part.division
     if division.axis not in axes:
         [reduced] = tracing.bind(equation, [part.array])
@@ -177,7 +177,7 @@ def _reduce(gathers: Gathers, equation: Equation, part: DevicePart, rest: Sequen
 
 
 def _neutral(name: str, dtype: np.dtype) -> Any:
-    """Return the number of a type that changes no result of a reduction."""
+    """Return a reduction's neutral element, in a dtype."""
     number = np.asarray(along_axes.NEUTRAL[name])
     if not np.isinf(number):
         return number.astype(dtype)

@@ -3,8 +3,8 @@
 A step adds its gradients up at its end, and XLA makes a value as late as it likes. So the two operands of a weight's gradient,
 such as the logits and their derivative, stay in memory until the backward pass is over. Here the backward pass waits: at a
 product with a large weight, and where it computes something again, its value passes a barrier together with the large
-gradients made so far. Then their sums start, and `LAG` such places later it waits for the sums. If the sums only stand earlier
-in the program, nothing is gained, because XLA has its own order; it keeps barriers. docs/design/passes.md has the figures.
+gradients made so far. Then their sums start, and `LAG` such places later the backward pass waits for the sums. To move the sums
+alone gains nothing, because XLA reorders operations; it keeps barriers. docs/design/passes.md has the figures.
 
 Nothing here knows a layer. The same numbers are added in the same way, so float32 results have the same bits. Barriers change
 what XLA fuses, and so where it rounds bfloat16.
@@ -66,7 +66,7 @@ def large(atoms: Sequence[Atom]) -> list[Var]:
 
 
 def terms_of(sums: Set[Var], equations: Sequence[Equation], differing: Set[Var]) -> set[Var]:
-    """Return the operands of sums, and what operations between have made them of, without large values that are the same."""
+    """Return the operands of sums and the terms they are made of, without large values that are the same on every replica."""
     found = set(sums)
     for equation in reversed(equations):
         if _is_between(equation) and not found.isdisjoint(equation.outvars):
@@ -76,7 +76,7 @@ def terms_of(sums: Set[Var], equations: Sequence[Equation], differing: Set[Var])
 
 
 def moved_up(terms: Set[Var], equations: Sequence[Equation]) -> list[Equation]:
-    """Move the equations between a gradient and its sum up, right behind the last of their operands."""
+    """Move each equation between a gradient and its sum up, right behind the last of its operands."""
     behind: list[list[Equation]] = [[equation] for equation in equations]
     maker: dict[Var, int] = {}
     for place, equation in enumerate(equations):
@@ -96,15 +96,15 @@ class _Order:
         self._differing, self._sums, self._terms = differing, sums, terms
         self._totals = {total for equation in sums.values() for total in equation.outvars}
         self._names: dict[Var, Var] = {}  # value -> the same behind a barrier
-        self._made: list[Var] = []  # the gradients, and terms of such, for which nothing has waited
-        self._started: list[list[Var]] = [[] for _ in range(LAG)]  # the sums for which nothing has waited, by the place
+        self._made: list[Var] = []  # gradients, and terms of gradients, for which nothing has waited
+        self._started: list[list[Var]] = [[] for _ in range(LAG)]  # the sums for which nothing has waited, place by place
         self._done: set[Var] = set()  # the sums that have been started
 
     def now(self, atom: Atom) -> Atom:
         return self._names.get(atom, atom) if isinstance(atom, Var) else atom
 
     def take(self, equation: Equation) -> None:
-        """Add an equation, or what is left of it; if it is a place to wait, behind a barrier."""
+        """Add an equation, without the sums that have started; if the backward pass waits here, add a barrier first."""
         if waiting := self._waiting(equation):
             self._wait(waiting)
         invars, outvars = list(equation.invars), list(equation.outvars)
@@ -122,7 +122,7 @@ class _Order:
         self.equations.append(equation.replace(invars=list(map(self.now, invars)), outvars=list(outvars)))
 
     def _waiting(self, equation: Equation) -> list[Var]:
-        """Return the values that wait at a place: the other operand of a large weight, or what a barrier holds; else none."""
+        """Return the operands that wait at an equation: those beside a large weight, or all of a barrier; else none."""
         waiting = [atom for atom in equation.invars if isinstance(atom, Var) and atom in self._differing]
         if equation.primitive.name in primitives.ONE_TO_ONE:
             return waiting

@@ -34,11 +34,11 @@ class Known(NamedTuple):
     """What is known of a step before it runs."""
 
     axis: str  # of the mesh
-    divisions: Mapping[Shape, Division]  # of the shapes of what is stored: sums of these shapes are stored in parts, too
+    divisions: Mapping[Shape, Division]  # by shape, of the stored arrays: sums of these shapes are stored in parts, too
 
 
 class Parted(Interpreter[Value]):
-    """An evaluation of a program on parts. The body of a loop or a condition has one of its own, with gathers of its own."""
+    """An evaluation of a program on parts. Each body of a loop or condition gets a new one, with new gathers."""
 
     def __init__(self, known: Known, around: tuple[str, ...] = ()) -> None:
         self.known, self.around = known, around
@@ -56,7 +56,7 @@ class Parted(Interpreter[Value]):
         return var not in self.varying
 
     def whole(self, value: Value, is_again: bool = False) -> Any:
-        """Return the whole array of a value; gathered for the backward pass, `is_again`, apart from the forward pass."""
+        """Return a value's whole array. The backward pass (`is_again`) gathers it anew, and need not keep the forward pass's."""
         if isinstance(value, Whole):
             return value.array
         if isinstance(value, Addend):
@@ -65,14 +65,14 @@ class Parted(Interpreter[Value]):
         return self._gather(value, value.array, is_again)
 
     def _gather(self, part: DevicePart, array: jax.Array, is_again: bool) -> jax.Array:
-        """Gather a part once; `array` is the part's, or the same behind a barrier."""
+        """Gather a part once; `array` is the part's array, or that array behind a barrier."""
         key = id(part.array), part.division.axis, is_again
         if key not in self.gathered:
             self.gathered[key] = part.array, part.division.gathered(array, self.known.axis)  # the part keeps its number
         return self.gathered[key][1]
 
     def begin(self, addend: Addend) -> Any:
-        """Return this device's part of a sum, which begins now if it has not."""
+        """Return this device's part of an addend's sum; start the sum unless it has started."""
         if addend.total is None:
             addend.total = addend.division.scattered_sum(self.whole(addend), self.known.axis)
         return addend.total
@@ -80,7 +80,7 @@ class Parted(Interpreter[Value]):
     # -- the walk
 
     def run(self, jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Value]) -> list[Value]:
-        """Return the values of a program's results; its calls are opened, and then it is proven again, variable by variable."""
+        """Return a program's results. Open its calls first, and prove again which variables are the same on every replica."""
         equations, results = flattened(jaxpr)
         differ = {var for var, value in zip(jaxpr.invars, arguments, strict=True) if not _is_same(value)}
         self.varying = varying_in(jaxpr, equations, results, differ)
@@ -97,7 +97,7 @@ class Parted(Interpreter[Value]):
         return list(map(read, results))
 
     def _find_sums(self, equations: Sequence[Equation], results: Sequence[Any], carried: set[Var]) -> None:
-        """Find what is added up to a sum in parts (`sums`), what is only used so (`only`), and what makes these (`terms`)."""
+        """Find the operands of sums in parts (`sums`), those with no other use (`only`), and their `terms`."""
         # What is added to a sum that a loop carries (`carried`) is added up over the replicas, too.
         used = collections.Counter(atom for equation in equations for atom in equation.invars if isinstance(atom, Var))
         used.update(atom for atom in results if isinstance(atom, Var))
@@ -112,7 +112,7 @@ class Parted(Interpreter[Value]):
         self.terms = terms_of(self.sums, equations, self.varying)
 
     def _scaled(self, equation: Equation) -> Var | None:
-        """Return the operand of which an operation makes a multiple, by a factor that is the same on every replica; else None."""
+        """Return the operand that an operation scales, by a factor that is the same on every replica; else None."""
         dtype: Any = getattr(equation.outvars[0].aval, "dtype", np.dtype(bool))
         # Integers are divided without a rest, and a sum of float16 may be infinite before it is scaled.
         if not jnp.issubdtype(dtype, jnp.inexact) or dtype == jnp.float16:
@@ -131,7 +131,7 @@ class Parted(Interpreter[Value]):
         return self.known.divisions.get(shape_of(var)) if is_real else None
 
     def _noted(self, var: Var, value: Value) -> Value:
-        """Note a gradient, whose sum begins early, or a term of one, which is made early."""
+        """Note a gradient, so that its sum begins early, or a term of a gradient, so that it is made early."""
         division = self._division_of(var) if var in self.terms else None
         if division is None or not isinstance(value, Whole) or value.is_same:
             return value
@@ -158,7 +158,7 @@ class Parted(Interpreter[Value]):
         return self._on_wholes(equation, values)
 
     def _of_total(self, equation: Equation, values: list[Value]) -> Addend:
-        """Run on sums what their addends would have gone through: another addend, or a factor that is the same for all."""
+        """Run an operation on sums instead of on their addends: an addition, or scaling by a factor equal on every replica."""
         first: Any = next(value for value in values if _is_total(value))
         shape, division = shape_of(equation.outvars[0]), first.division
         if equation.primitive.name in _ADDS:
@@ -178,7 +178,7 @@ class Parted(Interpreter[Value]):
         return division.scattered_sum(value.array, self.known.axis)
 
     def _held(self, equation: Equation, values: list[Value]) -> list[Value]:
-        """Hold what is behind a barrier until its turn, parts as parts: from there on they are gathered again."""
+        """Hold a barrier's values until their turn. Parts stay parts, and are gathered again behind the barrier."""
         parts, others = ([k for k, v in enumerate(values) if isinstance(v, DevicePart) == is_part] for is_part in (True, False))
         arrays = [_array_of(values[k]) for k in parts], [self.whole(values[k]) for k in others]
         results = list(values)
@@ -189,7 +189,7 @@ class Parted(Interpreter[Value]):
         return results
 
     def _on_wholes(self, equation: Equation, values: list[Value]) -> list[Value]:
-        """Run an operation on whole arrays; in a backward pass each is gathered when its turn comes."""
+        """Run an operation on whole arrays; a backward pass gathers each array only when its turn comes."""
         is_again = jaxprs.is_backward(equation, self.around)
         new = [v for v in values if isinstance(v, DevicePart) and (id(v.array), v.division.axis, is_again) not in self.gathered]
         first = next((k for k, value in enumerate(values) if self._differs(value)), None)
@@ -202,7 +202,7 @@ class Parted(Interpreter[Value]):
         return self.results_of(equation, tracing.bind(equation, [self.whole(value, is_again) for value in values]))
 
     def _differs(self, value: Value) -> bool:
-        """Tell whether a value may differ by replica, and may wait behind a barrier: computed numbers, no keys or references."""
+        """Tell whether a value may differ by replica and can pass a barrier: it is computed, and no key or reference."""
         array = self.whole(value) if isinstance(value, Addend) else value.array
         is_computed = isinstance(array, jax.core.Tracer) and isinstance(getattr(array, "dtype", None), np.dtype)
         return not _is_same(value) and is_computed and isinstance(jax.typeof(array), jax.core.ShapedArray)
@@ -226,11 +226,11 @@ class Parted(Interpreter[Value]):
         return DevicePart(self.total(value, division, shape_of(atom)), division, shape_of(atom))
 
     def call(self, equation: Equation, inner: ClosedJaxpr, values: list[Value]) -> Sequence[Value]:
-        """Keep what is still a call: it has a derivative of its own."""
+        """Run a call that was not opened, because it has its own derivative, on whole arrays."""
         return self._on_wholes(equation, values)
 
     def loop(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
-        """Run a loop with a part of each row; parts that all rounds take are whole, unless rounds have backward passes."""
+        """Run a scan on parts of its rows. Gather a part that all rounds take first, unless rounds have backward passes."""
         if not jaxprs.is_scan(equation):
             return self._on_wholes(equation, values)
         loop, around = jaxprs.loop_of(equation), self.around + jaxprs.transforms_of(equation)
@@ -271,7 +271,7 @@ class Parted(Interpreter[Value]):
         return results
 
     def _given(self, value: Value, is_again: bool, may_be_part: bool = True) -> DevicePart | Whole:
-        """Return a value as an inner program gets it."""
+        """Return a value as a loop's body or a branch gets it."""
         if isinstance(value, Whole) or (isinstance(value, DevicePart) and may_be_part):
             return value
         return Whole(self.whole(value, is_again), isinstance(value, DevicePart))
@@ -284,13 +284,13 @@ class Parted(Interpreter[Value]):
         return dataclasses.replace(division, axis=division.axis - 1)
 
     def like(self, value: Value, other: Value) -> DevicePart | Whole:
-        """Return a value in parts or as a whole, as another one is."""
+        """Return a value in parts or whole, like another value."""
         if isinstance(other, DevicePart):
             return dataclasses.replace(other, array=self.gathers.part(value, other.division, other.shape))
         return Whole(self.whole(value), isinstance(other, Whole) and other.is_same)
 
     def cond(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
-        """Run a condition that is the same on every replica with parts; any other with whole arrays."""
+        """Run a condition on parts if its decision is the same on every replica, else on whole arrays."""
         decision, *operands = values
         is_joint = isinstance(decision, Whole) and decision.is_same
         if not is_joint or not any(isinstance(value, DevicePart) for value in operands):
@@ -312,7 +312,7 @@ class Parted(Interpreter[Value]):
         return list(map(_with_array, kinds, arrays))
 
     def _stored(self, array: jax.Array | None, var: Var) -> DevicePart | Whole:
-        """Return a result in parts if arrays of its shape are stored so and it is the same on every replica, else whole."""
+        """Return a result in parts if it is the same on every replica and arrays of its shape are divided; else whole."""
         division, is_same = self._division_of(var), self.is_same(var)
         if division is None or not is_same:
             return Whole(array, is_same)
@@ -328,7 +328,7 @@ def _is_same(value: Value) -> bool:
 
 
 def _is_with_weight(equation: Equation, values: Sequence[Value]) -> bool:
-    """Tell whether an operation is a product with a large array that is whole, and the same on every replica."""
+    """Tell whether an operation is a product with a large weight: a whole array, the same on every replica."""
     atoms = [atom for atom, v in zip(equation.invars, values, strict=True) if isinstance(v, Whole) and v.is_same]
     return equation.primitive.name in PRODUCTS and bool(large(atoms))
 
@@ -339,7 +339,7 @@ def _is_total(value: Value) -> bool:
 
 
 def _is_added_to(jaxpr: Jaxpr, argument: int, result: int) -> bool:
-    """Tell whether a program only adds to an argument, and returns what comes of it."""
+    """Tell whether a program uses an argument only to add to it, and returns the sum as this result."""
     equations, results = flattened(jaxpr)
     atoms = [*(atom for equation in equations for atom in equation.invars), *results]
     users = [equation for equation in equations if jaxpr.invars[argument] in equation.invars]
@@ -352,7 +352,7 @@ def _is_added_to(jaxpr: Jaxpr, argument: int, result: int) -> bool:
 
 
 def _typed(array: ArrayLike, atom: Atom) -> jax.Array:
-    """Return an array; of a number in the program one of the type that it has there."""
+    """Return an array; a Python number becomes one of the dtype that the program gives it."""
     return array if isinstance(array, jax.Array) else jnp.asarray(array, getattr(atom.aval, "dtype", None))
 
 
@@ -370,7 +370,7 @@ def _with_array(value: Value, array: jax.Array) -> Any:
 
 
 def _moved(value: DevicePart | Addend, places: int, shape: Shape = ()) -> Any:
-    """Return parts with so many more axes before the divided one."""
+    """Return parts of an array that has `places` more axes before the divided one."""
     division = dataclasses.replace(value.division, axis=value.division.axis + places)
     if isinstance(value, Addend):
         return Addend(None, division, value.total)
@@ -378,7 +378,7 @@ def _moved(value: DevicePart | Addend, places: int, shape: Shape = ()) -> Any:
 
 
 def _fill(equation: Equation, values: Sequence[Value]) -> Whole | None:
-    """Run an operation that gives every element of its result one number; return None for any other."""
+    """Run an operation whose result has one number in every element; return None for any other."""
     [first, *_], name = equation.outvars, equation.primitive.name
     shape, numbers = getattr(first.aval, "shape", ()), [_number_of(value) for value in values]
     if shape == () or any(number is None for number in numbers):
@@ -393,7 +393,7 @@ def _fill(equation: Equation, values: Sequence[Value]) -> Whole | None:
 
 
 def _number_of(value: Value) -> Any:
-    """Return the number that is all elements of an array, the same on every replica; None if there is none."""
+    """Return the number that all elements of an array have on every replica; None if there is none."""
     if not isinstance(value, Whole) or not value.is_same:
         return None
     return value.array if jnp.ndim(value.array) == 0 else value.number

@@ -25,7 +25,7 @@ LARGE_BYTES = 128 * 1024
 
 
 def _run_replica(step: Proven, constants: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-    """Run a step on the device of a replica, where an array of per-replica values has a first axis of size 1."""
+    """Run a step on a device with one replica: per-replica values have a leading axis of size 1."""
     values = [jnp.squeeze(array, 0) if is_own else array for array, is_own in zip(inputs, step.own_inputs, strict=True)]
     outputs = interpreter.evaluate(step.closed, constants, values)
     results = [jnp.expand_dims(array, 0) if end else array for array, end in zip(outputs, step.own_outputs, strict=False)]
@@ -34,13 +34,13 @@ def _run_replica(step: Proven, constants: Sequence[Any], inputs: Sequence[Any]) 
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """What the sums of a step bring along: sums of results (`carried` has their positions), and `num_arrays` other sums."""
+    """What rides in the buffers of a step's sums: `num_arrays` other sums, and sums of the results at positions `carried`."""
 
     carried: tuple[int, ...] = ()
     num_arrays: int = 0
 
     def describe(self) -> str:
-        """Describe the sums that are joined and carried, in a part of a sentence; "" for none."""
+        """Describe the joined and carried sums, as the rest of a sentence; "" for none."""
         text = f", {self.num_arrays} in the buffer of another" if self.num_arrays else ""
         if self.carried:
             text += f"; carries the sum of {counted(len(self.carried), 'result')}, which strategy.reduce looks up"
@@ -52,7 +52,7 @@ class Proven:
     """A proven step. A pass returns it with another program, or with another way to run the program on a device.
 
     Its inputs are the written variables, the variables that it only reads, and the arrays; its outputs the results and the new
-    values of the written variables. Per-replica values have a first axis for the replicas there.
+    values of the written variables. Per-replica values have a leading axis: the replicas of the device.
     """
 
     mesh: ReplicaMesh
@@ -64,7 +64,7 @@ class Proven:
     in_specs: tuple[PartitionSpec, ...]  # where the inputs lie: whole on each device, or a row for each replica
     out_specs: tuple[PartitionSpec, ...]
     may_divide: bool  # whether large arrays that are the same on every replica may lie in parts
-    closed: ClosedJaxpr  # what runs; behind the outputs it gives the sums that it carries
+    closed: ClosedJaxpr  # the program that runs; the carried sums follow its outputs
     joined: Joined = Joined()
     run: Run = _run_replica
 
@@ -78,7 +78,7 @@ class Proven:
         outputs = *differ, *[spec.is_on_read for spec in specs[: len(written)]]
         stacked, whole = PartitionSpec(mesh.axis), PartitionSpec()
         given, made = [tuple([stacked if is_own else whole for is_own in flags]) for flags in (inputs, outputs)]
-        bare = lifted.bare()  # who runs the step gives it the arrays that it closes over
+        bare = lifted.bare()  # its caller passes the arrays that it closes over
         may_divide = mesh.storage is not Storage.WHOLE or {None} != {None, *[spec.division for spec in specs]}
         return cls(mesh, axis, bare, findings, inputs, outputs, given, made, may_divide, bare.closed)
 
@@ -88,9 +88,9 @@ class Proven:
         return self.findings.has_collective and self.mesh.per_device == 1 and not is_users
 
     def may_order_sums(self) -> bool:
-        """Tell whether it adds up over devices on a platform where the order saves memory, and has a large array.
+        """Tell whether the step has a large array and sums over devices, on a platform where ordering the sums saves memory.
 
-        Arrays in parts have an order of their own, with their gathers.
+        The sums of arrays in parts are ordered together with their gathers: see `turns`.
         """
         way, avals = platform_of(self.mesh.mesh), [var.aval for var in (*self.closed.jaxpr.constvars, *self.closed.jaxpr.invars)]
         sizes = [getattr(a, "size", 0) * getattr(getattr(a, "dtype", None), "itemsize", 0) for a in avals]
@@ -102,7 +102,7 @@ class Proven:
         return self.mesh.per_device > 1
 
     def describe(self) -> str:
-        """Write the step as text that is equal on two workers which may run it together."""
+        """Describe the step as text. Workers may run it together if their texts are equal."""
         is_split = list(self.own_inputs[len(self.lifted.variables) :])
         is_mirrored = tuple(not is_own for is_own in self.own_outputs[: self.lifted.num_results])
         text = f"arguments by replica: {is_split}\n{self.lifted.describe()}\nmirrored results: {is_mirrored}"
@@ -111,5 +111,5 @@ class Proven:
         return text
 
 
-#: Runs a step on a device, given the arrays that it closes over, and its inputs as the device has them; returns its outputs.
+#: Runs a step on a device, given the step's constants and the device's inputs; returns the outputs.
 Run: TypeAlias = Callable[[Proven, Sequence[Any], Sequence[Any]], list[Any]]

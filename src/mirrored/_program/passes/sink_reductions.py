@@ -5,8 +5,8 @@ Its sum over the replicas is one product over the rows of all: the replicas' axi
 sinks through what is linear, down to a product, a convolution, a scatter or another sum, and is made there. XLA removes the
 products of single replicas, which nobody uses.
 
-Where a value is in bfloat16 and its sum in float32, the product of all rows is rounded once, as on one device, and not for each
-replica; what else would be rounded by each replica is.
+If a value is in bfloat16 and its sum in float32, the product of all rows is rounded once, as on one device, instead of once for
+each replica. Other operations that round still do so on each replica.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def _add_rows(stack: jax.Array) -> jax.Array:
 def sum_over_replicas(value: Value, read: Callable[[Value], Any], totals: dict[Value, jax.Array], dtype: np.dtype) -> jax.Array:
     """Return the sum of a per-replica value over the replicas of a device.
 
-    `read` returns the array of a value, `[v, ...]` if it is one for each replica; None while it is unknown. `totals` are sums
-    that were made before. `dtype` is that of the sum: the value's, or the wider one to which the value is converted.
+    `read` returns a value's array, `[v, ...]` for a per-replica value; None before it is computed. `totals` are sums that were
+    made before. `dtype` is the sum's: the value's own dtype, or the wider one to which the program converts the value.
     """
     if (total := _sunk(value, read, totals, dtype)) is not None:
         return total
@@ -45,7 +45,7 @@ def sum_over_replicas(value: Value, read: Callable[[Value], Any], totals: dict[V
 
 
 def _sunk(value: Value, read: Callable[[Value], Any], totals: dict[Value, jax.Array], dtype: np.dtype) -> jax.Array | None:
-    """Return the sum over the replicas, made of sums of what the value was made from; None if the value must be added up."""
+    """Return a value's sum over the replicas, made from sums of its operands; None if the value itself must be added up."""
     node = value.maker
     if value in totals and totals[value].dtype.itemsize >= dtype.itemsize:
         return totals[value].astype(dtype)

@@ -20,7 +20,7 @@ from .proven import Proven, Run
 
 
 class Divisions(NamedTuple):
-    """How the inputs and outputs of a step are divided; None: each device has all of it, or its replicas their own."""
+    """How a step's inputs and outputs are divided; None: whole on each device, or one for each replica."""
 
     inputs: list[Division | None]
     outputs: list[Division | None]
@@ -61,7 +61,7 @@ def store_in_parts(step: Proven) -> Proven:
 
 
 def _run_on_parts(known: Known, divisions: Divisions, step: Proven, constants: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-    """Run a step on the device of a replica, where an array of per-replica values has a first axis of size 1."""
+    """Run a step on a device with one replica: per-replica values have a leading axis of size 1."""
     jaxpr, given = step.closed.jaxpr, list[Value]()
     for var, array, division, is_own in zip(jaxpr.invars, inputs, divisions.inputs, step.own_inputs, strict=True):
         if division is not None:
@@ -84,7 +84,7 @@ def _run_on_parts(known: Known, divisions: Divisions, step: Proven, constants: S
 
 
 def _run_gathered(run: Run, divisions: Divisions, step: Proven, constants: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-    """Run a step in another way, with all arrays whole until it ends."""
+    """Run a step by `run` on whole arrays: gather its inputs first, and divide its outputs at the end."""
     name = step.mesh.axis
     pairs = zip(inputs, divisions.inputs, strict=True)
     outputs = run(step, constants, [array if division is None else division.gathered(array, name) for array, division in pairs])

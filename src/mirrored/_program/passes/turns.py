@@ -1,6 +1,6 @@
 """The order of a backward pass on parts: what waits for what, so that gathers and sums overlap and little is alive at once.
 
-Without it XLA gathers every weight of the backward pass at its begin, and makes weight gradients at its end.
+Without this order XLA gathers all weights at the begin of the backward pass, and makes weight gradients at its end.
 docs/design/parts.md has the reasons and the measured gains.
 """
 
@@ -15,21 +15,21 @@ from .on_parts import Addend, Whole
 
 #: Begins the sum of an addend.
 Begin: TypeAlias = Callable[[Addend], object]
-#: So many places to wait after it is begun, the backward pass waits for a sum.
+#: The backward pass waits for a sum so many places after the one where the sum began.
 LAG = 1
 
 
 class Turns:
     """The gathers and sums of a backward pass, in order.
 
-    A gather begins once the operand of the gather before is there: it runs meanwhile, and no earlier. An operation on a gathered
-    array, or a product with a large whole weight, waits for the gradients before it, and for sums begun `LAG` such places before.
+    A gather begins when the operation on the array gathered before it has its operand: so both run at once. Such an operation, or
+    a product with a large whole weight, waits for the gradients before it, and for sums begun `LAG` such places before.
     """
 
     def __init__(self) -> None:
         self._made: list[tuple[Whole, Addend | None]] = []  # gradients that nothing waits for yet
         self._begun: list[tuple[int, Addend]] = []  # sums, and the places since
-        self._before: Any = None  # the operand of the gather before
+        self._before: Any = None  # the operand of the operation on the array gathered last
 
     @property
     def has_waiting(self) -> bool:
@@ -41,14 +41,14 @@ class Turns:
         self._made.append((value, addend))
 
     def ready(self, parts: list[Any]) -> list[Any]:
-        """Return parts that are to be gathered, available when the gather before has its operand."""
+        """Return parts to gather, available when the operation on the parts gathered before has its operand."""
         if self._before is None or not parts:
             return parts
         parts, _ = jax.lax.optimization_barrier((parts, self._before))
         return parts
 
     def wait(self, operands: list[Any], begin: Begin) -> list[Any]:
-        """Return the operands of an operation that waits, available after the gradients before it; `begin` begins their sums."""
+        """Return an operation's operands, available after the gradients noted before; `begin` begins the gradients' sums."""
         if not operands:
             return operands
         ended = [addend for age, addend in self._begun if age >= LAG]
@@ -67,9 +67,9 @@ class Turns:
         return operands
 
     def hold(self, parts: list[Any], others: list[Any], begin: Begin) -> list[Any]:
-        """Return the operands of what is computed again, parts first, available when it is its turn."""
+        """Return the operands of a recomputation, parts first, available when its turn comes."""
         is_first = self._before is None
         ready, tied = self.ready(parts), self.wait(others, begin)
-        if is_first:  # then no gather was before whose operand holds the parts
+        if is_first:  # no gather came before, so nothing holds the parts yet
             return jax.lax.optimization_barrier([*ready, *tied])
         return [*ready, *tied]

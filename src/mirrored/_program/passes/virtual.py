@@ -66,7 +66,7 @@ class _Device(NamedTuple):
 
 
 class _Course:
-    """A program run for all replicas of a device; the first axis of an array of per-replica values is that of its replicas."""
+    """A program run for all replicas of a device; per-replica values have a leading axis for the replicas."""
 
     def __init__(self, device: _Device, jaxpr: Jaxpr, constants: Sequence[Any], arrays: Any, is_own: Sequence[bool]) -> None:
         """Prepare to run; `is_own` tells which arrays are per-replica values."""
@@ -93,7 +93,7 @@ class _Course:
         return self.known.get(value, value.content)
 
     def as_kind(self, value: Value, end: bool) -> Any:
-        """Read a value as one for each replica (`end`), or as one for all, where the proof has shown that they are equal."""
+        """Return a value's array, with a row for each replica if `end`; else one row, because the proof found all rows equal."""
         array = self.read(value)
         if value.is_own == end:
             return array
@@ -103,7 +103,7 @@ class _Course:
         self.known.update(zip(node.outputs, arrays, strict=True))
 
     def keep_totals(self, values: Iterable[Value], pairs: Iterable[tuple[Any, Any]]) -> None:
-        """Keep the sums of values; a pair is a value's array and its sum, or None."""
+        """Keep the sums of values. Each pair has a value's array, and the value's sum or None."""
         self.totals.update({value: total for value, (_, total) in zip(values, pairs, strict=True) if total is not None})
 
     def run_own(self, nodes: Sequence[Node]) -> None:
@@ -117,7 +117,7 @@ class _Course:
                 self._run_group(list(group), one_by_one)
 
     def run_at_once(self, node: Node) -> list[Any]:
-        """Run a node on the arrays of all replicas: a scan taken apart, a barrier, or an elementwise one on the rows of all."""
+        """Run a node once for all replicas: a scan taken apart, a barrier, or an elementwise operation on all rows."""
         loop = jaxprs.loop_of(node.equation)
         if loop.parts:
             return self.run_loop(node, loop)
@@ -128,7 +128,7 @@ class _Course:
         return [rows.reshape(self.mesh.per_device, *node.outputs[0].aval.shape)]
 
     def is_alone(self, equation: Equation) -> bool:
-        """Tell whether replicas run an equation one after the other, because together it would do something else."""
+        """Tell whether to run an equation for one replica after the other: run for all at once, it would do something else."""
         return self.is_whole or _is_slow(equation) or tracing.have_mesh(jaxprs.inside(equation))
 
     def splits(self, equation: Equation) -> bool:
@@ -189,14 +189,14 @@ class _Course:
         return jax.lax.psum(totals, self.mesh.axis)
 
     def total(self, value: Value, wide: bool = False) -> jax.Array:
-        """Add a value up over the device's replicas; a `wide` sum has 32 bits or more."""
+        """Sum a value over the device's replicas; a `wide` sum has 32 bits or more."""
         dtype = wide_type(value) if wide else value.aval.dtype
         if value.is_own or value in self.totals:
             return sink_reductions.sum_over_replicas(value, self.read, self.totals, dtype)
         return jnp.asarray(self.read(value), dtype) * jnp.asarray(self.mesh.per_device, dtype)
 
     def exchange(self, node: Node) -> list[Any]:
-        """Run a collective other than a sum on the values of all replicas, and take the results of this device's."""
+        """Run a collective other than a sum on the values of all replicas, and keep the results for this device's replicas."""
         stacks = [self.as_kind(value, True) for value in node.inputs]
         every = [jax.lax.all_gather(stack, self.mesh.axis, tiled=True) for stack in stacks]
         try:
@@ -211,9 +211,9 @@ class _Course:
         return [of_device(row) if value.is_own else row[0] for row, value in zip(results, node.outputs, strict=True)]
 
     def run_loop(self, node: Node, loop: jaxprs.Loop) -> list[Any]:
-        """Run a loop of all replicas, or a condition in which they meet; all take the same way through it.
+        """Run a loop, or a condition with collectives inside, for all replicas together: all take the same rounds or branch.
 
-        Beside the values of each replica a scan carries and stacks their sums; JAX drops those that nobody uses.
+        A scan also carries and stacks the sums of per-replica values; JAX drops the sums that nobody uses.
         """
         ends = [value.is_own for value in node.outputs]
         is_own = [value.is_own and k not in loop.index for k, value in enumerate(node.inputs)]  # inside
@@ -248,7 +248,7 @@ class _Course:
         return [self.spread(array) if value.is_own > end else array for array, value, end in kinds]
 
     def spread(self, array: jax.Array) -> jax.Array:
-        """Give each replica of the device a value."""
+        """Repeat a shared array for each replica of the device."""
         return jnp.broadcast_to(array, (self.mesh.per_device, *jnp.shape(array)))
 
 
@@ -257,7 +257,7 @@ def _is_slow(equation: Equation) -> bool:
 
 
 def _has_references(jaxpr: Jaxpr) -> bool:
-    """Tell whether a program has a `jax.Ref`, also in what it calls; those in a kernel's or a loop's body are its own."""
+    """Tell whether a program, or a function that it calls, has a `jax.Ref`; those inside a kernel or loop do not count."""
     atoms = [atom for equation in jaxpr.eqns for atom in (*equation.invars, *equation.outvars)]
     called = [inner for equation in jaxpr.eqns if (inner := jaxprs.callee(equation)) is not None]
     return any(isinstance(atom.aval, jax.ref.AbstractRef) for atom in atoms) or any(_has_references(c.jaxpr) for c in called)
@@ -300,8 +300,8 @@ def _swap(array: Any, is_own: bool) -> Any:
 class Agenda(Reading):
     """The nodes of a step, or of a body in it, in their order, and its outputs.
 
-    A node's results are per-replica values, all or none. Of a node that is taken apart (`splits`), some may be shared from the
-    next stage on, such as the counter of a scan.
+    The results of one node are either all per-replica values or all shared. The exception is a node that is taken apart
+    (`splits`): some of its results, such as a scan's counter, may be shared from the next stage on.
 
     Raises:
         ContextError: when several replicas of one device cannot run an operation.
@@ -320,7 +320,7 @@ class Agenda(Reading):
         self.outputs = self.run(jaxpr, constants, inputs)
 
     def needed(self, nodes: Sequence[Node]) -> tuple[list[Value], list[Value]]:
-        """Return the results of some nodes that other nodes sum over the replicas, and those that other nodes use otherwise."""
+        """Return two lists of the nodes' results: those that other nodes sum over the replicas, and those used otherwise."""
         group = set(nodes)
         others = [node for node in self.nodes if node not in group]
         added = {value for node in others if jaxprs.is_sum(node.equation) for value in node.inputs}
@@ -336,12 +336,12 @@ class Agenda(Reading):
         if held:
             kept = self.plain(tracing.barrier([values[k].aval for k in held]), [values[k] for k in held])
             for k, value in zip(held, kept, strict=True):
-                behind[k], value.maker = value, None  # no sum over the replicas looks behind it either
+                behind[k], value.maker = value, None  # so that sums over the replicas do not sink through it
         return self.run_closed(inner, list(behind.values()))
 
     def plain(self, equation: Equation, values: list[Value]) -> list[Value]:
         outputs, node = super().plain(equation, values), self.nodes[-1]
-        is_barrier = equation.primitive.name in primitives.ONE_TO_ONE  # some are made here, and the proof has not seen them
+        is_barrier = equation.primitive.name in primitives.ONE_TO_ONE  # the proof has not seen those made here
         varies = [v.is_own for v in values] if is_barrier else [variable in self.varying for variable in equation.outvars]
         node.stage = max((value.stage for value in values), default=0) + node.is_collective
         node.is_own = not node.is_collective and (any(varies) or not node.is_pure or any(value.is_own for value in values))
