@@ -143,7 +143,7 @@ def operation(
 def _noise(
     equation: Equation, inputs: Sequence[Advised], state: Advised, line: Callable[[Equation], str], drawn: Drawn | None
 ) -> Noise | None:
-    """Return the noise in the result of an operation, or note that it meets a replica's own rows there."""
+    """Return the noise in an operation's result; note noise that meets a replica's own rows in the operation."""
     is_draw = equation.primitive.name in primitives.DRAWS
     if is_draw and drawn is not None:
         kind = "the same on all replicas" if state.is_mirrored else "other on each replica"

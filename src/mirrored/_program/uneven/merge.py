@@ -250,7 +250,7 @@ def _number_slots(avals: Sequence[Any]) -> dict[Slot, Shape]:
 
 
 def _padded(value: Any, dtype: Any, shape: Shape) -> jax.Array:
-    """Pad a value with zeros to this shape, as all branches of a switch must have it; flatten a value of another rank first."""
+    """Pad a value with zeros to the shape that all branches of a switch return; flatten a value of another rank first."""
     array = jax.lax.convert_element_type(value, dtype)  # of a weak type otherwise
     if array.ndim != len(shape):
         array = array.reshape(-1)

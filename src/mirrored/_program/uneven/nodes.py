@@ -33,7 +33,7 @@ class Value:
     stage: int = 0  # from which stage on it is known
     is_own: bool = False  # whether each replica of a device has its own; only `virtual` tells
     content: Any = None  # the array, for a constant
-    outer: Value | None = None  # of a value that a loop's body captures: the one outside of the loop
+    outer: Value | None = None  # for a value that a loop's body captures: its value outside of the loop
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -114,7 +114,7 @@ def stages_of(nodes: Sequence[Node]) -> list[list[Node]]:
 
 
 def find_undivided(values: Sequence[Value]) -> Node | None:
-    """Return a node that JAX cannot cut, and that an uncommon one of these values depends on; call it after `compare`."""
+    """Return a node that JAX cannot cut, if an uncommon one of these values depends on it; call this after `compare`."""
     seen: set[Value] = set()
     waiting = [value for value in values if value.number is None]
     while waiting:

@@ -42,7 +42,7 @@ def lift_uneven(
     Raises:
         UnevenReplicasError: when replicas with different numbers of rows would not reach the same collectives,
             or return different structures, or values that depend on the replica's number of rows alone.
-        ReplicasDivergeError: when already replicas with equal rows would diverge.
+        ReplicasDivergeError: when replicas would diverge even with equal rows.
     """
     leaves = call.array_leaves()
     kinds = find_kinds(call, leaves)
@@ -111,7 +111,7 @@ class Kinds:
         return tuple(sizes[kind] for kind in self.of_replica)
 
     def guess(self, kind: int, size: int) -> tuple[int, ...]:
-        """Guess each kind's size, given that of one kind: it is a number of rows, or a multiple of one."""
+        """Guess each kind's size, given one kind's: it is taken for a number of rows, or a multiple of one."""
         for sizes in self._row_counts():
             rows = sizes[kind]
             if size == rows or (rows > 1 and size % rows == 0):
@@ -123,7 +123,7 @@ class Kinds:
         """Return the rows of a replica of a kind, and of all replicas: their ratio is its weight in a mean.
 
         Raises:
-            UnevenReplicasError: when it depends on the argument.
+            UnevenReplicasError: when the ratio differs between arguments.
         """
         counts = [*self._row_counts(), *(tuple(shapes[i][0] for shapes in self.shapes) for i in self.batches)]
         totals = [sum(self.on_replicas(sizes)) for sizes in counts]
@@ -211,9 +211,9 @@ class _AskedSizes:
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
-        """Trace inside this block, so that a function under an inner `jit` asks again each time it is called.
+        """Trace inside this block, so that a function under an inner `jit` is traced, and asks, at each of its calls.
 
-        For another kind its arguments may have other shapes the second time, and then it asks twice.
+        JAX caches its trace by shape: calls whose shapes are equal for one kind only would ask once there, and twice elsewhere.
         """
         with tracing.separate_caches() as self._renew_caches:
             yield
@@ -238,8 +238,8 @@ class _AskedSizes:
 def _trace_all(call: Call, kinds: Kinds, frame_with: Callable[[Any], Frame]) -> list[Lifted]:
     """Trace the step for each kind with the right sizes, and with the variables that any kind touches.
 
-    Guesses are nearly always right, and then each kind is traced once. A wrong one is found when all kinds have asked, and may
-    even make the step fail; the next round has the right answer to one more question at least.
+    Guesses are nearly always right, and then each kind is traced once. A wrong guess may even make the step fail. It is found
+    when all kinds have asked, and the next round has the right answer to at least one more question.
     """
     known: list[tuple[int, ...]] = []
     for num_sure in itertools.count():  # so many questions had the right answers

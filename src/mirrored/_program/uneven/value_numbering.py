@@ -62,7 +62,7 @@ class _Numbering:
                 self._number_of(value)
 
     def number_row(self, row: Sequence[Value], is_common: bool) -> None:
-        """Give one value of each trace a new number in common, or none."""
+        """Give a row of values, one from each trace, one new number, or none."""
         number = self._number(object()) if is_common else None
         for value in row:
             value.number = number
@@ -122,7 +122,7 @@ class _Numbering:
                 value.number = self._number((equation_key(alone.equation), operands, alone.results.index(position)))
 
     def _number_collectives(self, stage: int, collectives: Sequence[Node]) -> int:
-        """Number one collective of all traces; return its stage: that of the collective before, unless it must wait for it."""
+        """Number one collective of all traces. Return its stage: the last one's, or the next if it must wait for that."""
         for value in (value for node in collectives for value in node.inputs):
             self._number_of(value)
         ready = max((value.stage for node in collectives for value in node.inputs), default=0)
@@ -145,7 +145,7 @@ def _has_one_shape(row: Sequence[Value]) -> bool:
 
 
 def _drop_uncommon_numbers(traces: Sequence[Trace]) -> None:
-    """Drop the numbers that not every trace has, also of values computed from such values."""
+    """Drop numbers that are missing in some trace, and those of all values computed from such values."""
     for trace in traces:
         for value in trace.captured:
             value.number = value.outer.number if value.outer is not None else None
@@ -170,7 +170,7 @@ def _drop_uncommon_numbers(traces: Sequence[Trace]) -> None:
 
 
 def _take_common_out(node: Node) -> list[Node]:
-    """Split a loop, condition or call in two: one for the common results, one for the rest, which computes some again."""
+    """Split a loop, condition or call in two: one for the common results, one for the rest, which repeats some work."""
     common = [k for k, value in enumerate(node.outputs) if value.number is not None]
     is_common = len(common) == len(node.outputs) and None not in [value.number for value in node.inputs]
     if node.is_collective or not common or is_common:
@@ -195,7 +195,7 @@ def _take_common_out(node: Node) -> list[Node]:
 
 
 def check_collectives(traces: Sequence[Trace]) -> None:
-    """Refuse traces, or one loop's bodies in all of them, that do not reach the same collectives in the same order.
+    """Refuse traces (or one loop's bodies in each trace) that do not reach the same collectives in the same order.
 
     Their dtypes and shapes must agree. If several have the same dtype and number of axes, the user's lines must agree too.
 
@@ -261,7 +261,7 @@ def _in_other_places(differing: str) -> str:
 
 
 def _without_gradient(traces: Sequence[Trace], differing: str) -> str:
-    """Return the message for a loss that has no gradient where there are no rows; empty if there is no such loss."""
+    """Return the message about a loss that has no gradient on replicas without rows; "" if there is no such loss."""
     notes = [node.equation.params.get("note") for trace in traces for node in trace.nodes]
     for note in notes:
         if isinstance(note, Mark) and note.purpose is Purpose.NO_ROWS and note.name:
