@@ -29,7 +29,7 @@ def claimed(variables: Sequence[Variable]) -> contextlib.AbstractContextManager[
 def copied(variables: Sequence[Variable]) -> list[jax.Array | jax.ShapeDtypeStruct]:
     """Return copies of mirrored variables; unlike `variable.value`, they let a program overwrite the variables in place.
 
-    Each is one array tied to no device; with several workers, and of a variable in parts, it is placed like the value.
+    A copy is one array, tied to no device; with several workers, or for a variable in parts, it is placed like the value.
     """
     with lent(variables) as arrays:
         return [_copied(variable._joined(array)) for variable, array in zip(variables, arrays, strict=True)]
@@ -54,7 +54,7 @@ def store(variable: Variable, array: jax.Array) -> None:
 
 
 def lose(variables: Sequence[Variable], error: BaseException) -> None:
-    """Let nobody read variables that a failed restore has replaced, because others have older values; say so on the error."""
+    """Mark variables as lost: a restore replaced them before it failed, and others have older values. Note it on the error."""
     slots = [variable._slot for variable in variables]
     lost = storage.Lost.of([slot.name for slot in slots], error, "a restore, after it had replaced this value,")
     with claimed(variables), storage.lock:
@@ -65,7 +65,7 @@ def lose(variables: Sequence[Variable], error: BaseException) -> None:
 
 
 def store_in_parts(variable: Variable, value: placement.Sliced) -> None:
-    """Set a variable that is in parts from a value of the host, which every worker has; each reads its own slices of it."""
+    """Set a variable in parts from a host value that every worker has; a worker reads only its own slices."""
     spec = variable._spec
     assert spec.division is not None
     with claimed([variable]):

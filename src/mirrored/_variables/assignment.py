@@ -29,10 +29,10 @@ from .spec import Given, VariableSpec, without_counters
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """A value that a variable is given, and how it is combined with the old one.
+    """A value to assign to a variable, and how to combine it with the old value.
 
     Attributes:
-        combine: makes the new value of the old one and the operand; None: the operand is the new value.
+        combine: makes the new value from the old one and the operand; None: the operand is the new value.
         load: returns the stored array: one copy inside a step, else the mirrored array or the stack of copies.
         read: returns the one value that the variable has.
     """
@@ -45,7 +45,7 @@ class Assignment:
     read: Callable[[], jax.Array]
 
     def new_value(self, frame: Frame | None) -> jax.Array:
-        """Return the value to store; in a trace, a mirrored variable's is aggregated, or marked for the proof."""
+        """Return the value to store; in a trace, aggregate a mirrored variable's value, or mark it for the proof."""
         spec, axis = self.spec, None if frame is None else frame.axis
         is_in_replica = frame is not None and frame.replica is not None
         if spec.is_on_read and not is_in_replica:
@@ -164,7 +164,7 @@ def check_per_replica(spec: VariableSpec, method: str, operand: PerReplica) -> N
 
 
 def placed(array: jax.Array | np.ndarray, mesh: ReplicaMesh, name: str = "", division: Division | None = None) -> jax.Array:
-    """Return what is stored of an array, as the chief has it; `name` is that of the variable whose first value it is."""
+    """Return the chief's array in its stored form; it is the first value of the variable `name`."""
     if division is not None:
         now = getattr(array, "sharding", None) or mesh.mirrored  # a ShapeDtypeStruct has None
         is_joint = now.device_set == mesh.mirrored.device_set and not now.is_fully_replicated
@@ -174,7 +174,7 @@ def placed(array: jax.Array | np.ndarray, mesh: ReplicaMesh, name: str = "", div
         return placement.divide(mesh, division, array)
     if mesh.is_alone or not name:
         return placement.mirror(mesh, [array])[0]
-    # The name goes along, in the same program, and must be the chief's: else variables would hold each other's values.
+    # The same program compares the names: a worker with another order of variables would mix their values up.
     sum_of_name = np.uint32(zlib.crc32(without_counters(name).encode()))
 
     def refuse_name(position: int, _: Sequence[int]) -> None:
@@ -195,7 +195,7 @@ def placed_copy(array: jax.Array | np.ndarray, mesh: ReplicaMesh, name: str = ""
 
 
 def _refuse_names(name: str) -> NoReturn:
-    """Refuse a variable that has another name on another worker; all workers come here."""
+    """Refuse a variable that has another name on another worker; all workers call this."""
     names = joint_programs.exchange("names of variables", name)
     listed = "; ".join(f"worker {worker}: {other!r}" for worker, other in enumerate(names))
     raise ProgramMismatchError(

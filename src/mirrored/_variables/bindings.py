@@ -49,7 +49,7 @@ class Bindings:
         return self.value_of(variable)
 
     def value_of(self, variable: Variable) -> jax.Array:
-        """Return a variable's present value, for bindings on top of these, which check their own reads."""
+        """Return a variable's present value to the bindings on top of these, which check the read themselves."""
         if (value := self._values.get(variable)) is None:
             return self._fallback(variable)
         return value
@@ -74,7 +74,7 @@ class Bindings:
 
 
 class ReadInsideJit(BaseException):
-    """Code that shares JAX's caches must be started again with caches of its own. Users never see it."""
+    """Code was traced with JAX's shared caches, and must be traced again with separate ones. Users never see it."""
 
 
 def with_few_compilations(compute: Callable[[Callable[[], Any]], ResultT]) -> ResultT:

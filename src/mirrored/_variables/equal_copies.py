@@ -54,7 +54,7 @@ last_comparisons: dict[ReplicaMesh, CopiesCompared] = {}
 def check(mesh: ReplicaMesh, variables: Sequence[Variable], every: int = 0) -> int:
     """Compare the checksums of all copies of mirrored variables; with several workers, all call this together.
 
-    Of a variable in parts there is one copy of each part, and nothing to compare.
+    A variable in parts has one copy of each part, so nothing to compare.
 
     Workers collect garbage at different times, so only variables that all of them still have are compared. Returns the
     `every` of worker 0, the number of runs after which it would like to compare again.
@@ -84,7 +84,7 @@ def check(mesh: ReplicaMesh, variables: Sequence[Variable], every: int = 0) -> i
 
 
 def _find_difference(mesh: ReplicaMesh, variables: Sequence[Variable], own: list[Any]) -> str:
-    """Compare copies one by one, and describe the first difference; a variable that some worker has no more is left out."""
+    """Compare copies one by one, and describe the first difference; skip variables that some worker no longer has."""
     told = _exchange(mesh, [own, machine.words(device.device_kind for device in mesh.local_devices)])
     by_worker = [dict(sums) for sums, _ in told]
     for variable in variables:
@@ -93,7 +93,7 @@ def _find_difference(mesh: ReplicaMesh, variables: Sequence[Variable], own: list
             column = np.array([value for of_worker in copies for value in of_worker], np.uint32)
             if (column != column[0]).any():
                 machines = ""
-                if all(len(set(of_worker)) == 1 for of_worker in copies):  # as those of machines that compute other last bits
+                if all(len(set(of_worker)) == 1 for of_worker in copies):  # machines may compute different last bits
                     machines = machine.difference([words for _, words in told])
                 return _describe(mesh, variable, column, machines)
     return ""
@@ -108,7 +108,7 @@ def _checksums(variable: Variable) -> list[int]:
 
 
 def _with_copies(variables: Sequence[Variable]) -> list[Variable]:
-    """Return the variables of whose value there is more than one copy."""
+    """Return the variables that have more than one copy of their value."""
     pairs = zip(variables, map(spec_of, variables), strict=True)
     return [v for v, spec in pairs if not spec.is_on_read and (spec.division is None or spec.division.num_copies > 1)]
 
@@ -139,11 +139,11 @@ class Watch:
     """A periodic comparison of the copies of a program's variables, and of the workers' histories.
 
     The interval is measured anew at each comparison, so that comparisons cost 1 % of the time; programs that run in turns
-    share it. The cheaper of the last two comparisons counts: one that a busy machine makes slow must not put the next off.
+    share it. The cheaper of the last two comparisons counts, so that one slowed by a busy machine does not delay the next.
 
     Attributes:
         count: runs of the program so far; its caller counts, and calls `compare` when `next` is reached.
-        next: the run before which copies are compared. An error leaves it, so that the next run finds the difference again.
+        next: the run before which copies are compared. An error does not change it, so the next run finds the difference again.
         every: runs between the last comparison and the next; the same on all workers.
     """
 
@@ -175,7 +175,7 @@ class Watch:
         """Return the runs until the next comparison, by what this worker has measured."""
         with _watches_lock:
             counts = {id(watch): watch.count for watch in _watches}
-        num_sharing = sum(count != self._counts.get(key) for key, count in counts.items())  # that have run, with this one
+        num_sharing = sum(count != self._counts.get(key) for key, count in counts.items())  # of the programs that have run since
         self._counts = counts
         if len(self._costs) < 2:
             return _MIN_RUNS

@@ -32,7 +32,7 @@ _TRACED = (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Made:
-    """What is stored of a new value, in a fresh buffer, and the shape of the whole value."""
+    """A new value as it is stored, in a fresh buffer, with the shape of the whole value."""
 
     stored: jax.Array
     shape: Shape
@@ -51,7 +51,7 @@ def called(
     is_on_read: bool,
     dtype: DTypeLike | None,
 ) -> PyTree:
-    """Return what a function makes as the first value of a variable, in parts where the variable may be."""
+    """Return a variable's first value, made by a function; in parts where the variable may be."""
     how = mesh.storage
     if storage is not None:
         how = Storage.parse(storage, "storage")
@@ -67,11 +67,11 @@ def make(
     dtype: DTypeLike | None = None,
     given: Sequence[tuple[VariableSpec, jax.Array]] = (),
 ) -> PyTree:
-    """Return a function's result, with `Made` for each array that it computes; arrays that it takes from elsewhere stay.
+    """Return a function's result, with a `Made` for each computed array; arrays that existed before are unchanged.
 
     Args:
-        function: takes the whole values of what is `given`. It is traced once.
-        given: variables, and what is stored of them.
+        function: takes the whole values of the `given` variables. It is traced once.
+        given: for each variable its spec and its stored array.
     """
     result: dict[str, Any] = {}
 

@@ -79,7 +79,7 @@ class VariableSpec:
 
     @property
     def whole_bytes(self) -> int:
-        """The bytes of one whole value; of a random key, two numbers of 32 bits."""
+        """The bytes of one whole value; a random key counts as two numbers of 32 bits."""
         if jax.dtypes.issubdtype(self.dtype, jax.dtypes.extended):
             return math.prod(self.shape) * 8
         return math.prod(self.shape) * self.dtype.itemsize
@@ -94,11 +94,11 @@ class VariableSpec:
         return self.whole_bytes
 
     def stored(self, value: jax.Array) -> jax.Array:
-        """Return what is stored of a value in a trace outside of the replicas."""
+        """Return a value in its stored form, in a trace outside of the replicas."""
         return value if self.division is None else self.division.stored(value)
 
     def whole(self, stored: jax.Array) -> jax.Array:
-        """Return the value of what is stored, in a trace outside of the replicas."""
+        """Return the value of a stored array, in a trace outside of the replicas."""
         return stored if self.division is None else self.division.whole(stored)
 
 
@@ -107,7 +107,7 @@ _COUNTED = re.compile(r"(?<=variable)_\d+|_\d+(?=/)")
 
 
 def without_counters(name: str) -> str:
-    """Return a name as it is on all workers: without what counts up in names that nobody has given, ours and those of Keras."""
+    """Return a name without the counters in default names, ours and Keras', so that it is equal on all workers."""
     # One worker may have made another variable or model for itself.
     return _COUNTED.sub("", name)
 
@@ -134,7 +134,7 @@ def takes_each_value(synchronization: VariableSynchronization | SynchronizationN
 def stored_in(
     storage: Storage | StorageName | None, mesh: ReplicaMesh, array: Shaped, is_on_read: bool, name: str
 ) -> Division | None:
-    """Return how a new variable is divided, by its own word or else by its strategy's."""
+    """Return how a new variable is divided: as its `storage` says, or else its strategy's."""
     how = None
     if storage is not None:
         how = Storage.parse(storage, "storage")

@@ -41,7 +41,7 @@ class Home:
     over one list, keeps another, and touches no variable (docs/design/variables.md). A home keeps no variable alive.
 
     Attributes:
-        slots, every: of the variables that the program overwrites, in its order and as a set.
+        slots, every: the slots of the variables that the program overwrites, in its order, and as a set.
         arrays: in the order of `slots`; None where the array is in another home, or the variable is gone.
         is_whole: whether all variables are known to have their arrays here.
     """
@@ -78,7 +78,7 @@ class Slot:
         held.add(self)
 
     def clear(self, held: set[Slot] = held) -> None:
-        """Free the array of a variable that is gone: maybe at the end of the process, after this module's names."""
+        """Free a collected variable's array. At the end of the process, the names of this module may be gone before."""
         self.array = None
         held.discard(self)
 
@@ -98,13 +98,13 @@ class WeakVariables:
 
 
 class Lost(str):
-    """The message in the place of an array that a program had been given when it failed, or that a restore replaced in vain."""
+    """The message in place of a lost array: a failed program had taken the array, or a failed restore had replaced it."""
 
     __slots__ = ()
 
     @classmethod
     def of(cls, names: Sequence[str], error: BaseException, what: str = "the program that was to compute it") -> Lost:
-        """Make the message of variables that one error of a program, or of something else, has lost."""
+        """Make the message for variables that were lost by one error: of a program, or of `what`."""
         last = (str(error).strip().splitlines() or [""])[-1].replace("Error dispatching computation: ", "")
         again = " to each of them" if len(names) > 1 else ""
         more = f" and {len(names) - MAX_NAMES} more variables" if len(names) > MAX_NAMES else ""
@@ -178,7 +178,7 @@ def _wait_for(slots: Sequence[Slot]) -> None:
 
 @contextlib.contextmanager
 def lent(slots: Sequence[Slot]) -> Iterator[list[jax.Array]]:
-    """Lend the arrays of slots, all of one moment between two steps: nobody overwrites them inside this block."""
+    """Lend the arrays of slots as they are between two steps: nobody overwrites them inside this block."""
     noted: list[Slot] = []
     arrays: list[Any] = []
     try:
@@ -216,7 +216,7 @@ def overwrite(compiled: Callable[..., Any], home: Home, read_only: Sequence[Slot
     """
     try:
         if type(compiled) is Announced:
-            compiled.compare()  # it may wait for other workers, and who reads variables does not wait for them
+            compiled.compare()  # before the lock: it may wait for other workers, and readers of variables must not
         _ = True in lock.taking  # `with lock` without its call
         try:
             if claims:
@@ -228,7 +228,7 @@ def overwrite(compiled: Callable[..., Any], home: Home, read_only: Sequence[Slot
             arguments = (home.arrays, arrays_of(read_only) if read_only else [], *others)
             first = next((array for array in arguments[0] or arguments[1] if hasattr(array, "is_ready")), None)
             if first is not None and first.is_ready():  # random keys and lost arrays have none
-                first.block_until_ready()  # now an error of the program that was to compute it comes, if it has failed
+                first.block_until_ready()  # raises now if the program that was to compute it has failed
             if type(compiled) is Announced:  # now, because it is Python
                 compiled.announce(*arguments)
                 compiled = compiled.program
@@ -245,7 +245,7 @@ def _start_and_keep(program: Callable[..., Any], home: Home, arguments: tuple[An
 
     The start deletes the arrays that the program takes, so a Ctrl-C between it and the keeping would lose the variables. Python
     looks for signals after each call of its own, and never inside a C function. So both happen in one call: `any` asks the
-    iterators for what `setattr` returns. A signal's handler may take an array, so that call follows the last look at `held`.
+    iterators for what `setattr` returns. A signal's handler may take an array, so `held` is read last, right before that call.
     """
     outputs, again = itertools.tee(itertools.starmap(program, (arguments,)))
     keep = map(setattr, (home,), ("arrays",), map(_new_arrays_of, outputs))
@@ -270,7 +270,7 @@ def overwrite_when_done(compiled: Callable[..., Any], home: Home, read_only: Seq
 
 
 def _bring_home(home: Home) -> None:
-    """Move to a home the arrays of its variables that other programs have overwritten; a Ctrl-C leaves each in one of both."""
+    """Move the arrays of a home's variables back from other homes; a Ctrl-C leaves each array in one of the two homes."""
     for index, slot in enumerate(home.slots):
         old, place = slot.place
         if old is not home:
@@ -305,7 +305,7 @@ def _copy(arrays: list[jax.Array]) -> list[jax.Array]:
 
 
 def _note_lost(error: BaseException, slots: Sequence[Slot]) -> None:
-    """Put a `Lost` in the place of each array that has failed, or that a failed program has deleted, here and beside these."""
+    """Put a `Lost` in place of each failed or deleted array, of these slots and of others in the same homes."""
     with lock:
         refuse_lost(arrays_of(slots))
         beside = dict.fromkeys(other for slot in slots for other in slot.place[0].slots)
@@ -325,7 +325,7 @@ def _note_lost(error: BaseException, slots: Sequence[Slot]) -> None:
 
 
 def refuse_lost(arrays: Sequence[Any]) -> None:
-    """Raise what a lost array says."""
+    """Raise the message of the first lost array; do nothing if all arrays are there."""
     for array in arrays:
         if type(array) is Lost:
             raise VariableLostError(array) from None

@@ -28,7 +28,7 @@ class VariableTree:
     """A tree whose arrays are variables: what `mr.Variable` makes of a nest of arrays, a module or a train state.
 
     Its arrays are state, one variable for each; everything else in the tree (Python numbers, strings, functions, None) stays
-    as it was given, as in Equinox. What holds for a variable holds for each of its own: copies that provably cannot differ,
+    as it was given, as in Equinox. What holds for a variable holds for each of the tree's: copies that provably cannot differ,
     checkpoints, gradients by `mr.value_and_grad(loss, tree)`, and updates by `mr.Optimizer(tx, tree)`. As a pytree it stands for
     the tree of its values, with None for what is no array.
 
@@ -62,7 +62,7 @@ class VariableTree:
 
     @property
     def name(self) -> str:
-        """The name with which the names of its variables begin."""
+        """The prefix of its variables' names."""
         return self._name
 
     @property
@@ -158,7 +158,7 @@ def _is_state(leaf: object) -> bool:
 
 
 def _with_values(tree: PyTree) -> PyTree:
-    """Replace variables in a tree by their values: a variable that is made of them is a copy with its own state."""
+    """Replace variables in a tree by their values: variables made of that tree are copies with their own state."""
     if not any(map(_is_whole, jax.tree.leaves(tree, is_leaf=_is_whole))):
         return tree
     return jax.tree.map(_value_of, tree, is_leaf=_is_whole)
@@ -171,7 +171,7 @@ def _value_of(leaf: Any) -> Any:
 
 
 def is_tree(value: PyTree) -> bool:
-    """Tell whether `mr.Variable` makes a tree of variables of a value; a list that numpy makes one array of is one array."""
+    """Tell whether `mr.Variable(value)` makes a tree of variables; a list of numbers is one array, as for numpy."""
     if value is None or is_wrapped(value) or jax.tree_util.all_leaves([value]):
         return False
     if type(value) not in (list, tuple) or any(map(is_tree, value)):

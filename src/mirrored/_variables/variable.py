@@ -100,7 +100,7 @@ class Variable(ScatterMethods, _Array):
 
     __slots__ = ("__weakref__", "_slot", "_spec")
 
-    if not TYPE_CHECKING:  # which takes the signature of `__init__`; `help` and `inspect.signature` take this one
+    if not TYPE_CHECKING:  # type checkers take the signature of `__init__`; `help` and `inspect.signature` take this one
 
         def __new__(
             cls, initial_value: PyTree, *, name: str | None = None, trainable: bool | None = None, dtype: Any = None,
@@ -156,7 +156,7 @@ class Variable(ScatterMethods, _Array):
             shape=tuple(array.shape),
             dtype=array.dtype,
             mesh=mesh,
-            number=next(_created[mesh]),  # now: a worker on which placing fails may go on, with the numbers of the others
+            number=next(_created[mesh]),  # now, so that numbers agree with other workers' even if placing fails here
             is_on_read=is_on_read,
             aggregation=how,
             trainable=(not is_on_read) if trainable is None else bool(trainable),
@@ -232,12 +232,12 @@ class Variable(ScatterMethods, _Array):
         return self._use(np.array)
 
     def _use(self, use: Callable[[jax.Array], ResultT]) -> ResultT:
-        """Return a function's result for the value; no program overwrites the value meanwhile, nor later if it is the result."""
+        """Call a function on the value. No program overwrites the value meanwhile, nor later if the function returns it."""
         frame = frames.current()
         return self._use_stored(frame, lambda stored: use(self._value_of(frame, stored)))
 
     def _use_stored(self, frame: Frame | None, use: Callable[[jax.Array], ResultT]) -> ResultT:
-        """As `_use`, for a mirrored variable's value or, outside of a step, for the stack of a sync-on-read one's copies."""
+        """As `_use`, on the stored array: outside of a step, a sync-on-read variable's is the stack of its copies."""
         if frame is not None and frame.bindings is not None:
             self._check_mesh(frame)
             return use(frame.bindings.read(self))
@@ -446,7 +446,7 @@ def live_variables(mesh: ReplicaMesh) -> list[Variable]:
     return sorted((v for v in list(_live) if v._spec.mesh == mesh), key=lambda v: v._spec.number)
 
 
-#: Return a function's result for the value, which is copied before the next step only if it is the result.
+#: Call a function on the value; the value is copied before the next step only if the function returns it.
 use_value = Variable._use
 #: Return the facts of a variable.
 spec_of: Callable[[Variable], VariableSpec] = operator.attrgetter("_spec")
@@ -459,7 +459,7 @@ def note_use(variable: Variable, what: str) -> None:
 
 
 def local_arrays(variable: Variable, stored: jax.Array) -> list[tuple[int, jax.Array]]:
-    """Return the arrays that this worker's devices hold of a lent one, in order, each with the number of its first replica."""
+    """Return a lent array's data on this worker's devices, in order, each with the number of its first replica."""
     mesh = variable._spec.mesh
     replicas = {device: i * mesh.per_device for i, device in enumerate(mesh.devices)}
     return sorted(((replicas[s.device], s.data) for s in stored.addressable_shards), key=operator.itemgetter(0))
@@ -484,7 +484,7 @@ def flatten(variable: Variable) -> tuple[tuple[jax.Array], None]:
 
 
 def unflatten(_: None, children: tuple[Any]) -> Any:
-    """Return the value, no variable: a tree of variables stands for the tree of their values (docs/design/variables.md)."""
+    """Return the value itself: unflattening a tree of variables gives a tree of values (docs/design/variables.md)."""
     return children[0]
 
 
