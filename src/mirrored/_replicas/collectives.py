@@ -63,7 +63,7 @@ class ReplicaAxis:
         return (1, self.size) if self.sizes is None else self.sizes.rows()
 
     def examples(self, size: int) -> tuple[int, ...]:
-        """As `each`, of the length of a loss for each example; refuse it where replicas have other numbers of rows."""
+        """As `each`, for the length of an array of per-example losses; refuse lengths that do not match the replicas' rows."""
         return (size,) * self.size if self.sizes is None else self.sizes.examples(size)
 
     def index(self) -> jax.Array | int:

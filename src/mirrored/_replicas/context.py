@@ -72,12 +72,12 @@ class ReplicaContext:
         """Combine each leaf of `value` element by element over the replicas; all replicas get the result.
 
         Each dtype that is added takes one collective for the whole tree. A MEAN adds floating point numbers in float32, and
-        integers as integers, so that only its result is rounded. The gradient of a SUM or MEAN is the same of the incoming
-        gradient, as in TensorFlow; that of a MAX or MIN is the SUM of it, shared by the values that are the result.
+        integers as integers, so that only its result is rounded. The gradient of a SUM or MEAN is the SUM or MEAN of the incoming
+        gradients, as in TensorFlow; that of a MAX or MIN is their SUM, shared by the values that equal the result.
 
         Args:
-            reduce_op: `"sum"`, `"mean"`, `"max"` or `"min"`, in any case. A SUM has the dtype of `jnp.sum`, and wraps around if
-                that is an integer's and does not hold it. A MEAN of integers is floating point; one of float16
+            reduce_op: `"sum"`, `"mean"`, `"max"` or `"min"`, in any case. A SUM has the dtype of `jnp.sum`; an
+                integer SUM that its dtype does not hold wraps around. A MEAN of integers is floating point; one of float16
                 or bfloat16 is added in float32. In a step with an uneven batch, a MEAN weighs each replica by its rows and
                 ignores one without rows: so the mean of the replicas' means is the mean over all rows. A replica's rows are
                 the sizes in which its PerReplica arguments differ from those of other replicas. For a MAX of rows, of which a
@@ -159,9 +159,9 @@ class ReplicaContext:
         """Make a random key whose draws belong to this replica's rows: those of one device, on any number of replicas.
 
         A draw whose first axis counts the replica's rows, or several elements for each row, gets the numbers that one device
-        draws for these rows of the whole batch. If the first two of its three or more axes have length 1, and replicas have
-        more rows, it is the same on all replicas, as Flax' attention draws one mask for all. Any other draw differs by
-        replica. On the first replica all draws are those of `key`. A key that is split or folded in stays by rows.
+        draws for these rows of the whole batch. A draw of shape `[1, 1, n, ...]`, such as the one mask of Flax'
+        attention, is the same on all replicas, unless they have one row each. Any other draw differs by replica. On the first
+        replica all draws are those of `key`. Keys split or folded from this one draw by rows, too.
 
         The rows are those of the step's arguments. Keys other than `jax.random.key(seed, impl="threefry2x32")` are folded:
         their draws differ on each replica. So do `gamma`, `permutation`, and what is made of them.
@@ -169,7 +169,7 @@ class ReplicaContext:
         Args:
             key: a key from `jax.random.key`, or an int to make one from, the same on all replicas; or an array of such keys.
             rows: how many rows this replica draws for, where the replicas' arguments have several numbers of rows, or none.
-            by_rows: False folds the replica's number into the key, but for the first replica's: for `jax.random.poisson`, which
+            by_rows: False folds the replica's number into the key, except on the first replica: for `jax.random.poisson`, which
                 takes JAX's own keys only, and for a key to keep.
 
         Raises:

@@ -293,12 +293,12 @@ def _require_fit(fits: bool, dtype: np.dtype, what: str) -> None:
 
 
 def _compute_checked(arrays: Sequence[jax.Array], tasks: Sequence[Task], whole: NamedSharding) -> list[jax.Array]:
-    """Run each array's task; the last result tells of each sum that is in doubt whether it fits."""
+    """Run each array's task; the last result says which of the doubtful sums fit."""
     return [*compute_all(arrays, tasks, whole), _sums_fit(_doubtful_sums(arrays, tasks))]
 
 
 def _doubtful_sums(arrays: Sequence[jax.Array], tasks: Sequence[Task]) -> list[_Sum]:
-    """Return the SUMs of so many integers, of such a dtype, that the dtype of the result may not hold them."""
+    """Return the SUMs that may overflow: of so many integers that the result's dtype may not hold their sum."""
     found: list[_Sum] = []
     for array, (function, static) in zip(arrays, tasks, strict=True):
         if function not in (reduce_stack, reduce_mirrored) or jnp.issubdtype(array.dtype, jnp.inexact):
@@ -317,7 +317,7 @@ def _doubtful_sums(arrays: Sequence[jax.Array], tasks: Sequence[Task]) -> list[_
 
 
 def _sums_fit(sums: Sequence[_Sum]) -> jax.Array:
-    """Tell of each SUM whether its dtype holds it, from sums of digits that are so small that none of these wraps around."""
+    """Tell for each SUM whether its dtype holds it: sum the digits separately, because no such sum wraps around."""
     parts, digits = list[jax.Array](), list[range]()
     for array, axes, shapes, copies in sums:
         stack = broadcast_stack(array, copies) if copies else array

@@ -29,7 +29,7 @@ MOST_AT_ONCE = 8
 
 
 class Shaped(Protocol):
-    """What has a shape and a dtype: an array, or what stands for one."""
+    """Anything with a shape and a dtype: an array or a stand-in for one."""
 
     @property
     def shape(self) -> Shape: ...
@@ -42,7 +42,7 @@ class Division:
     """The division of an array along `axis`, which has `length` elements, into `num_parts` equal parts.
 
     Behind the last element is padding, zeros until a program computes there. There are `num_copies` of each part: device i has
-    part `i % num_parts`. Sums are scattered in two rounds where `in_two` says so.
+    part `i % num_parts`. If `in_two`, sums are scattered in two rounds.
     """
 
     axis: int
@@ -75,16 +75,16 @@ class Division:
         return self.num_copies == 1 and not self.is_padded
 
     def part_shape(self, shape: Shape) -> Shape:
-        """Return the shape of a part of an array of a shape."""
+        """Return the shape of one part, given the whole array's."""
         return (*shape[: self.axis], self.part_length, *shape[self.axis + 1 :])
 
     def stored_shape(self, shape: Shape) -> Shape:
-        """Return the shape of all parts and copies, one behind the other along the axis."""
+        """Return the stored array's shape, given the whole array's: all parts and copies are concatenated along the axis."""
         count = self.num_copies * self.num_parts
         return (*shape[: self.axis], count * self.part_length, *shape[self.axis + 1 :])
 
     def stored(self, whole: jax.Array | np.ndarray | jax.ShapeDtypeStruct) -> Any:
-        """Return a whole array, or the stand-in for one, as it is stored: all parts and copies of it."""
+        """Return a whole array, or the stand-in for one, in its stored form: all its parts and copies."""
         if isinstance(whole, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(self.stored_shape(whole.shape), whole.dtype)
         padded = self._padded(whole)
@@ -93,7 +93,7 @@ class Division:
         return jnp.concatenate([padded] * self.num_copies, self.axis)
 
     def whole(self, stored: jax.Array) -> jax.Array:
-        """Return the whole array of a stored one, or of all parts, without padding and further copies."""
+        """Return the whole array, given the stored one or all parts: remove padding and further copies."""
         if stored.shape[self.axis] == self.length:
             return stored
         return jax.lax.slice_in_dim(stored, 0, self.length, axis=self.axis)
@@ -126,7 +126,7 @@ class Division:
 
     @property
     def _groups(self) -> list[list[int]] | None:
-        """The devices that have all parts together; None: all."""
+        """The groups of devices that together have each part once; None: all devices are one group."""
         if self.num_copies == 1:
             return None
         ids = range(self.num_copies * self.num_parts)
@@ -135,7 +135,7 @@ class Division:
     # -- inside a step, on each device; `name` is that of the mesh's axis
 
     def gathered(self, part: jax.Array, name: str = REPLICA_AXIS) -> jax.Array:
-        """Return the whole array of this device's part."""
+        """Return the whole array, gathered from all devices' parts."""
         groups = self._groups
         return self.whole(jax.lax.all_gather(part, name, axis=self.axis, tiled=True, axis_index_groups=groups))
 
@@ -198,7 +198,7 @@ def _division(shape: Shape, dtype: np.dtype[Any], num_parts: int, num_copies: in
 
 
 def is_divisible(shape: Shape, dtype: np.dtype[Any]) -> bool:
-    """Tell whether arrays of a shape and dtype are divided: those of real numbers that are large."""
+    """Tell whether arrays of a shape and dtype are divided: they must be large and have real numbers."""
     # XLA on CPU cannot scatter complex numbers; random keys and numbers of a few bits are small.
     if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer)) or jax.dtypes.itemsize_bits(dtype) < 8:
         return False
@@ -206,7 +206,7 @@ def is_divisible(shape: Shape, dtype: np.dtype[Any]) -> bool:
 
 
 def division_of_array(mesh: ReplicaMesh, shape: Shape, dtype: np.dtype[Any]) -> Division | None:
-    """Return how an array outside of variables is divided, such as a result of a step: only where nothing need be padded."""
+    """Return how an array that is no variable's, such as a step's result, is divided; None if it would need padding."""
     division = division_of(mesh, shape, dtype)
     # One that is divided into rows of one element looks like an array of all replicas' values, and stays whole.
     if division is None or not division.is_plain or (division.axis, division.length) == (0, mesh.num_replicas):
@@ -215,7 +215,7 @@ def division_of_array(mesh: ReplicaMesh, shape: Shape, dtype: np.dtype[Any]) -> 
 
 
 def division_in(array: jax.Array) -> Division | None:
-    """Return how an array that exists is divided among devices; None if it is whole, or divided in another way."""
+    """Return how an existing array is divided among devices; None if it is whole, or divided in another way."""
     placement = array.sharding
     if not isinstance(placement, NamedSharding) or placement.is_fully_replicated or not is_divisible(array.shape, array.dtype):
         return None
@@ -226,7 +226,7 @@ def division_in(array: jax.Array) -> Division | None:
 
 
 def placement_of_array(mesh: ReplicaMesh, array: Shaped) -> NamedSharding:
-    """Return the placement of an array outside of variables, or of its kind, that is the same on every replica."""
+    """Return the placement of a mirrored array that is no variable's; a stand-in for the array is enough."""
     return placement_of(mesh, division_of_array(mesh, array.shape, array.dtype))
 
 

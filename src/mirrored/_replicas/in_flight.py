@@ -97,7 +97,7 @@ def started(witness: jax.Array) -> None:
 
 
 def joined(witness: jax.Array, check: Callable[[Any], None] | None = None) -> None:
-    """Do the same as `started` for a program of all workers; at most two programs later, `check(witness)` may raise."""
+    """As `started`, for a program of all workers. `check(witness)` is called at most two programs later, and may raise."""
     if not isinstance(witness.dtype, np.dtype):  # a random key has no `is_ready`, which the guard asks
         witness = jax.random.key_data(witness)
     _process.joint_in_flight.append((witness, check))

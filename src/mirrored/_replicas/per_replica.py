@@ -247,7 +247,7 @@ def stack_shapes(shapes: Sequence[Shape]) -> tuple[Shape, tuple[Shape, ...] | No
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Kind:
-    """What a tree knows of a PerReplica beside its array; `jax.tree.map` goes over those of equal kinds, and of any ranks."""
+    """A PerReplica's static part in a tree; `jax.tree.map` joins PerReplica values of equal kinds, whatever their ranks."""
 
     shapes: tuple[Shape, ...] | None
     rank: int | None = dataclasses.field(compare=False)

@@ -1,7 +1,7 @@
-"""Makes mirrored values: of a value that every worker holds, the chief's goes to all replicas.
+"""Makes mirrored values: the chief's version of a value goes to all replicas.
 
-With one worker this is `jax.device_put`. With several, each has made its value separately, and nobody would notice one that
-differs. So the chief sends its bits to all, and the checksums of all workers' values are compared: docs/design/workers.md.
+With one worker this is `jax.device_put`. With several, each worker makes the value separately, and a difference would go
+unnoticed. So the chief sends its bits to all, and the checksums of all workers' values are compared: docs/design/workers.md.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def own_copy(array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
 
 
 def divide(mesh: ReplicaMesh, division: Division, array: jax.Array | np.ndarray) -> jax.Array:
-    """Store an array, which all workers have alike, in parts; of a host's array, no device gets more than its part."""
+    """Store an array in parts; all workers pass equal arrays. A device gets no more than its part of a host's array."""
     target = placement_of(mesh, division)
     if division.is_plain and isinstance(array, jax.Array) and array.sharding == target:
         return array
@@ -76,7 +76,7 @@ def divide(mesh: ReplicaMesh, division: Division, array: jax.Array | np.ndarray)
 
 
 class Sliced(Protocol):
-    """A value of the host that gives its slices: an array, or what reads one."""
+    """A host's array, or a reader of one, from which slices can be taken."""
 
     @property
     def shape(self) -> Shape: ...
@@ -84,7 +84,7 @@ class Sliced(Protocol):
 
 
 def divide_slices(mesh: ReplicaMesh, division: Division, host: Sliced) -> jax.Array:
-    """Store a value of the host in parts: only the slices of this worker's devices are taken of it, one after the other."""
+    """Store a host's array in parts; read only the slices of this worker's devices, one after the other."""
     shape = tuple(host.shape)
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -98,7 +98,7 @@ def divide_slices(mesh: ReplicaMesh, division: Division, host: Sliced) -> jax.Ar
 
 
 def join(mesh: ReplicaMesh, division: Division, stored: jax.Array) -> jax.Array:
-    """Return the whole value of a stored array: in parts where this process can read all of them, else on each device."""
+    """Return a stored array's value: unchanged if that is one array that this process can read, else whole on each device."""
     if division.is_plain and mesh.is_alone:
         return stored
     with jax.ensure_compile_time_eval():
@@ -129,7 +129,7 @@ def check_later(mesh: ReplicaMesh, arrays: Sequence[Any], name_of: Callable[[int
 
 def mirror_constants(mesh: ReplicaMesh, constants: Sequence[Any], what: str) -> list[Any]:
     """Mirror the arrays that a function closes over, the same on all workers; leave tracers of a larger program as they are."""
-    # All programs share one copy on a device. Several workers may have kept different ones: they mirror all, and drop some then.
+    # All programs share one copy on a device. Several workers may have kept different constants, so they mirror all of them.
     known = [constant for constant in constants if not isinstance(constant, jax.core.Tracer)]
     check_later(mesh, known, lambda _: what)
     pairs = [_kept_or_own(mesh, constant) for constant in known]
@@ -139,16 +139,16 @@ def mirror_constants(mesh: ReplicaMesh, constants: Sequence[Any], what: str) -> 
 
 
 def _kept_or_own(mesh: ReplicaMesh, constant: jax.Array | np.ndarray) -> tuple[Hashable, jax.Array | np.ndarray]:
-    """Return the key of a constant, and the copy that is kept under it or, without one, an array to mirror."""
+    """Return a constant's key and the copy kept under the key; without a kept copy, an array to mirror."""
     key = _key_of(mesh, constant)
     if mesh.is_alone and (kept := _process.constants.get(key)) is not None:
         return key, kept
-    if not isinstance(constant, jax.Array):  # copied, because its owner may change it: all devices of a CPU use the copy's memory
+    if not isinstance(constant, jax.Array):  # copied, because its owner may change it; all CPU devices share the copy
         own = host_memory.empty_rows(1, constant.shape, constant.dtype)[0, ...]
         own[...] = constant
         return _key_of(mesh, own), own
     weakref.finalize(constant, _process.constants.pop, key, None)  # before another array can get its `id`
-    if constant.sharding == mesh.mirrored:  # its memory is kept, and not the user's object, with which the programs end
+    if constant.sharding == mesh.mirrored:  # keep its memory, not the user's object: programs end with that
         copies = [shard.data for shard in constant.addressable_shards]
         constant = jax.make_array_from_single_device_arrays(constant.shape, mesh.mirrored, copies)
     return key, constant
@@ -174,7 +174,7 @@ def _compare_bits(arrays: Mapping[int, jax.Array], name_of: Callable[[int], str]
 
 
 def stack(mesh: ReplicaMesh, rows: np.ndarray) -> jax.Array:
-    """Make an array from all workers' rows; each worker passes the rows of its replicas, or one for each of its devices."""
+    """Make a stacked array from all workers' rows; a worker passes a row for each of its replicas, or of its devices."""
     if mesh.is_alone:
         return mesh.put(rows, mesh.stacked)
     num_rows = len(rows) // len(mesh.local_devices) * len(mesh.devices)  # all workers have equally many devices
@@ -182,7 +182,7 @@ def stack(mesh: ReplicaMesh, rows: np.ndarray) -> jax.Array:
 
 
 def _mirrored_again(mesh: ReplicaMesh, array: jax.Array) -> jax.Array:
-    """Mirror an array on all workers that has another placement; the user's own JAX code may have made it."""
+    """Mirror an array that has another placement, for example from the user's own JAX code; all workers call this."""
     if array.sharding.device_set != mesh.mirrored.device_set:
         raise StrategyMismatchError(
             f"an array of shape {array.shape} lies on devices of several workers which are not those of {mesh}. Bring it to this "

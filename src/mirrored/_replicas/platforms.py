@@ -16,8 +16,8 @@ class Platform(NamedTuple):
             the same all-reduces, so buffers would only add copies.
         is_paced: the number of programs in flight is bounded, because devices share threads; accelerators have queues.
         has_lanes: the last axis of an array lies in lanes of 128 numbers: narrower parts waste memory, and XLA scatters no sums
-            of them. Among more than 8 devices a sum is scattered in two rounds: of one, on 16 to 256 chips of v5e, v5p and v6e,
-            XLA makes an all-reduce and a slice.
+            of them. Among more than 8 devices a sum is scattered in two rounds: a single round, on 16 to 256 chips of v5e,
+            v5p and v6e, XLA turns into an all-reduce and a slice.
         orders_sums: the backward pass waits for large gradients and their sums, so that their operands are free early
             (`_program/passes/order_sums`). On CPU a step takes 0.6 to 1.0 of the time. On TPU v5e XLA's own order of all-reduces
             is better: 6.5 GB, and 8.3 with ours. Reduce-scatters have an order on every platform (`_program/passes/turns`).

@@ -27,7 +27,7 @@ psum = jax.lax.psum  # JAX's own: while a step is traced, the public names are `
 
 
 class Reduction(NamedTuple):
-    """How values become one: as arrays that may be combined in any order, over axes of their own and over the replicas."""
+    """How many values become one: they are turned into arrays, which are combined over their axes and over the replicas."""
 
     begin: Callable[[jax.Array, int], list[jax.Array]]  # makes the arrays, given how many values become one
     padding: Callable[[DTypeLike], int | np.ndarray]  # takes the place of a missing row in such an array, and changes no result
@@ -45,7 +45,7 @@ class Reduction(NamedTuple):
 
 
 def padded(stack: jax.Array, shapes: tuple[Shape, ...] | None, padding: int | np.ndarray) -> jax.Array:
-    """Put a number in the place of the missing rows of a stack whose arrays have different shapes."""
+    """Replace the padding in a stack of arrays of different shapes by a number."""
     for axis, sizes in enumerate(zip(*(shapes or ()), strict=True), 1):
         rows = jnp.array(sizes).reshape(-1, *(1,) * (stack.ndim - 1))
         is_real = jax.lax.broadcasted_iota(jnp.int32, stack.shape, axis) < rows
@@ -114,7 +114,7 @@ def divide(total: jax.Array, count: int, dtype: DTypeLike) -> jax.Array:
 
 
 def _ranks(is_min: bool, array: jax.Array, _: int) -> list[jax.Array]:
-    """Return integers in the order of the values. XLA's own comparison over the devices loses NaN, which is the last here."""
+    """Return integers in the order of the values, NaN last; XLA's own comparison over the devices would lose NaN."""
     dtype = array.dtype
     if dtype != jnp.bool_ and not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
         raise TypeError(
@@ -191,7 +191,7 @@ Run = Callable[[Reduction, Arrays, Sequence[Axes]], list[jax.Array]]
 
 
 def run_with_derivative(run: Run, reduction: Reduction, arrays: Arrays, axes: Sequence[Axes]) -> list[jax.Array]:
-    """Reduce arrays. As for `jnp.max`, the derivative of a largest value is the mean of those of all values that equal it."""
+    """Reduce arrays. As for `jnp.max`, all values that equal the maximum share its derivative."""
     is_float = [jnp.issubdtype(array.dtype, jnp.floating) for array in arrays]
     if reduction.adds or not any(is_float):
         return run(reduction, arrays, axes)

@@ -64,7 +64,7 @@ class Spent:
         return {name: seconds / wall for name, seconds in parts.items()}
 
     def in_words(self) -> Iterator[str]:
-        """Yield a line about compilations, one about the steps' shares, and if most time passes between steps, what it may be."""
+        """Yield a line about compilations, one about the steps' shares, and one about likely causes of time between steps."""
         if self.num_compiled:
             yield f"time of {counted(self.num_compiled, 'compilation')}: {self.compiling:.3g} s, which no step below has"
         if shares := self.shares():
