@@ -87,7 +87,7 @@ class StepFiles:
         self._right = sole_writer(self.root)
 
     def release(self) -> None:
-        """Let other programs write here, unless another object of this one still does."""
+        """Let other programs write here, unless another `StepFiles` of this program still holds the claim."""
         self._right = None
 
     def scan(self) -> tuple[list[int], list[str]]:

@@ -137,7 +137,7 @@ def _give_pieces(pieces: Pieces, divided: Mapping[str, Variable | jax.Array], he
 
 
 def _array_entry(leaf: Variable | jax.Array, held: Mapping[Variable, jax.Array], arrays: dict[str, jax.Array]) -> dict[str, Any]:
-    """Return the entry of a leaf on devices, and add the arrays of it that this process can read to `arrays`."""
+    """Return the entry of a leaf on devices; add those of its arrays that this process can read to `arrays`."""
     entry: dict[str, Any] = {"key": key_impl(leaf)} if is_key(leaf) else {}
 
     def add(array: jax.Array) -> str:
@@ -272,8 +272,8 @@ def _takes_copies(leaf: Any, saved: Snapshot, entry: Mapping[str, Any]) -> bool:
 def restore_positions(leaves: Leaves, saved: Snapshot, worker: int, num_workers: int) -> list[tuple[Any, Any]]:
     """Restore the positions of this worker's iterators; return each with its former position, to undo it.
 
-    On another number of workers, positions by file are divided anew, and other iterators get worker 0's position; they raise
-    if each worker reads its own batches. When an iterator raises, the others get back their former positions.
+    On another number of workers, positions by file are divided anew. Other iterators get worker 0's position, or raise if each
+    worker reads its own batches. When an iterator raises, the others get back their former positions.
     """
     moved: list[tuple[Any, Any]] = []
     for path, entry in saved.leaves.items():
@@ -303,8 +303,8 @@ def undo_positions(moved: Sequence[tuple[Any, Any]]) -> None:
 def restore_values(named: Mapping[str, PyTree], leaves: Leaves, saved: Snapshot) -> None:
     """Write variables and numpy arrays in place; put other restored values into the dicts and lists that held the old ones.
 
-    When this fails, nothing has changed but variables that had been restored, and these are lost. To keep their old values until
-    all new ones are there would need twice the memory, and state in parts is what a device or host may hold only once.
+    When this fails, the variables restored so far are lost, and nothing else has changed. Keeping the old values until all
+    new ones are read would need twice the memory; state in parts may fill a device or host already.
     """
     new: Leaves = {}
     in_place: list[tuple[np.ndarray, np.ndarray]] = []

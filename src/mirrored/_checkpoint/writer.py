@@ -66,7 +66,7 @@ class Writer:
         _writers.add(self)
 
     def start(self, step: int, folder: str, about: Mapping[str, Any], snapshot: Snapshot) -> None:
-        """Start a thread that writes a snapshot and a record with `about`; workers but the chief write only their parts."""
+        """Start a thread that writes a snapshot and a record with `about`; other workers than the chief only write parts."""
         assert not self.is_writing()
         # A queue, which waits in C: Ctrl-C in an Event may leave its lock held for ever, and an interrupted `join` makes
         # Python 3.12 believe that the thread has ended.
@@ -90,7 +90,7 @@ class Writer:
         self._thread.start()
 
     def settle(self) -> None:
-        """Wait for the write that has begun if the program is ending: Python may not call functions that are registered now."""
+        """If the program is ending, wait for the write: Python may not call exit functions that are registered so late."""
         if not threading.main_thread().is_alive():
             self.finish()
 
