@@ -26,13 +26,13 @@ def escape(text: str, limit: int) -> str:
 
 
 def escape_lines(text: str, limit: int) -> str:
-    """Return the last `limit` characters of a text, with every line escaped and after a margin."""
+    """Return the last `limit` characters of a text, with every line escaped and indented."""
     lines = text[-limit:].split("\n")
     return "\n".join(MARGIN + escape(line, limit) for line in lines if line.strip())
 
 
 def escape_titled(title: str, rest: str, limit: int) -> str:
-    """Return an escaped title, then escaped lines after a margin; at most `limit` characters of each."""
+    """Return the escaped title and, below it, the escaped and indented lines of `rest`; each has at most `limit` characters."""
     lines = escape_lines(rest, limit)
     return escape(title, limit) + f"\n{lines}" * bool(lines)
 
@@ -86,7 +86,7 @@ def shown(value: object) -> str:
 
 
 def call_it(value: object) -> str:
-    """Return a hint for a function that the user passed in place of its result; "" for other values."""
+    """Return a hint if the user passed a function in place of its result; "" for other values."""
     return " It is a function: call it, as in mr.grad(loss_fn, variables)()." * callable(value)
 
 

@@ -51,7 +51,7 @@ class Optimizer:
             loss is a mean over the replica's own rows, `jnp.mean(per_example_loss)`: gradients are averaged, weighted by the
             replicas' rows. `"sum"`: the loss was divided by all rows. `False`: the gradients are already combined.
         shard_state: whether large arrays of the state are stored in parts (`mr.Storage`), also where the variables are not: each
-            device stores and updates its parts, and gets the variables' others from the other devices. The numbers are the same.
+            device stores and updates its parts, and gets the variables' other parts from other devices. The numbers are the same.
 
     Raises:
         TypeError: when `tx` is no transformation or `variables` holds anything else.
@@ -103,7 +103,7 @@ class Optimizer:
             self._iterations = Variable(np.int32(0), name="optimizer.iterations", trainable=False)
 
     def _first_state(self, mesh: ReplicaMesh) -> PyTree:
-        """Return the transformation's first state; of variables in parts, it is made in parts."""
+        """Return the transformation's first state; make it in parts if a variable is stored in parts."""
         if not any(spec_of(variable).division for variable in self._leaves):
             return mesh.evaluate(self._tx.init, self._as_tree(copied(self._leaves)))
         with lent(self._leaves) as arrays:
@@ -218,7 +218,7 @@ class Optimizer:
         self._iterations.assign_add(1)
 
     def _skipped_state(self, is_skipped: list[bool]) -> list[bool]:
-        """Tell for each state variable whether it belongs to a variable without a gradient."""
+        """Return a flag for each state variable: whether its trained variable has no gradient."""
         if not any(is_skipped):
             return [False] * len(self._state)
         variables, _ = jax.tree_util.tree_flatten_with_path(self._as_tree(is_skipped))

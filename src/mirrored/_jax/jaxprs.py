@@ -240,7 +240,7 @@ def num_bytes(equation: Equation) -> int:
 
 
 class Levels(NamedTuple):
-    """A program cut at its sums over the replicas; the sums of one level do not depend on each other, so they could be one."""
+    """A program cut at its sums over the replicas. Sums of one level are independent, so one collective could do them all."""
 
     equations: list[tuple[list[Equation], list[Equation]]]  # for each level: the equations before its sums, and its sums
     ready_at: dict[Any, int]  # array -> the first level whose sums can add it up

@@ -79,7 +79,7 @@ _RUN_AT_ONCE = frozenset({"scan", "cond", "switch", "while_cond", "while_body", 
 
 
 def is_for_this_call() -> bool:
-    """Tell whether JAX runs at once what it records, as under an eager scan or cond, and does not keep it, as under jit."""
+    """Tell whether JAX runs the trace once and drops it, as in an eager scan or cond; under jit it keeps the trace."""
     recording = [trace for trace in _traces() if isinstance(trace, DynamicJaxprTrace)]
     return all(getattr(trace.frame.debug_info, "traced_for", "") in _RUN_AT_ONCE for trace in recording)
 
@@ -149,7 +149,7 @@ def _lowered_equation(equation: Equation, axis: Axis | None) -> Equation:
 
 
 def room_for(traced: Iterable[ClosedJaxpr]) -> contextlib.AbstractContextManager[Any]:
-    """Return a block in which JAX keeps 64-bit numbers, if traced functions have any: a step itself may ask for them."""
+    """Return a block in which JAX keeps 64-bit numbers, if the traced functions have any: a step may enable them itself."""
     return _room_for(v.aval for closed in traced for equation in all_equations(closed.jaxpr) for v in equation.outvars)
 
 

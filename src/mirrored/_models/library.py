@@ -26,7 +26,7 @@ class Apart(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)  # it is part of programs' keys: compared by identity, without a call
 class Objects:
-    """The objects of a library that hold arrays: a step takes the arrays, and the objects get their new values when it ends."""
+    """A library's objects that hold arrays. A step takes their arrays; when it ends, they get the new values."""
 
     is_one: Callable[[object], bool]
     is_whole: Callable[[object], bool]  # whether a value is an object, or a tree of arrays that the step gets unchanged

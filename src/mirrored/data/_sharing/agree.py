@@ -74,7 +74,7 @@ class CommonStep:
 
 
 def agree(worker: InputWorker, ahead: Sequence[OwnStep], has_ended: bool, like: PyTree, num_local: int) -> list[CommonStep]:
-    """Exchange the next steps of all workers, here `ahead`; return the steps that all can take now, [] at the end."""
+    """Exchange the workers' next steps (`ahead` on this one); return the steps that all can take now, [] at the end."""
     # `like` is an earlier batch without rows, for a worker whose data has ended. A step is told again until it is taken.
     if worker.count == 1:
         return [CommonStep(tuple(step.sizes(num_local)), step.like, 0) for step in ahead]
@@ -106,7 +106,7 @@ def _common_step(reports: Sequence[Any], like: PyTree, num_local: int) -> Common
 
 
 class SameBatches:
-    """The comparison of the workers' batches in one pass: of each batch, or of the first and the end if the history has all."""
+    """Compares the workers' batches of one pass: each batch, or only the first and the end if the history compares the rest."""
 
     def __init__(self, worker: InputWorker) -> None:
         self._worker = worker

@@ -1,6 +1,6 @@
 """Divides a dataset by file: each worker reads its parts one after the other, and any number of workers can resume.
 
-A part is a pass over some files: their numbers (or the first, None, and the step), its state (None: not begun), how many rows
+A part is a pass over some files: their numbers (or first, None, step: a slice), its state (None: not begun), how many rows
 of the next batch are taken, and how many of its files are begun (None: the pipeline cannot be cut between files).
 """
 
@@ -40,7 +40,7 @@ def parts_of(dataset: object, state: dict[str, Any]) -> list[Part]:
 
 
 def dealt(dataset: object, parts: Iterable[Part], worker: int, num_workers: int) -> list[Part]:
-    """Deal the former workers' parts anew, and return one worker's. Parts that were begun stay whole; other files go singly."""
+    """Deal the former workers' parts anew, and return one worker's. Begun parts stay whole; other files are dealt one by one."""
     count = kind_of(dataset).num_files(dataset)
     whole: list[Part] = []
     free: list[int] = []

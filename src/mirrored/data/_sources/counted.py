@@ -82,7 +82,7 @@ class BatchesByNumber(CountedBatches):
 
 
 class OwnPosition(CountedBatches):
-    """An iterator over a dataset that itself holds the position of its pass, by `state_dict` and `load_state_dict`."""
+    """An iterator over a dataset whose own `state_dict` and `load_state_dict` hold the position of the pass."""
 
     def __init__(self, dataset: Any) -> None:
         super().__init__(_begun_later(dataset))
