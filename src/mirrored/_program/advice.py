@@ -40,7 +40,7 @@ class Said(enum.IntEnum):
 
 
 class Gradient(enum.IntEnum):
-    """Whether a value is a gradient: the result of a backward pass, or a value that differs by replica only through such."""
+    """Whether a value is a gradient: the result of a backward pass, or a value that differs by replica only through gradients."""
 
     NONE = 0
     OWN = 1  # linear in the replica's own gradients, so that the sum over the replicas is the same function of their sum
@@ -110,7 +110,7 @@ def either(states: Sequence[Advised], joined: Advice) -> Advice:
 
 
 def chosen(value: Advice, joined: Advice) -> Advice:
-    """Return the advice for a value that a condition chose; `joined` is that of the value and the condition."""
+    """Return the advice for a value that a condition chose; `joined` is the joint advice of value and condition."""
     return _with(joined, said=value.said, gradient=value.gradient, noise=value.noise, old=value.old or joined.old)
 
 
@@ -271,7 +271,7 @@ def _gradient_of_sum(states: Sequence[Advised]) -> Gradient:
 
 
 def _gradient_of_product(states: Sequence[Advised], factors: Sequence[Advised]) -> Gradient:
-    """Return what a product of values is, as a gradient, or a quotient, in which only the first value is among the `factors`."""
+    """Return what a product of values is, as a gradient; `factors` are all values, of a quotient only the first."""
     differing = [place for place, state in enumerate(states) if not state.is_mirrored]
     if not differing:
         gradients = [factor.advice.gradient for factor in factors if factor.advice.gradient]

@@ -52,7 +52,7 @@ class CacheEntry(Generic[ProgramT]):
                 self._pinned.append(_pins.setdefault(id(target), lambda target=target: target))
 
     def has_ended(self) -> bool:
-        """Tell whether only its pin keeps some object alive."""
+        """Tell whether some object of the key is kept alive by this entry's pin alone."""
         return any(sys.getrefcount(pin()) <= 2 for pin in self._pinned)  # one of the pin, one of the argument
 
 
@@ -164,7 +164,7 @@ def _drop_from(programs: weakref.ref[Programs[Any]], entry: weakref.ref[CacheEnt
 
 
 def _drop_ended() -> None:
-    """Evict the entries of all strategies in which only the pin keeps some object alive."""
+    """Evict, for all strategies, the entries that have ended: see `has_ended`."""
     for programs in list(_all):
         for entry in [entry for entry in list(programs._entries) if entry.has_ended()]:
             programs.drop(entry)

@@ -113,7 +113,7 @@ def key_of(
     """Return a call's key, the functions whose code is looked at, and its array arguments: all that a warm step needs.
 
     The functions are the called one, bound to the objects among its arguments, and the functions among its arguments. An
-    `mr.function`, which `runs_steps`, belongs to no strategy: its arguments choose the devices, so its key has them.
+    `mr.function` (`runs_steps`) belongs to no strategy: its arguments choose the devices, so they are in its key.
     """
     if not kwargs and _LEAVES.issuperset(map(type, args)):
         flat, structure, compiled_in = args, len(args), frozenset()  # most steps: nothing to flatten
@@ -186,7 +186,7 @@ def _with_objects(function: UserFunction, args: Sequence[Any], kwargs: dict[str,
 
 
 def _code_of(function: Any) -> Any:
-    """Return the code of a function, below what is bound; of another callable its type."""
+    """Return a function's code, without `partial`s and bound methods around it; for another callable, return its type."""
     while isinstance(function, functools.partial | types.MethodType):
         function = function.func if isinstance(function, functools.partial) else function.__func__
     return getattr(function, "__code__", type(function))

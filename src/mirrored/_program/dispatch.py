@@ -95,7 +95,7 @@ class Dispatcher(abc.ABC, Generic[ProgramT]):
         return self._execute(program, place(program.mesh, call.arrays, call.array_leaves, names), *start)
 
     def _find_repeated(self, function: UserFunction, args: Sequence[Any]) -> tuple[ProgramT, list[Any]] | None:
-        """Return the program and the arrays of a call that repeats an earlier one of this function, or of one with its code."""
+        """Return the program and arrays of a call that repeats an earlier one, of this function or of another with its code."""
         # By its code, too: a lambda in the loop is another function in each turn, and the guards compare what it closes over.
         paths = self.programs.fast_paths
         path = paths.get(id(function)) or paths.get(id(getattr(function, "__code__", None)))

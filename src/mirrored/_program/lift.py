@@ -128,7 +128,7 @@ class Traced(NamedTuple):
     frame: frames.Frame
 
     def lifted(self, among: Sequence[Traced] = ()) -> Lifted:
-        """Make arguments of the variables that the traces `among` (by default this one) touch, results of their new values."""
+        """Turn the variables that the traces `among` (default: this one) touch into arguments, their new values into results."""
         traces = among or (self,)
         written = dict.fromkeys(variable for traced in traces for variable in traced.written)
         read_only = dict.fromkeys(variable for traced in traces for variable in traced.operands if variable not in written)

@@ -113,7 +113,7 @@ class _Numbering:
                 self._number_each(node)
 
     def _number_each(self, node: Node) -> None:
-        """Number each result of a loop, condition or call by the smallest equation for it alone: a counter may be common."""
+        """Number each result of a loop, condition or call by the least code that computes it: a counter may be common."""
         whole = dead_code.opened(node.equation)
         for position, value in enumerate(node.outputs):
             alone = dead_code.computing(whole, [position]) or dead_code.all_of(whole)
