@@ -81,7 +81,7 @@ def encode_answer(answer: str | Exception) -> bytes:
 
 
 def parse_answer(line: bytes) -> str | Exception | None:
-    """Read an answer of worker 0, WAITING, GO or the error to raise, or RUNNING of jax's service; None for any other line."""
+    """Read an answer: WAITING, GO or an error from worker 0, or RUNNING if jax's service answers; None for another line."""
     if line[3:].startswith(_GRPC):
         return RUNNING
     message = _decode(line)

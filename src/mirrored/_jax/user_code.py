@@ -145,7 +145,7 @@ def _is_bug(error: BaseException, innermost: types.TracebackType) -> bool:
 
 
 def equation_line(*equations: Equation) -> str:
-    """Return the user's `file:line` of the first equation that still has one, else the name of our code around them."""
+    """Return the `file:line` in the user's code of the first equation that has one; else the name of our code around it."""
     for traceback in filter(None, (equation.source_info.traceback for equation in equations)):
         for frame in traceback.frames:
             if not frame.file_name.startswith(_process.library_folders):

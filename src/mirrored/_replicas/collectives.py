@@ -125,7 +125,7 @@ def all_reduce(
 
 
 def _over_replicas(axis: ReplicaAxis, reduction: Reduction, arrays: Arrays, axes: Sequence[Axes]) -> list[jax.Array]:
-    """Reduce arrays over axes of each, and over the replicas."""
+    """Reduce each array over its own axes, and over the replicas."""
     ops = axis.ops if reduction.adds else None
     counts = [
         sum(axis.each(math.prod(array.shape[a] for a in own_axes))) if own_axes else axis.size

@@ -370,7 +370,7 @@ def _local_devices(platform: str) -> Sequence[jax.Device]:
 
 
 def _require_wanted_gpus() -> None:
-    """Raise when GPUs were asked for by name or number, and JAX, which would compute without them, has not found them."""
+    """Raise when the user asked for GPUs, by name or number, and JAX found none: it would compute without them."""
     found, asked, named = len(_local_devices("gpu")), _env.MIRRORED_GPUS.get_int(), _env.CUDA_VISIBLE_DEVICES.get()
     if found < asked:
         raise DeviceError(

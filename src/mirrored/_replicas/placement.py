@@ -115,7 +115,7 @@ def _joined(stored: jax.Array, division: Division, everywhere: NamedSharding) ->
 
 
 def check_later(mesh: ReplicaMesh, arrays: Sequence[Any], name_of: Callable[[int], str]) -> None:
-    """Check, at most two programs later, that mirrored arrays have the same bits on all workers; ignore what the chief sends."""
+    """Check that mirrored arrays have the same bits on all workers, at most two programs later; change no array."""
     # The user's own JAX code may have computed them from mirrored arrays and from a value that differs between workers.
     if mesh.is_alone:
         return

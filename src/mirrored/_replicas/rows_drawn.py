@@ -45,7 +45,7 @@ def keys_of(keys: jax.Array, axis: ReplicaAxis, index: random_keys.Count, num_ro
 
 
 def _before(counts: tuple[int, ...]) -> tuple[int, ...]:
-    """Return how many rows the replicas before each one have together."""
+    """Return for each replica the sum of the rows of the replicas before it."""
     return tuple(np.cumsum((0, *counts))[:-1].tolist())
 
 

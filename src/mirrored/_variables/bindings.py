@@ -49,7 +49,7 @@ class Bindings:
         return self.value_of(variable)
 
     def value_of(self, variable: Variable) -> jax.Array:
-        """Return a variable's present value to the bindings on top of these, which check the read themselves."""
+        """Return a variable's present value to inner bindings, which check the read themselves."""
         if (value := self._values.get(variable)) is None:
             return self._fallback(variable)
         return value

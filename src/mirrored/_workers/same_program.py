@@ -154,7 +154,7 @@ def _trails(texts: Sequence[str]) -> dict[int, list[Entry]]:
 
 
 def parting(trails: Mapping[int, Sequence[Entry]]) -> tuple[str, set[str]]:
-    """Say since when histories differ, with each worker's first entry that differs; and return the names of these entries."""
+    """Say since when histories differ, and name each worker's first different entry; return this text and the names."""
     rows = _rows(trails)
     found = next(iter([row for row in rows if _contradicts(row)] or [row for row in rows if None in row.values()]), None)
     if found is None:

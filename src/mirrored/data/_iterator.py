@@ -285,7 +285,7 @@ class DistributedIterator:
 
 
 def joined(iterator: DistributedIterator, by_worker: list[Any]) -> Any:
-    """Merge the states that other numbers of workers have saved into the state from which this worker goes on."""
+    """Merge the states that all workers saved, perhaps more or fewer of them, into one from which this worker continues."""
     is_by_file = isinstance(by_worker[0], dict) and by_worker[0].get("policy") == "FILE"
     if not is_by_file or not isinstance(iterator, DistributedIterator) or not iterator._plan.goes_on_by_file("FILE"):
         return by_worker[0]  # perhaps refused; an iterator of another library decides itself

@@ -31,7 +31,7 @@ def _name(dataset: object) -> str:
 
 
 def nothing(*_: object) -> None:
-    """Answer None, for a kind of datasets that does not know."""
+    """Return None: the default answer of a dataset kind to a question that does not concern it."""
 
 
 def length_of(dataset: object, is_known: bool = True) -> int:
