@@ -266,7 +266,7 @@ CrossDeviceOps = NcclAllReduce | HierarchicalCopyAllReduce | ReductionToOneDevic
 class ReduceOp(NamedChoice):
     """The operation that combines values: `SUM`, `MEAN`, `MAX` or `MIN`. You may pass the names everywhere, in any case.
 
-    `MAX` and `MIN`, which TensorFlow has not, are of real numbers and bools, and keep their dtype. As with `jnp.max`, NaN wins,
+    `MAX` and `MIN`, which TensorFlow lacks, take real numbers and bools, and keep their dtype. As with `jnp.max`, NaN wins,
     and values that tie share the gradient.
 
     >>> mr.ReduceOp.SUM

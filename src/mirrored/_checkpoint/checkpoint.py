@@ -246,8 +246,8 @@ class Checkpoint:
 
         A mirrored variable gets its value. A sync-on-read variable gets its saved copies on the same number of replicas, else
         its aggregated value, as by `assign`. Either kind can be restored from the other, and from plain arrays. Iterators go
-        on at their positions; on another number of workers not if each worker reads its own batches, by
-        `AutoShardPolicy.OFF` or from a function.
+        on at their positions. If each worker reads its own batches (`AutoShardPolicy.OFF`, or from a function), this needs
+        the same number of workers.
 
         Args:
             partial: ignore saved values that this object does not name, for example to restore only weights for inference.

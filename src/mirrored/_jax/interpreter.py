@@ -147,7 +147,7 @@ def run_parts(equation: Equation, operands: Sequence[Any], bodies: Sequence[Call
 
 
 class Analysis(Interpreter[Value]):
-    """A walk that finds a property of each value. The less is known, the higher it is; a result gets its operands' highest.
+    """A walk that finds a property of each value: the higher, the less is known. A result gets the highest of its operands'.
 
     It walks through a loop until the properties of the carry no longer rise.
     """
@@ -177,7 +177,7 @@ class Analysis(Interpreter[Value]):
         return self.join(())
 
     def plain(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
-        """Return the operands' highest property for each result."""
+        """Give each result the highest of the operands' properties."""
         return [self.join(values)] * len(equation.outvars)
 
     def call(self, equation: Equation, inner: ClosedJaxpr, values: list[Value]) -> Sequence[Value]:

@@ -116,7 +116,7 @@ def _may_be_divided(array: Any) -> int:
 
 
 def _saved(array: Any, num_copies: int) -> int:
-    """Return the bytes of an array in parts that a device does not store; 0 for per-replica values, divided by nature."""
+    """Return the bytes that a device need not store of an array in parts; 0 for per-replica values."""
     division = division_in(array)
     if division is None or (division.axis, division.length) == (0, division.num_parts):
         return 0

@@ -43,7 +43,7 @@ def scan(
     Raises:
         TypeError: for a body that does not return a pair, and for leaves that are not arrays or numbers.
         ValueError: for `xs` without an axis to loop over.
-        UnevenReplicasError: (a ValueError) when the replicas' axes `K` differ; the axes behind may, as in odd batches.
+        UnevenReplicasError: (a ValueError) when `K` differs by replica; later axes may differ, as in odd batches.
 
     >>> with strategy.scope():
     ...     w = mr.Variable(1.0)

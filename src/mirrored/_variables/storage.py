@@ -78,7 +78,7 @@ class Slot:
         held.add(self)
 
     def clear(self, held: set[Slot] = held) -> None:
-        """Free a collected variable's array. At the end of the process, the names of this module may be gone before."""
+        """Free a collected variable's array. At the end of the process, this module's globals may be gone already."""
         self.array = None
         held.discard(self)
 

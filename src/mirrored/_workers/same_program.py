@@ -168,7 +168,7 @@ def parting(trails: Mapping[int, Sequence[Entry]]) -> tuple[str, set[str]]:
 
 
 def _rows(trails: Mapping[int, Sequence[Entry]]) -> list[dict[int, Entry | None]]:
-    """Return each worker's entry for each number that all still know; None for a worker that has not come to it."""
+    """Return all workers' entries, number by number, from the first that all still know; None if a worker is behind."""
     by_number = {worker: {entry.number: entry for entry in entries} for worker, entries in trails.items()}
     first = max((min(entries) for entries in by_number.values() if entries), default=1)
     last = max((max(entries) for entries in by_number.values() if entries), default=0)

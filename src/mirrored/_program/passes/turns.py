@@ -41,7 +41,7 @@ class Turns:
         self._made.append((value, addend))
 
     def ready(self, parts: list[Any]) -> list[Any]:
-        """Return parts to gather, available when the operation on the parts gathered before has its operand."""
+        """Return parts to gather, delayed until the operation on the parts gathered last has its operand."""
         if self._before is None or not parts:
             return parts
         parts, _ = jax.lax.optimization_barrier((parts, self._before))
