@@ -144,7 +144,7 @@ class _Look:
     def enter(
         self, name: str, place: int, is_runner: bool, args: tuple[int, ...] = (), keywords: Mapping[str, int] | None = None
     ) -> None:
-        """Look into own code, given the places of its bound arguments; if `is_runner`, functions that it names are own code, too."""
+        """Look into own code, given the places of its bound arguments; with `is_runner`, what it names is own code, too."""
         keywords = keywords or {}
         while isinstance(function := self.found[place], (functools.partial, types.MethodType)):
             self.compared[self.read(place, "__class__")] = name
