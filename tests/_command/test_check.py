@@ -54,6 +54,7 @@ def test_gpus_that_jax_does_not_use_are_found(
     strategy2: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check, "MultiWorkerMirroredStrategy", lambda **_: strategy2)
+    monkeypatch.setattr(check_host, "is_for_gpus", lambda *_: True)
     monkeypatch.setattr(check_host, "gpus", lambda: Finding("2 NVIDIA GPUs, driver 470.1"))
     assert launch.main(["check"]) == 1
     assert "\nwrong devices        JAX uses the CPU, not the NVIDIA GPUs: is the driver" in capsys.readouterr().out

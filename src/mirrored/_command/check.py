@@ -115,7 +115,6 @@ def _devices(lines: Lines) -> Finding:
     first = lines.exchange("kinds", kinds)[0]
     if kinds != first:
         return Finding("", f"has {kinds}, not {first} as worker 0: use hosts of one kind")
-    is_unused = jax.default_backend() == "cpu" and "driver" in check_host.gpus().fact
-    if is_unused:
+    if jax.default_backend() == "cpu" and check_host.is_for_gpus() and not check_host.gpus().problem:
         return Finding("", "JAX uses the CPU, not the NVIDIA GPUs: is the driver (`nvidia-smi`) new enough for JAX's CUDA?")
     return Finding(f"{kinds} on each worker")

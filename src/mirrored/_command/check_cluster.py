@@ -75,6 +75,5 @@ def clocks(lines: Lines, clock: Callable[[], float] = time.time) -> Finding:
         apart = max(abs(moment[1] - moments[0][1]) for moment in moments)
         return Finding(f"differ by at most {apart:.3f} s")
     direction = "ahead of" if least > 0 else "behind"
-    difference = abs(after - moments[0][1])
     remedy = "start NTP (`timedatectl set-ntp true`, or chronyd)"
-    return Finding("", f"its clock is {difference:.1f} s {direction} worker 0's: {remedy}")
+    return Finding("", f"its clock is {abs(after - moments[0][1]):.1f} s {direction} worker 0's: {remedy}")

@@ -58,8 +58,7 @@ def _write(path: Path) -> Finding:
     path.parent.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     with path.open("wb") as file:
-        file.write(path.name.encode())
-        file.write(bytes(_FILE_BYTES))
+        file.write(path.name.encode() + bytes(_FILE_BYTES))
         file.flush()
         os.fsync(file.fileno())
     rate = _FILE_BYTES / (time.perf_counter() - start)
@@ -77,9 +76,7 @@ def _read(path: Path, lines: Lines) -> Finding:
     if not path.exists():
         missing = f"the new file of {lines.call(0)} is not in it"
         return Finding("", f"{path.parent} is another folder, {missing}: mount the same one on all hosts")
-    with path.open("rb") as file:
-        is_right = file.read() == path.name.encode() + bytes(_FILE_BYTES)
-    if not is_right:
+    if path.read_bytes() != path.name.encode() + bytes(_FILE_BYTES):
         return Finding("", f"reads {path.name} otherwise than {lines.call(0)} has written it")
     return Finding("")
 

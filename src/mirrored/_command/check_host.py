@@ -46,13 +46,18 @@ def num_gpus(devices: str = "/dev") -> int:
     return count if named is None else min(count, named)
 
 
+def is_for_gpus(devices: str = "/dev") -> bool:
+    """Tell whether JAX is to use GPUs of this host."""
+    return num_gpus(devices) > 0 and _env.JAX_PLATFORMS.get() != "cpu"
+
+
 def gpus(devices: str = "/dev", driver: str = "/proc/driver/nvidia/version") -> Finding:
     """Find the GPUs, their driver, and whether JAX has a plugin for them."""
     count = num_gpus(devices)
     if not count:
         return Finding("no NVIDIA GPU")
     there = counted(count, "NVIDIA GPU")
-    if _env.JAX_PLATFORMS.get() == "cpu":
+    if not is_for_gpus(devices):
         return Finding(f"{there}, not used: JAX_PLATFORMS is cpu")
     if not any("cuda" in name for name in versions()):
         return Finding("", f"{there}, and JAX cannot use any: pip install 'jax[cuda13]'")
@@ -72,7 +77,7 @@ def shared_memory(folder: str = "/dev/shm", devices: str = "/dev") -> Finding:
     fact = f"{bytes_in_words(free)} free"
     if free >= _LEAST_SHARED_MEMORY:
         return Finding(fact)
-    if not num_gpus(devices) or _env.JAX_PLATFORMS.get() == "cpu":
+    if not is_for_gpus(devices):
         return Finding(f"{fact}, enough for CPUs")
     remedy = "docker run --shm-size=1g; in Kubernetes mount an emptyDir with medium: Memory at /dev/shm"
     return Finding("", f"{fact}, and NCCL needs {bytes_in_words(_LEAST_SHARED_MEMORY)}: {remedy}")
