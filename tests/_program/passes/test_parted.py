@@ -1,5 +1,6 @@
 """Where arrays in parts are gathered, where sums become reduce-scatters, and that only the proof says what is in parts."""
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable
@@ -14,7 +15,8 @@ from strategies import divide_small_arrays, strategy_of
 
 import mirrored as mr
 from mirrored._plan.modules import collectives_in
-from mirrored._replicas.division import placement_of
+from mirrored._program.passes import parted
+from mirrored._replicas.division import Division, placement_of
 from mirrored._replicas.per_replica import stack_of
 from mirrored._strategy.strategy import parts_of
 from mirrored._variables.variable import spec_of
@@ -115,7 +117,7 @@ def test_gradients_of_micro_batches_are_added_up_in_parts(add: Any, storage: mr.
 
     def step(x: Any) -> Any:
         def one(carry: Any, row: Any) -> tuple[Any, Any]:
-            loss_of = lambda w: mr.losses.compute_average_loss((layer(layer(row, w), w) ** 2).mean(-1))  # noqa: E731
+            loss_of = lambda w: mr.losses.compute_average_loss((layer(row, w) ** 2).mean(-1))  # noqa: E731
             loss, own = jax.value_and_grad(loss_of)(w.value)
             return add(carry, own), loss
 
@@ -125,6 +127,42 @@ def test_gradients_of_micro_batches_are_added_up_in_parts(add: Any, storage: mr.
         return losses
 
     assert counted(in_parts, step)["reduce-scatter"] == scatters
+
+
+@pytest.mark.parametrize(
+    ("dtype", "uses", "expected"),
+    [
+        (np.float32, 2, ["loop", "sum", "loop", "sum"]),
+        (np.float32, 3, ["loop", "loop", "sum"]),
+        (np.float16, 2, ["loop", "loop", "sum"]),  # a sum of one term may be infinite
+    ],
+)
+def test_the_first_term_of_a_tied_weights_gradient_is_summed_before_the_loop_goes_back(
+    monkeypatch: pytest.MonkeyPatch, dtype: Any, uses: int, expected: list[str]
+) -> None:
+    made, scattered_sum, run_parts = list[str](), Division.scattered_sum, parted.run_parts
+    monkeypatch.setattr(Division, "scattered_sum", lambda *given: made.append("sum") or scattered_sum(*given))
+    monkeypatch.setattr(parted, "run_parts", lambda *given: made.append("loop") or run_parts(*given))
+
+    def model(w: Any, x: Any) -> Any:
+        h, _ = jax.lax.scan(lambda h, a: (jnp.tanh(h * a), None), x @ w, jnp.ones(LAYERS, dtype))
+        return functools.reduce(lambda h, w: jnp.tanh(h @ w), [w] * (uses - 1), h)
+
+    def trained_in(storage: mr.Storage) -> np.ndarray:
+        strategy = strategy_of(3, storage=storage)
+        with strategy.scope():
+            w = mr.Variable(WEIGHTS[0].astype(dtype), name="w")
+
+        def step(x: Any) -> None:
+            own = jax.grad(lambda w: (model(w, x) ** 2).sum())(w.value)
+            w.assign_sub(0.1 * mr.get_replica_context().all_reduce("sum", mr.losses.as_share(own)))
+
+        [batch] = strategy.distribute_dataset([BATCH.astype(dtype)])
+        strategy.run(step, args=(batch,))
+        return w.numpy()
+
+    np.testing.assert_allclose(trained_in("parts"), trained_in("whole"), rtol=1e-5 if dtype == np.float32 else 1e-2)
+    assert made == expected
 
 
 def test_what_a_callback_returns_is_never_taken_for_a_part(in_parts: mr.MirroredStrategy) -> None:

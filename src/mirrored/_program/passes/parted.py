@@ -6,10 +6,9 @@ parts. Other operations get whole arrays, gathered where they are used (docs/des
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,19 +21,9 @@ from ..._replicas.division import Division
 from ..._typing import ArrayLike, Shape
 from .flat import flattened, varying_in
 from .on_parts import Addend, DevicePart, Gathers, Value, Whole, run_on_parts, shape_of
-from .order_sums import PRODUCTS, large, moved_up, terms_of
+from .order_sums import PRODUCTS, large, moved_up
+from .sums_in_parts import ADDS, Known, SumsInParts, find_sums, is_added_to
 from .turns import Turns
-
-_ADDS = primitives.COMMUTATIVE | primitives.DERIVATIVE_SUMS
-#: Operations that make a multiple of their first operand, if the others are factors.
-_MULTIPLIES = primitives.DIVISIONS | primitives.MOVES & primitives.ELEMENTWISE
-
-
-class Known(NamedTuple):
-    """What is known of a step before it runs."""
-
-    axis: str  # of the mesh
-    divisions: Mapping[Shape, Division]  # by shape, of the stored arrays: sums of these shapes are stored in parts, too
 
 
 class Parted(Interpreter[Value]):
@@ -42,6 +31,7 @@ class Parted(Interpreter[Value]):
 
     def __init__(self, known: Known, around: tuple[str, ...] = ()) -> None:
         self.known, self.around = known, around
+        self.sums = SumsInParts.none()
         self.turns, self.gathers = Turns(), Gathers(known.axis, self.whole)
         self.varying: set[Var] = set()  # the variables that may differ by replica
         self.gathered: dict[tuple[int, int, bool], tuple[Any, Any]] = {}  # see `_gather`
@@ -84,58 +74,25 @@ class Parted(Interpreter[Value]):
         equations, results = flattened(jaxpr)
         differ = {var for var, value in zip(jaxpr.invars, arguments, strict=True) if not _is_same(value)}
         self.varying = varying_in(jaxpr, equations, results, differ)
-        self._find_sums(equations, results, {var for var, value in zip(jaxpr.invars, arguments, strict=True) if _is_total(value)})
+        carried = {var for var, value in zip(jaxpr.invars, arguments, strict=True) if _is_total(value)}
+        self.sums = find_sums(self.known, equations, results, self.varying, carried)
         values: dict[Var, Value] = dict(zip(jaxpr.invars, arguments, strict=True))
         values.update({v: self.constant(value, v.aval) for v, value in zip(jaxpr.constvars, constants, strict=True)})
 
         def read(atom: Atom) -> Value:
             return self.constant(atom.val, atom.aval) if isinstance(atom, Literal) else values[atom]
 
-        for equation in moved_up(self.terms, equations):
+        for equation in moved_up(self.sums.terms, equations):
             made = self.equation(equation, list(map(read, equation.invars)))
             values.update({var: self._noted(var, value) for var, value in zip(equation.outvars, made, strict=True)})
         return list(map(read, results))
 
-    def _find_sums(self, equations: Sequence[Equation], results: Sequence[Any], carried: set[Var]) -> None:
-        """Find the operands of sums in parts (`sums`), those with no other use (`only`), and their `terms`."""
-        # What is added to a sum that a loop carries (`carried`) is added up over the replicas, too.
-        used = collections.Counter(atom for equation in equations for atom in equation.invars if isinstance(atom, Var))
-        used.update(atom for atom in results if isinstance(atom, Var))
-        sums = [e for e in equations if jaxprs.is_sum(e) or any(atom in carried for atom in e.invars if isinstance(atom, Var))]
-        added = {atom for equation in sums for atom in equation.invars if isinstance(atom, Var)}
-        self.sums = {var for var in added - carried if var in self.varying and self._division_of(var)}
-        self.only = {var for var in self.sums if used[var] == 1}
-        for equation in reversed(equations):
-            is_only = equation.outvars and self.only.issuperset(equation.outvars)  # a callback may have no results
-            if is_only and (var := self._scaled(equation)) is not None and used[var] == 1:
-                self.only.add(var)
-        self.terms = terms_of(self.sums, equations, self.varying)
-
-    def _scaled(self, equation: Equation) -> Var | None:
-        """Return the operand that an operation scales, by a factor that is the same on every replica; else None."""
-        dtype: Any = getattr(equation.outvars[0].aval, "dtype", np.dtype(bool))
-        # Integers are divided without a rest, and a sum of float16 may be infinite before it is scaled.
-        if not jnp.issubdtype(dtype, jnp.inexact) or dtype == jnp.float16:
-            return None
-        own = [atom for atom in equation.invars if isinstance(atom, Var) and atom in self.varying]
-        is_linear = equation.primitive.name in _MULTIPLIES and own == [equation.invars[0]]
-        is_product = equation.primitive.name in primitives.BILINEAR & primitives.ELEMENTWISE and len(own) == 1
-        if (is_linear or is_product) and shape_of(own[0]) == shape_of(equation.outvars[0]):
-            return own[0]
-        return None
-
-    def _division_of(self, var: Atom) -> Division | None:
-        """Return how arrays of a variable's shape are stored; XLA scatters no complex numbers on CPU."""
-        dtype = getattr(var.aval, "dtype", bool)
-        is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
-        return self.known.divisions.get(shape_of(var)) if is_real else None
-
     def _noted(self, var: Var, value: Value) -> Value:
         """Note a gradient, so that its sum begins early, or a term of a gradient, so that it is made early."""
-        division = self._division_of(var) if var in self.terms else None
+        division = self.known.division_of(var) if var in self.sums.terms else None
         if division is None or not isinstance(value, Whole) or value.is_same:
             return value
-        addend = Addend(value, division) if var in self.sums else None
+        addend = Addend(value, division) if var in self.sums.operands else None
         self.turns.add(value, addend)
         return addend or value
 
@@ -146,7 +103,7 @@ class Parted(Interpreter[Value]):
 
     def plain(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
         name = equation.primitive.name
-        if any(map(_is_total, values)):
+        if any(map(_is_total, values)) or (name in ADDS and self.sums.only.issuperset(equation.outvars) and _are_addends(values)):
             return [self._of_total(equation, values)]
         if name in primitives.ONE_TO_ONE:
             return self._held(equation, values)
@@ -159,13 +116,13 @@ class Parted(Interpreter[Value]):
 
     def _of_total(self, equation: Equation, values: list[Value]) -> Addend:
         """Run an operation on sums instead of on their addends: an addition, or scaling by a factor equal on every replica."""
-        first: Any = next(value for value in values if _is_total(value))
+        first: Any = next(value for value in values if isinstance(value, Addend))
         shape, division = shape_of(equation.outvars[0]), first.division
-        if equation.primitive.name in _ADDS:
+        if equation.primitive.name in ADDS:
             return Addend(None, division, *tracing.bind(equation, [self.total(value, division, shape) for value in values]))
         part = DevicePart(first.total, division, shape)
         results = run_on_parts(self.gathers, equation, [part if value is first else value for value in values])
-        assert results is not None  # see `_scaled`
+        assert results is not None  # see `sums_in_parts`
         return Addend(None, division, results[0].array)
 
     def total(self, value: Value, division: Division, shape: Shape) -> Any:
@@ -192,20 +149,29 @@ class Parted(Interpreter[Value]):
         """Run an operation on whole arrays; a backward pass gathers each array only when its turn comes."""
         is_again = jaxprs.is_backward(equation, self.around)
         new = [v for v in values if isinstance(v, DevicePart) and (id(v.array), v.division.axis, is_again) not in self.gathered]
-        first = next((k for k, value in enumerate(values) if self._differs(value)), None)
-        if is_again and first is not None and (new or (self.turns.has_waiting and _is_with_weight(equation, values))):
+        may_wait = is_again and any(map(self._differs, values))
+        if may_wait and (new or (self.turns.has_waiting and _is_with_weight(equation, values))):
             ready = self.turns.ready([part.array for part in new])
-            [tied] = self.turns.wait([self.whole(values[first])], self.begin)
+            values = self._waited(values)
             for part, array in zip(new, ready, strict=True):
                 self._gather(part, array, is_again)
-            values = [*values[:first], Whole(tied, False), *values[first + 1 :]]
         return self.results_of(equation, tracing.bind(equation, [self.whole(value, is_again) for value in values]))
+
+    def _waited(self, values: list[Value]) -> list[Value]:
+        """Return values, the first that may differ by replica available only after the gradients noted before."""
+        first = next((k for k, value in enumerate(values) if self._differs(value)), None)
+        if first is None:
+            return values
+        [tied] = self.turns.wait([self.whole(values[first])], self.begin)
+        return [*values[:first], Whole(tied, False), *values[first + 1 :]]
 
     def _differs(self, value: Value) -> bool:
         """Tell whether a value may differ by replica and can pass a barrier: it is computed, and no key or reference."""
-        array = self.whole(value) if isinstance(value, Addend) else value.array
+        if _is_same(value) or _is_total(value):
+            return False
+        array = self.whole(value)
         is_computed = isinstance(array, jax.core.Tracer) and isinstance(getattr(array, "dtype", None), np.dtype)
-        return not _is_same(value) and is_computed and isinstance(jax.typeof(array), jax.core.ShapedArray)
+        return is_computed and isinstance(jax.typeof(array), jax.core.ShapedArray)
 
     def over_replicas(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
         if not jaxprs.is_sum(equation):
@@ -220,7 +186,7 @@ class Parted(Interpreter[Value]):
 
     def _sum(self, atom: Atom, value: Value) -> DevicePart | None:
         """Return the sum of a value over the replicas in parts; None if it is to be whole."""
-        division = self._division_of(atom) if isinstance(value, Whole) else value.division
+        division = self.known.division_of(atom) if isinstance(value, Whole) else value.division
         if division is None or (isinstance(value, Whole) and value.is_same):
             return None
         return DevicePart(self.total(value, division, shape_of(atom)), division, shape_of(atom))
@@ -239,16 +205,19 @@ class Parted(Interpreter[Value]):
         given: list[Value] = [self._given(v, is_again, k not in body.fixed or is_of_steps) for k, v in enumerate(values)]
         sums_rounds = is_of_steps and any(isinstance(value, DevicePart) for value in values)  # else one sum is enough
         for place, (k, var) in enumerate(zip(loop.carry, equation.outvars, strict=False)):
-            division = self._division_of(var) if sums_rounds and var in self.only else None
-            if division is not None and _is_added_to(body.closed.jaxpr, k, place):
+            division = self.known.division_of(var) if sums_rounds and var in self.sums.only else None
+            if division is not None and is_added_to(body.closed.jaxpr, k, place):
                 given[k] = Addend(None, division, self.total(given[k], division, shape_of(var)))
             elif not self.is_same(var) or not isinstance(given[k], DevicePart):
                 given[k] = Whole(self.whole(given[k], is_again), self.is_same(var))
         for k in loop.rows:
             if isinstance(row := given[k], DevicePart):
                 given[k] = _moved(row, -1) if row.division.axis else Whole(self.whole(row, is_again), True)
+        waits = is_again and self.turns.has_waiting
+        if waits:
+            given = self._waited(given)
         arrays: list[Any] = [_array_of(value) for value in given]
-        divisions = [self._row_division(var) if var in self.only else None for var in equation.outvars]
+        divisions = [self._row_division(var) if var in self.sums.only else None for var in equation.outvars]
         kinds: list[Value] = []
 
         def one_round(*arrays: jax.Array) -> list[Any]:
@@ -268,7 +237,7 @@ class Parted(Interpreter[Value]):
                 results[k] = Whole(result.array, self.is_same(var))
             elif k >= len(loop.carry):
                 results[k] = _moved(result, 1, shape_of(var))
-        return results
+        return self._waited(results) if waits else results  # the sums that began before the loop end beside it
 
     def _given(self, value: Value, is_again: bool, may_be_part: bool = True) -> DevicePart | Whole:
         """Return a value as a loop's body or a branch gets it."""
@@ -278,7 +247,7 @@ class Parted(Interpreter[Value]):
 
     def _row_division(self, var: Var) -> Division | None:
         """Return the division of the rows of a stack whose sum over the replicas is stored in parts."""
-        division = self._division_of(var)
+        division = self.known.division_of(var)
         if division is None or not division.axis:
             return None
         return dataclasses.replace(division, axis=division.axis - 1)
@@ -313,7 +282,7 @@ class Parted(Interpreter[Value]):
 
     def _stored(self, array: jax.Array | None, var: Var) -> DevicePart | Whole:
         """Return a result in parts if it is the same on every replica and arrays of its shape are divided; else whole."""
-        division, is_same = self._division_of(var), self.is_same(var)
+        division, is_same = self.known.division_of(var), self.is_same(var)
         if division is None or not is_same:
             return Whole(array, is_same)
         return DevicePart(array, division, shape_of(var))
@@ -338,17 +307,8 @@ def _is_total(value: Value) -> bool:
     return isinstance(value, Addend) and value.value is None
 
 
-def _is_added_to(jaxpr: Jaxpr, argument: int, result: int) -> bool:
-    """Tell whether a program uses an argument only to add to it, and returns the sum as this result."""
-    equations, results = flattened(jaxpr)
-    atoms = [*(atom for equation in equations for atom in equation.invars), *results]
-    users = [equation for equation in equations if jaxpr.invars[argument] in equation.invars]
-    if len(users) != 1 or users[0].primitive.name not in _ADDS:
-        return False
-    [added] = users[0].outvars
-    if any(shape_of(atom) != shape_of(added) for atom in users[0].invars):  # a row or a number is added to all rows
-        return False
-    return results[result] is added and atoms.count(added) == 1 == atoms.count(jaxpr.invars[argument])
+def _are_addends(values: Sequence[Value]) -> bool:
+    return all(isinstance(value, Addend) for value in values)
 
 
 def _typed(array: ArrayLike, atom: Atom) -> jax.Array:

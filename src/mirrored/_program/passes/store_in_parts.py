@@ -15,8 +15,9 @@ from ..._jax.jaxprs import Atom
 from ..._replicas.division import Division, division_of_array, placement_of
 from ..._variables.variable import spec_of
 from .on_parts import DevicePart, Value, Whole, shape_of
-from .parted import Known, Parted
+from .parted import Parted
 from .proven import Proven, Run
+from .sums_in_parts import Known
 
 
 class Divisions(NamedTuple):
