@@ -22,8 +22,8 @@ LAG = 1
 class Turns:
     """The gathers and sums of a backward pass, in order.
 
-    A gather begins when the operation on the array gathered before it has its operand: so both run at once. Such an operation, or
-    a product with a large whole weight, waits for the gradients before it, and for sums begun `LAG` such places before.
+    A gather begins when the operation on the array gathered before it has its operand: so both run at once. Such an operation, a
+    loop, or a product with a large whole weight waits for the gradients before it, and for sums begun `LAG` such places before.
     """
 
     def __init__(self) -> None:
