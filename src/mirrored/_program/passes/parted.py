@@ -103,7 +103,7 @@ class Parted(Interpreter[Value]):
 
     def plain(self, equation: Equation, values: list[Value]) -> Sequence[Value]:
         name = equation.primitive.name
-        if any(map(_is_total, values)) or (name in ADDS and self.sums.only.issuperset(equation.outvars) and _are_addends(values)):
+        if any(map(_is_total, values)) or self._adds_terms(equation, values):
             return [self._of_total(equation, values)]
         if name in primitives.ONE_TO_ONE:
             return self._held(equation, values)
@@ -113,6 +113,11 @@ class Parted(Interpreter[Value]):
         elif (filled := _fill(equation, values)) is not None:
             return [filled]
         return self._on_wholes(equation, values)
+
+    def _adds_terms(self, equation: Equation, values: list[Value]) -> bool:
+        """Tell whether an operation adds two terms of a gradient, each summed over the replicas on its own."""
+        are_addends = equation.primitive.name in ADDS and all(isinstance(value, Addend) for value in values)
+        return are_addends and self.sums.only.issuperset([*equation.invars, *equation.outvars])
 
     def _of_total(self, equation: Equation, values: list[Value]) -> Addend:
         """Run an operation on sums instead of on their addends: an addition, or scaling by a factor equal on every replica."""
@@ -305,10 +310,6 @@ def _is_with_weight(equation: Equation, values: Sequence[Value]) -> bool:
 def _is_total(value: Value) -> bool:
     """Tell whether a value is only known by its sum over the replicas."""
     return isinstance(value, Addend) and value.value is None
-
-
-def _are_addends(values: Sequence[Value]) -> bool:
-    return all(isinstance(value, Addend) for value in values)
 
 
 def _typed(array: ArrayLike, atom: Atom) -> jax.Array:

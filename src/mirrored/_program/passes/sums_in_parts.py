@@ -58,14 +58,14 @@ def find_sums(
     added = {atom for equation in sums for atom in equation.invars if isinstance(atom, Var)}
     operands = {var for var in added - carried if var in varying and known.division_of(var)}
     only = {var for var in operands if used[var] == 1}
-    made_by_adding = {var for equation in equations if equation.primitive.name in ADDS for var in equation.outvars}
+    made_otherwise = {var for equation in equations if equation.primitive.name not in ADDS for var in equation.outvars}
     for equation in reversed(equations):
         is_only = equation.outvars and only.issuperset(equation.outvars)  # a callback may have no results
         before = _summed_before(equation, varying) if is_only else []
         if any(used[var] > 1 for var in before):
             continue
         if len(before) == 2:  # both are summed: of a tied embedding, but not of a weight that is used many times
-            if len(large(before)) < 2 or not made_by_adding.isdisjoint(before):
+            if not made_otherwise.issuperset(before) or len(large(before)) < 2:
                 continue
             operands.update(before)
         only.update(before)
