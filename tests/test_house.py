@@ -515,7 +515,7 @@ def test_sizes() -> None:
 #: was not there. The ground is together, and so are small wings that stand for one thing. `python tests/test_house.py` prints
 #: today's.
 BUDGETS = {
-    "_program": 6332,  # 4,000
+    "_program": 6394,  # 4,000
     "_jax": 1795,  # 1,300
     "_replicas": 3339,  # 2,100
     "_variables": 2178,  # 1,700
