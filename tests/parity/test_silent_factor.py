@@ -162,14 +162,17 @@ def on_one_device(name):
     return np.asarray(LIBRARIES[name](strategy, strategy.distribute_dataset([X[:4], X[:7]]), average, total))
 
 
-@pytest.mark.parametrize(
-    ("library", "num_replicas"), [*((name, 2) for name in LIBRARIES), *nightly(("by_tree_in_a_variable", 1), ("by_nnx", 3))]
-)
+#: What other libraries than the first are tried with: for all of them the same collectives are judged.
+SOME = ("share, summed", "own mean, summed", "share, summed twice", "share, not summed")
+
+
+@pytest.mark.parametrize(("library", "num_replicas"), [*((name, 2) for name in LIBRARIES), *nightly(("by_nnx", 3))])
 def test_a_factor_is_said_in_any_library_and_right_steps_are_silent(library, num_replicas):
-    """One library runs all right steps, the others one each; of the others the programs are made."""
+    """One library is tried with all ways; right steps are run, of the others the programs are made."""
     strategy = strategy_of(num_replicas)
-    for name, (loss_of, combine, expected) in WAYS.items():
-        is_run = not expected and (library == "by_tree_in_a_variable" or name == "share, summed")
+    is_first = library == "by_tree_in_a_variable"
+    for name, (loss_of, combine, expected) in WAYS.items() if is_first else [(name, WAYS[name]) for name in SOME]:
+        is_run = not expected
         rows = [X[:4], X] if is_run and "that is said" not in name else [X[:6]] if expected else [X]
         batches = strategy.distribute_dataset(rows)
         train = LIBRARIES[library] if is_run else functools.partial(made, LIBRARIES[library])
@@ -245,46 +248,23 @@ LOSSES = {
 }  # fmt: skip
 
 
-def halves(gradient_of, x):
-    """Accumulate over two micro-batches."""
-    parts = jnp.stack([x, x])
-    return scan(lambda g, part: (g + gradient_of(part) / 2, None), jnp.zeros(()), parts)[0]
-
-
-#: How a gradient is computed of a share, and combined.
-DERIVATIVES = {
-    "sum": lambda loss, x: total(jax.grad(loss)(V, x)),
-    "psum under jit": lambda loss, x: jax.jit(lambda w, x: by_psum(jax.grad(loss)(w, x)))(V, x),
-    "vjp": lambda loss, x: total(jax.vjp(lambda w: loss(w, x), V)[1](jnp.ones(()))[0]),
-    "accumulated": lambda loss, x: total(halves(lambda part: jax.grad(loss)(V, part), x)),
-    "forward": lambda loss, x: total(jax.jvp(lambda w: loss(w, x), (V,), (jnp.ones(()),))[1]),
-    "clipped": lambda loss, x: (lambda g: g * jnp.minimum(1.0, 1e3 / jnp.abs(g)))(total(jax.grad(loss)(V, x))),
-}
-
-
-OTHERS = [*((name, 2) for name in list(DERIVATIVES)[1:]), ("sum", 3)]
-
-
-@pytest.mark.parametrize(("derivative", "num_replicas"), [("sum", 2), *nightly(*OTHERS)])
-def test_right_losses_are_silent_and_their_wrong_sums_are_not(derivative, num_replicas):
-    strategy, combine = strategy_of(num_replicas), DERIVATIVES[derivative]
-    losses = {name: loss for name, loss in LOSSES.items() if (derivative, name) != ("forward", "custom_vjp")}
-    shares = {name: lambda w, x, loss=loss: average(loss(w, x)) for name, loss in losses.items()}
-    means = {name: lambda w, x, loss=loss: jnp.mean(loss(w, x)) for name, loss in losses.items()}
-    every = lambda x: {name: combine(loss, x) for name, loss in shares.items()}  # noqa: E731
-    for rows, call in ((X[:6], made), (X, lambda run, *args: run(*args))):
-        [batch] = strategy.distribute_dataset([rows])
-        found, said = said_by(lambda batch=batch, call=call: call(strategy.run, every, (batch,)))
-        assert said == []
-    of_rows = lambda x: {name: jax.grad(lambda w, loss=loss: loss(w, x).mean())(V) for name, loss in losses.items()}  # noqa: E731
+@pytest.mark.parametrize("num_replicas", [2, *nightly(3)])
+def test_right_losses_are_silent_and_their_wrong_sums_are_not(num_replicas):
+    """Gradients that are computed in other ways are in test_losses.py."""
+    strategy = strategy_of(num_replicas)
+    summed = lambda loss, x: total(jax.grad(loss)(V, x))  # noqa: E731
+    shares = {name: lambda w, x, loss=loss: average(loss(w, x)) for name, loss in LOSSES.items()}
+    every = lambda x: {name: summed(share, x) for name, share in shares.items()}  # noqa: E731
+    [batch] = strategy.distribute_dataset([X])
+    found, said = said_by(lambda: strategy.run(every, args=(batch,)))
+    assert said == []
+    of_rows = lambda x: {name: jax.grad(lambda w, loss=loss: loss(w, x).mean())(V) for name, loss in LOSSES.items()}  # noqa: E731
     for name, expected in jax.jit(of_rows)(jnp.asarray(X)).items():
         np.testing.assert_allclose(found[name], expected, rtol=1e-4, atol=1e-6, err_msg=name)
-    if derivative == "forward" or num_replicas != 2:  # the proof does not know a gradient of forward mode
-        return
-    for name in list(losses)[:: 8 if derivative == "sum" else 1]:
+    for name in list(LOSSES)[::8]:
         run = lambda step: said_by(lambda: made(strategy.run, step, (batch,)))[1]  # noqa: E731
-        [unspoken] = run(lambda x, loss=means[name]: combine(loss, x))
-        [twice] = run(lambda x, loss=shares[name]: by_psum(combine(loss, x)))
+        [unspoken] = run(lambda x, loss=LOSSES[name]: summed(lambda w, x: jnp.mean(loss(w, x)), x))
+        [twice] = run(lambda x, loss=shares[name]: by_psum(summed(loss, x)))
         assert UNSPOKEN in unspoken and TWICE in twice, name
 
 
