@@ -211,40 +211,25 @@ def slope(w, x):
 #: Losses of rows `[n, 3]`, one for each example.
 LOSSES = {
     "the last state of a scan": lambda w, x: scan(functools.partial(body, w), jnp.zeros(len(x)), x.T)[0] ** 2,
-    "an LSTM's cell": lambda w, x: scan(
-        lambda c, xt: ((jnp.tanh(c[1]) * w, jax.nn.sigmoid(xt * w) * c[1] + xt), None), (x[:, 0] * 0, x[:, 0] * 0), x.T
-    )[0][1] ** 2,
-    "reversed": lambda w, x: scan(functools.partial(body, w), jnp.zeros(len(x)), x.T, reverse=True)[1].sum(0) ** 2,
     "a counter in the carry": lambda w, x: scan(
         lambda c, xt: ((body(w, c[0], xt)[0], c[1] + 1), c[0]), (jnp.zeros(len(x)), 0), x.T
     )[1].sum(0),
     "a statistic in the carry": lambda w, x: scan(
         lambda c, xt: ((body(w, c[0], xt)[0], 0.9 * c[1] + jnp.mean(c[0])), c[0] * (1 + 0 * c[1])), (jnp.zeros(len(x)), 1.0), x.T
     )[1].sum(0),
-    "a carry that is not used": lambda w, x: scan(
-        lambda c, xt: ((jnp.tanh(xt * w + c[0]), c[0] + c[1]), c[0]), (jnp.zeros(len(x)), jnp.zeros(len(x))), x.T
-    )[1].sum(0) ** 2,
     "a scan of checkpoints": lambda w, x: scan(jax.checkpoint(functools.partial(body, w)), jnp.zeros(len(x)), x.T)[1].sum(0),
-    "vmap of a scan": lambda w, x: jax.vmap(lambda row: scan(functools.partial(body, w), 0.0, row)[0])(x) ** 2,
     "cond in a scan": lambda w, x: scan(
         lambda c, xt: (jax.lax.cond(w > 0, lambda: jnp.tanh(w * xt + c), lambda: c), c), jnp.zeros(len(x)), x.T
     )[1].sum(0),
     "masked": lambda w, x: scan(
         lambda c, xt: (jnp.where(xt > 0, jnp.tanh(w * xt + c), c), None), jnp.zeros(len(x)), x.T
     )[0] ** 2,
-    "remat and jit": lambda w, x: jax.jit(jax.checkpoint(lambda w, x: jnp.sin(w * x).sum(1)))(w, x),
     "custom_vjp": lambda w, x: jnp.sin(gradient_is_scaled(w * x)).sum(1),
     "a gradient penalty": lambda w, x: jnp.sin(w * x).sum(1) + (jnp.linalg.norm(slope(w, x), axis=1) - 1) ** 2,
     "jvp in the loss": lambda w, x: jax.jvp(lambda x: jnp.tanh(w * x).sum(1), (x,), (jnp.ones_like(x),))[1],
-    "linearize in the loss": lambda w, x: jax.linearize(lambda x: jnp.tanh(w * x).sum(1), x)[1](jnp.ones_like(x)),
     "adversarial": lambda w, x: jnp.tanh(w * jax.lax.stop_gradient(
         x + 0.1 * jnp.sign(jax.grad(lambda x: jnp.tanh(w * x).sum())(x)))).sum(1),
     "projected adversarial": lambda w, x: jnp.tanh(w * (x + slope(w, x) / jnp.abs(slope(w, x)).max(1, keepdims=True))).sum(1),
-    "gather, slice and concatenate": lambda w, x: jnp.concatenate([w * x[:, jnp.array([0, 2])], (w * x)[:, 1:]], 1).sum(1),
-    "scattered": lambda w, x: jnp.zeros((len(x), 2)).at[:, jnp.array([0, 1, 0])].add(w * x).prod(1),
-    "sorted, largest": lambda w, x: jnp.sort(jnp.sin(w * x), axis=1)[:, 0] + jax.lax.top_k(w * x, 1)[0][:, 0],
-    "a triangular solve": lambda w, x: jax.scipy.linalg.solve_triangular(jnp.eye(3) + w * jnp.tri(3), x.T, lower=True).sum(0),
-    "fft": lambda w, x: jnp.abs(jnp.fft.rfft(w * x)).sum(1),
 }  # fmt: skip
 
 
