@@ -17,8 +17,6 @@ from mirrored._program import cache
 from mirrored._transforms import function
 from mirrored._variables import variable as _variable
 
-ROWS = np.ones((6, 4), np.float32)
-
 
 def weights(strategy):
     return variable(np.ones((4, 2)), strategy)

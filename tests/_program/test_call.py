@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from named import named
-from strategies import variable
 
 import mirrored as mr
 from mirrored._program.call import ArrayLeaf, argument_names, take_apart
@@ -17,9 +16,6 @@ from mirrored._program.guards import match
 from mirrored._program.own_code import look_at
 
 STRATEGY = mr.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
-
-
-WEIGHTS = variable(np.ones(2), STRATEGY)
 
 
 class Color(enum.Enum):
@@ -142,22 +138,7 @@ class Model:
     __call__ = step
 
 
-ARRAY, MODEL = jnp.ones(2), Model()
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: lambda x: x + 1, lambda: adder(2.0), lambda: adder("name"), lambda: adder(None), lambda: adder(float("nan")),
-        lambda: adder(ARRAY), lambda: adder(1, default=ARRAY), lambda: adder(adder(3)), lambda: outer(outer(adder(2.0))),
-        lambda: functools.partial(adder(1), y=2.0), lambda: functools.partial(step, ARRAY, flag=adder(1)),
-        lambda: MODEL.step, lambda: functools.partial(MODEL.step), lambda: MODEL, lambda: jnp.tanh, lambda: Model,
-    ],
-)  # fmt: skip
-def test_functions_made_again_are_the_same_program(make):
-    assert match(sight(make()), (make(),))
-    one, other = take_apart(step, (make(),), {}), take_apart(step, (make(),), {})
-    assert one.key == other.key and match(one.sees().guards, other.functions)
+ARRAY = jnp.ones(2)
 
 
 @pytest.mark.parametrize(
@@ -190,9 +171,6 @@ def test_a_cell_that_is_still_empty_is_no_obstacle():
         return add
 
     assert match(sight(make()), (make(),))
-
-
-# -- identity stays true
 
 
 # -- names in messages

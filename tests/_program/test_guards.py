@@ -15,6 +15,7 @@ from parameters import nightly
 import mirrored as mr
 from mirrored import testing
 from mirrored._program import dispatch
+from mirrored._program.own_code import look_at
 
 ONE = np.ones(2, np.float32)
 SCALE = 2.0
@@ -238,3 +239,15 @@ def test_what_is_not_there_yet_is_seen_when_it_comes_and_when_it_goes_and_is_not
     assert result() == 12
     del t.scale
     assert result() == 4
+
+
+def test_paths_are_named_as_they_are_written():
+    t = Trainer()
+
+    def step(self, x, k=t):
+        return [self.cfg["lr"], k.cfg["inner"][0].lr, t.lr, SCALE, jnp.sum(x), (lambda: self.lr)()]
+
+    sight = look_at((functools.partial(step, t),))
+    expected = dict.fromkeys(("self.cfg['lr']", "k.cfg['inner'][0].lr", "t.lr", "SCALE", "self.lr"), 2.0)
+    assert {name: sight.named[name] for name in expected} == expected
+    assert jnp in sight.objects and not any(each is jnp.sum for each in sight.objects)
