@@ -107,8 +107,8 @@ def test_a_mistake_in_a_step_is_one_clear_error(strategy3):
     strategy = strategy3
     w = variable(1.0, strategy, name="w")
     even, uneven = (strategy.distribute_dataset([rows]) for rows in (np.ones((6, 3), np.float32), ROWS))
-    for what, (mistake, kind, message, remedy) in MISTAKES.items():
-        for batch in (next(iter(even)), next(iter(uneven))):
+    for position, (what, (mistake, kind, message, remedy)) in enumerate(MISTAKES.items()):
+        for batch in (next(iter(even)), next(iter(uneven)))[: 1 + (position % 4 == 0)]:
 
             def step(x, mistake=mistake):
                 w.assign_add(1.0)
