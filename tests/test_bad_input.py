@@ -126,8 +126,10 @@ profile
 progress
     mr.progress(3) => TypeError: mr\.progress got 3; expected the batches of a loop: for batch in mr\.progress\(dataset\)
     mr.progress([], total="4") => TypeError: total is '4'; expected how many batches
+    mr.progress([], description=3) => TypeError: description is 3; expected a str
 report
     mr.report(3) => TypeError: mr\.report got 3; expected a strategy: mr\.report\(strategy, 'run\.html'\)
+    mr.report(two, 3) => TypeError: path is 3; expected the file to write
     mr.report(two, ".") => IsADirectoryError: '\.' is a folder; write the name of a file: 'run\.html'
     step(lambda: mr.report(two)) => ContextError: mr\.report was called inside a step
 Strategy.scope
@@ -194,6 +196,7 @@ Strategy.distribute_datasets_from_function
     two.distribute_datasets_from_function(lambda c: ONES) => TypeError: distribute_datasets_from_function got ndarray, one set
     two.distribute_datasets_from_function(list, mr.InputOptions(auto_shard_policy="data"))
         => ValueError: dataset_fn shares the records out by itself
+    step(lambda: two.distribute_datasets_from_function(lambda c: [])) => ContextError: NOT_IN_A_STEP
 Strategy.make_numpy_dataset
     two.make_numpy_dataset(None) => TypeError: got None, which holds no array
     two.make_numpy_dataset((ONES, np.float32(1))) => ValueError: a scalar at \[1\]; expected arrays whose first axis counts rows
@@ -359,11 +362,13 @@ Optimizer.apply_gradients
     apply([None]) => ValueError: got no gradient for any variable: every one is None
     apply(["a"]) => TypeError: the gradient of variable 'w' is 'a'; expected an array
     apply([np.ones(3)]) => ValueError: 'w' has shape \(3,\); expected \(2,\)
+    apply([np.ones(2, "complex64")]) => TypeError: has dtype complex64; expected float32
     apply([x_of_three]) => StrategyMismatchError: ANOTHER
     apply([uneven]) => ValueError: 'w' has shape \(None,\)
     apply([x], aggregate=False) => PerReplicaError: aggregate=False.*PerReplica as the gradient of 'w'.*strategy\.reduce
     apply(zip([ONES], [of_three], strict=True)) => ValueError: 'of_three' in zip.*not one that this optimizer.*\('w'\)
     apply(zip([ONES], [3], strict=True)) => TypeError: expected pairs, as of zip
+    apply(zip([], [], strict=True)) => TypeError: an iterator of \[\]; expected pairs
     apply(zip([ONES] * 2, [w] * 2, strict=True)) => ValueError: variable 'w' is twice in zip
     three.run(lambda: apply([ONES])) => StrategyMismatchError: 'w' lives on 2
     step(lambda: apply([x])) => PerReplicaError: strategy\.run\(step, args
@@ -386,6 +391,7 @@ losses.mean_over_own_rows
 losses.already_divided
     mr.losses.already_divided(1.0) => ContextError: already_divided was called outside a step
     step(lambda: mr.losses.already_divided(ONES)) => ValueError: got shape \(2,\); expected a scalar.*needs no word
+    step(lambda: mr.losses.already_divided("a")) => TypeError: the loss given to already_divided is 'a'
 losses.as_share
     mr.losses.as_share(1.0) => ContextError: as_share was called outside a step
     step(lambda: mr.losses.as_share({"a": "b"})) => TypeError: a value given to as_share is 'b'
@@ -394,6 +400,7 @@ losses.scale_regularization_loss
     step(lambda: mr.losses.scale_regularization_loss("a")) => TypeError: regularization_loss is 'a'
 losses.global_loss
     mr.losses.global_loss(1.0) => TypeError: global_loss got 1\.0; expected a function.*average_loss\(per_example_loss\(w\)\)
+    mr.losses.global_loss(jnp.sum)(ONES) => ContextError: global_loss was called outside a step
     step(lambda: mr.losses.global_loss(lambda w: w)(ONES)) => TypeError: returned shape \(2,\); expected a scalar
     step(lambda: mr.losses.global_loss(lambda w: "a")(ONES)) => TypeError: the function given to global_loss is 'a'
 export
@@ -416,6 +423,7 @@ data.DistributedDataset.repeat
 data.DistributedDataset.map
     distributed.map(None) => TypeError: map got None; expected a function of a batch
 data.NumpyDataset.take
+    rows.take("2") => TypeError: count is '2'; expected an int
     rows.take(3) => ValueError: take was called after shuffle, repeat or map\. Take rows first
 data.NumpyDataset.map
     rows.map(3) => TypeError: map got 3; expected a function of a batch
@@ -444,6 +452,7 @@ data.tfrecord_dataset
     mr.data.tfrecord_dataset("missing") => FileNotFoundError: there is no file 'missing'
     mr.data.tfrecord_dataset(["missing-*"]) => FileNotFoundError: expand a pattern with sorted\(glob\.glob\(pattern\)\)
     mr.data.tfrecord_dataset(".") => IsADirectoryError: '\.' is a directory; name its files: '\./\*\.tfrecord'
+    mr.data.tfrecord_dataset({"a"}) => TypeError: of type set; .* in the order in which they are to be read
     mr.data.tfrecord_dataset([3]) => TypeError: files contains 3 of type int; expected paths
     mr.data.tfrecord_dataset(__file__).batch(0) => ValueError: batch_size is 0; expected an int
     mr.data.tfrecord_dataset("missing-*") => FileNotFoundError: no file matches 'missing-\*'
@@ -460,6 +469,7 @@ data.parse_example
     mr.data.parse_example([1], {}) => TypeError: record 0 of the batch is 1 of type int
     mr.data.parse_example(WORDS, {}) => TypeError: is ndarray; .* a shuffle, write \.batch\(n, batch_fn=list\)
     mr.data.parse_example(b"", {3: int}) => TypeError: spec has 3
+    mr.data.parse_example(b"", None) => TypeError: spec is NoneType; expected a dict
     mr.data.parse_example(b"", {"x": int}) => TypeError: spec has 'x': <class 'int'>
     mr.data.parse_example(b"\xff", {}) => ValueError: the record is no tf\.train\.Example
     mr.data.parse_example(b"", {"x": mr.data.FixedLenFeature((), np.int64)})
@@ -467,8 +477,10 @@ data.parse_example
 data.make_example
     mr.data.make_example([1]) => TypeError: features is list; expected a dict
     mr.data.make_example({"x": "a"}) => TypeError: feature 'x' is 'a' of type str; expected bytes, ints or
+    mr.data.make_example({1: 2}) => TypeError: features has the key 1; expected a string
     mr.data.make_example({"x": []}) => TypeError: feature 'x' is \[\] .* np\.zeros\(0, np\.float32\) for an empty list
     mr.data.make_example({"x": [b"a", "b"]}) => TypeError: feature 'x' is .* text\.encode\(\)
+    mr.data.make_example({"x": np.array([b"a\0"])}) => TypeError: feature 'x' is array
     mr.data.make_example({"x": 1e300}) => ValueError: feature 'x' has values that float32 cannot hold
     mr.data.make_example({"x": 2**63}) => ValueError: feature 'x' has the value 9223372036854775808
 data.FixedLenFeature
@@ -482,6 +494,7 @@ CommunicationOptions
     mr.CommunicationOptions(implementation="gloo") => ValueError: implementation is 'gloo'; expected one of 'auto', 'ring'
     mr.CommunicationOptions(bytes_per_pack=-1) => ValueError: bytes_per_pack is -1; expected 0 or more
     mr.CommunicationOptions(timeout_seconds=0) => ValueError: timeout_seconds is 0; expected 1 to 604800 seconds
+    mr.CommunicationOptions(timeout_seconds="60") => TypeError: timeout_seconds is '60'; expected seconds
 MultiWorkerMirroredStrategy
     mr.MultiWorkerMirroredStrategy("10.0.0.1:22") => ClusterConfigError: cluster= is .*; give a resolver
     mr.MultiWorkerMirroredStrategy(communication_options=3) => TypeError: communication_options is 3; expec

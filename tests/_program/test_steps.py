@@ -353,6 +353,14 @@ def test_what_jax_cannot_look_into_is_refused_and_leaves_no_program(strategy2):
 # -- eager
 
 
+def test_uneven_values_are_refused_by_name_in_eager_mode(strategy2):
+    uneven = strategy2.distribute_values_from_function(lambda ctx: np.ones(1 + ctx.replica_id_in_sync_group))
+    message = r"the argument `x\[0\]` has a different shape on each replica: \(1,\), \(2,\)\. Inside mr\.eager\(\)"
+    with pytest.raises(mr.UnevenReplicasError, match=message), mr.eager():
+        strategy2.run(lambda x: x, args=([uneven],))
+    assert strategy2.run(lambda x: x, args=([uneven],))[0].shapes == ((1,), (2,))
+
+
 def test_eager_prints_the_value_of_each_replica(strategy2, capsys):
     def step(x):
         print("x is", x)

@@ -245,6 +245,12 @@ def test_strategies_on_the_same_devices_are_the_same_place() -> None:
 # -- refusing devices: more is in test_bad_input.py
 
 
+def test_devices_of_two_kinds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "local_devices", lambda backend="cpu": [SimpleNamespace(platform=backend)])
+    with pytest.raises(mr.DeviceError, match=r"devices mixes cpu and gpu devices .* Name only gpu devices"):
+        mesh.resolve_devices(["cpu:0", "gpu:0"])
+
+
 def test_a_worker_raises_the_threads_before_any_begins_and_its_devices_write_nothing_then(monkeypatch) -> None:
     monkeypatch.setenv("PJRT_NPROC", "1")
     with pytest.raises(mr.ClusterStartError), mesh.raising_cpu_threads():
