@@ -41,6 +41,8 @@ MUTANTS = [
     # -- stale values
     ("_program/guards.py", "if expected is not None and id(value) != expected and content_key(value) != content:", "if False:",
      GUARDS + "a_changed_name_is_seen_and_goes_to_and_fro_between_two_programs[attribute]"),
+    ("_program/own_code.py", "self._same += zip(known, places, strict=True)", "pass",
+     "tests/_program/test_fast_path.py::test_a_function_that_is_closed_over_twice_may_become_two"),
     ("_program/call.py", "array = np.array(leaf)", "array = np.asarray(leaf)",
      "tests/_program/test_steps.py::test_a_host_array_may_be_filled_again_at_once"),
     ("_program/lift.py", "Bindings({}, ask_for, renew)", "Bindings({}, ask_for, lambda: None)",

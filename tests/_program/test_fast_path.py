@@ -118,6 +118,20 @@ def test_a_function_gets_defaults_or_becomes_a_method(total, warm, x):
         assert warm(added, x) == 9 * scale
 
 
+def test_a_function_that_is_closed_over_twice_may_become_two(warm, x):
+    def made(factor):
+        return lambda y: jnp.sum(y) * factor
+
+    first = second = made(1.0)
+
+    def step(x):
+        return first(x) + 10 * second(x)
+
+    assert warm(step, x) == 99
+    second = made(2.0)
+    assert warm(step, x) == 189
+
+
 def test_arguments_of_another_kind_are_another_step(strategy2, total, warm, x):
     def step(x, **named):
         return jnp.sum(x) * (10 if named else 1) * x.shape[0]
