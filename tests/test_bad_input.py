@@ -97,18 +97,11 @@ TABLE = r"""
 MirroredStrategy
     mr.MirroredStrategy([]) => DeviceError: devices is empty, and a strategy needs at least one.* for example devices=\['cpu
     mr.MirroredStrategy("cpu:0") => TypeError: devices is 'cpu:0'; expected a list, for example devices=\['cpu:0'\]
-    mr.MirroredStrategy({"cpu:0"}) => TypeError: devices is .* of type set; expected a list
     mr.MirroredStrategy([None]) => TypeError: devices contains None of type NoneType; expected strings such as 'gpu:0'
     mr.MirroredStrategy({"cpu:0": 1}) => TypeError: of type dict; expected a list .* in replica order
     mr.MirroredStrategy(["cpu:"]) => DeviceError: expected the form 'gpu:0', '/gpu:0', 'GPU:0', 'tpu:1' or 'cpu:3'
-    mr.MirroredStrategy(["cup:0"]) => DeviceError: expected the form 'gpu:0', '/gpu:0', 'GPU:0', 'tpu:1' or 'cpu:3'
-    mr.MirroredStrategy(["cpu:-1"]) => DeviceError: expected the form
-    mr.MirroredStrategy(["cpu:0\n"]) => DeviceError: expected the form
-    mr.MirroredStrategy(["cpu:0 "]) => DeviceError: expected the form
-    mr.MirroredStrategy(["/job:worker/cpu:0"]) => DeviceError: expected the form
     mr.MirroredStrategy(["npu:0"]) => DeviceError: expected the form
     mr.MirroredStrategy(["gpu:0"]) => DeviceError: has 0 gpu devices \(none\)\. It has cpu:0, .* Leave devices out
-    mr.MirroredStrategy(["cpu:0", "cpu:8"]) => DeviceError: contains 'cpu:8', but this process has 8 .*JAX_NUM_CPU_DEVICES=9
     mr.MirroredStrategy(["cpu:1024"]) => DeviceError: at most 1024 virtual CPU devices are made
     mr.MirroredStrategy([jax.devices()[1], "cpu:0", "/CPU:1"])
         => DeviceError: names .* twice, as .* and '/CPU:1'\. Each replica needs its own
@@ -117,9 +110,7 @@ MirroredStrategy
     mr.MirroredStrategy(["cpu:0"], cross_device_ops=mr.NcclAllReduce()) => ValueError: connects GPUs, but the devices are
     mr.MirroredStrategy(FOUR, num_replicas=6) => DeviceError: is 6 for 4 devices; .* Write num_replicas=4, .* with 3 of them
     mr.MirroredStrategy(FOUR, num_replicas=2) => DeviceError: expected a multiple of 4.* Write num_replicas=4
-    mr.MirroredStrategy(FOUR, num_replicas=0) => DeviceError: expected a multiple of 4
     mr.MirroredStrategy(FOUR, num_replicas="8") => TypeError: expected an int
-    mr.MirroredStrategy(FOUR, num_replicas=True) => TypeError: expected an int
     mr.MirroredStrategy(FOUR, num_replicas=8, schedule="later") => ValueError: schedule is 'later'; expected 'together'
 NcclAllReduce
     mr.NcclAllReduce(-1) => ValueError: num_packs is -1; expected 0 or more packs
@@ -131,7 +122,6 @@ OneDeviceStrategy
     mr.OneDeviceStrategy(["cpu:0"]) => TypeError: device is \['cpu:0'\]; expected one device, for example 'gpu:0'
 profile
     mr.profile(3).__enter__() => TypeError: mr\.profile got 3; expected a folder to write into
-    mr.profile("").__enter__() => TypeError: mr\.profile got ''; expected a folder
     step(lambda: mr.profile("p").__enter__()) => ContextError: mr\.profile was called inside a step
 progress
     mr.progress(3) => TypeError: mr\.progress got 3; expected the batches of a loop: for batch in mr\.progress\(dataset\)
@@ -140,7 +130,6 @@ progress
 report
     mr.report(3) => TypeError: mr\.report got 3; expected a strategy: mr\.report\(strategy, 'run\.html'\)
     mr.report(two, 3) => TypeError: path is 3; expected the file to write
-    mr.report(two, "") => TypeError: path is ''; expected the file to write
     mr.report(two, ".") => IsADirectoryError: '\.' is a folder; write the name of a file: 'run\.html'
     step(lambda: mr.report(two)) => ContextError: mr\.report was called inside a step
 Strategy.scope
@@ -150,7 +139,6 @@ Strategy.run
     step(3) => TypeError: strategy\.run got 3; expected a function, not called: strategy\.run\(step, args=\(x,\)\)
     step(abs, x) => TypeError: args of strategy\.run is PerReplica; .* with the comma
     step(abs, (), [1]) => TypeError: kwargs of strategy\.run is \[1\]; expected a dict
-    step(abs, (), {1: 2}) => TypeError: kwargs of strategy\.run is \{1: 2\}
     step(abs, (WORDS,)) => TypeError: is a numpy array of dtype <U1, which no device can hold
     step(abs, (MASKED,)) => TypeError: NO_MASKS
     step(abs, (np.array([1, 2**33]),)) => ValueError: the argument `x` holds int64 values from 1 to 8589934592, .*jax_enable_x64
@@ -163,38 +151,25 @@ Strategy.run
     step(lambda: {"r": jax.new_ref(jnp.ones(2))}) => TypeError: the step returned a jax\.Ref, .*return ref\[\.\.\.\]
     step(lambda x: w.assign(x), (SHAPE,)) => TypeError: `x` is a jax\.ShapeDtypeStruct, .*jnp\.zeros.*jax\.eval_shape\(lambda x:
     jax.vmap(lambda x: step(lambda y: y, (x,)))(x) => PerReplicaError: the argument `y` is a PerReplica whose array has
-    step(lambda x: x, (jax.vmap(lambda k: step(jnp.multiply, (x, k)))(ONES),)) => PerReplicaError: `x` is a PerReplica whose
     jax.vmap(lambda k: step(lambda: w.assign(ONES * k)))(ONES) => ContextError: variable 'w' was written .*TRACED
-    jax.grad(lambda k: step(lambda: w.assign(ONES * k)) or w[0])(1.0) => ContextError: variable 'w' was written .*TRACED
     step(lambda: x + 1) => PerReplicaError: PerReplica does not support `\+`
     step(lambda: step(lambda: 1)) => ContextError: NOT_IN_A_STEP
     in_three(lambda: step(lambda: 1)) => StrategyMismatchError: ^run of .*2 replicas.* in the scope of .*3 replicas
 Strategy.reduce
     in_three(lambda: two.reduce("sum", 1.0)) => StrategyMismatchError: ^reduce of .*2 replicas.* in the scope of .*3 replicas
     two.reduce("median", x) => ValueError: reduce_op is 'median'; KNOWN_OPS
-    two.reduce("", x) => ValueError: reduce_op is ''; KNOWN_OPS
     two.reduce(3, x) => TypeError: reduce_op is 3.*; KNOWN_OPS
-    two.reduce(None, x) => TypeError: reduce_op is None.*; KNOWN_OPS
-    two.reduce(mr.VariableAggregation.SUM, x) => TypeError: reduce_op is .*; KNOWN_OPS
-    two.reduce(sum, x) => TypeError: reduce_op is .*; KNOWN_OPS
     two.reduce("sum", {"a": [x, "b"]}) => TypeError: strategy\.reduce got 'b' of type str; NO_NUMBERS
-    two.reduce("sum", WORDS) => TypeError: of type ndarray; NO_NUMBERS
-    two.reduce("sum", np.zeros(2, [("a", int)])) => TypeError: of type ndarray; NO_NUMBERS
     two.reduce("sum", SPARSE) => TypeError: got a BCOO, whose indices .* x\.todense\(\)
     two.reduce("sum", MASKED) => TypeError: NO_MASKS
     two.reduce("sum", np.array([2**40])) => ValueError: strategy\.reduce holds int64 values from .* as int32, which would wrap
     two.reduce("sum", x_of_three) => StrategyMismatchError: reduce got a PerReplica of 3 .*ANOTHER
-    two.reduce("sum", [x_elsewhere]) => StrategyMismatchError: lie on \['cpu:2', 'cpu:3'\].*ANOTHER
     two.reduce("sum", {"a": of_three}) => StrategyMismatchError: reduce got variable 'of_three'
-    two.reduce("sum", np.ones((2, 2)), -3) => ValueError: axis=-3 for a value of rank 2 on each replica; its axes are 0 to 1
     step(lambda: two.reduce("sum", x)) => PerReplicaError: strategy\.run\(step, args=\(x,\)\)
-    step(lambda: two.reduce("sum", "a")) => TypeError: strategy\.reduce got 'a' of type str
     step(lambda: two.reduce("sum", jnp.ones(3), axis=1)) => ValueError: strategy\.reduce: axis=1 for a value of rank 1
-    step(lambda: three.reduce("sum", 1.0)) => StrategyMismatchError: reduce of .*3 replicas.* in the scope of .*2 replicas
 Strategy.gather
     in_three(lambda: two.gather(ONES, 0)) => StrategyMismatchError: ^gather of .*2 replicas.* in the scope of .*3 replicas
     two.gather([x, "b"], 0) => TypeError: strategy\.gather got 'b' of type str; NO_NUMBERS
-    two.gather(x, (0,)) => TypeError: gather: axis is \(0,\) of type tuple
     step(lambda: two.gather(ONES, 0)) => ContextError: NOT_IN_A_STEP.*all_gather\(value, axis\)
 Strategy.local_results
     in_three(lambda: two.local_results(1.0)) => StrategyMismatchError: ^local_results of .*2 replicas.* in the scope of .*3 r
@@ -204,19 +179,12 @@ Strategy.distribute_dataset
     in_three(lambda: two.distribute_dataset([ONES])) => StrategyMismatchError: ^distribute_dataset of .*2 .* in the scope of .*3
     two.distribute_dataset(3) => TypeError: got 3 of type int; expected an iterable of global batches
     two.distribute_dataset(ONES) => TypeError: got ndarray, one set of arrays; .*make_numpy_dataset
-    two.distribute_dataset({"x": ONES}) => TypeError: got dict, one set of arrays
-    two.distribute_dataset(x) => TypeError: got PerReplica, one set of arrays
-    two.distribute_dataset((ONES, {"label": ONES})) => TypeError: got tuple, one set of arrays
-    two.distribute_dataset(()) => TypeError: got tuple, one set of arrays
-    two.distribute_dataset(jnp.ones(2)) => TypeError: one set of arrays; .*make_numpy_dataset\(arrays\)\.batch\(global_b
-    two.distribute_dataset(b"train") => TypeError: got b'train'
     two.distribute_dataset(zip([ONES])) => TypeError: got <zip object .*, an iterator that can be used only once; a second epoch
     two.distribute_dataset(rows) => ValueError: the dataset has rows, not batches
     two.distribute_dataset(distributed) => TypeError: the dataset is distributed already
     two.distribute_dataset([ONES], 2) => TypeError: options is 2; expected mr\.InputOptions
     next(iter(two.distribute_dataset([WORDS]))) => TypeError: which no device can hold
     next(iter(two.distribute_dataset([{"k": KEYS}]))) => TypeError: the dataset yielded at \['k'\] random keys, and KEY_LINES
-    next(iter(two.distribute_dataset([KEYS]))) => TypeError: the dataset yielded random keys, and KEY_LINES
     next(iter(two.distribute_dataset([x]))) => TypeError: the dataset yielded a PerReplica
     next(iter(two.distribute_dataset([1, 2]))) => ValueError: the dataset yielded a scalar; .* of a list of examples strategy\.mak
     next(iter(two.distribute_dataset([[ONES, [0, 1]]]))) => ValueError: a list of numbers at \[1\]; .* of it, np\.array\(numbers\)
@@ -228,21 +196,15 @@ Strategy.distribute_datasets_from_function
     two.distribute_datasets_from_function(lambda c: ONES) => TypeError: distribute_datasets_from_function got ndarray, one set
     two.distribute_datasets_from_function(list, mr.InputOptions(auto_shard_policy="data"))
         => ValueError: dataset_fn shares the records out by itself
-    next(iter(two.distribute_datasets_from_function(lambda c: [WORDS]))) => TypeError: which no device can hold
     step(lambda: two.distribute_datasets_from_function(lambda c: [])) => ContextError: NOT_IN_A_STEP
 Strategy.make_numpy_dataset
     two.make_numpy_dataset(None) => TypeError: got None, which holds no array
-    two.make_numpy_dataset(3) => ValueError: got a scalar
     two.make_numpy_dataset((ONES, np.float32(1))) => ValueError: a scalar at \[1\]; expected arrays whose first axis counts rows
-    two.make_numpy_dataset(np.zeros(2, [("a", int)])) => TypeError: has dtype \[\('a', '<i8'\)\]
     two.make_numpy_dataset({"x": MASKED}) => TypeError: \['x'\] is a NO_MASKS
     two.make_numpy_dataset({"k": KEYS}) => TypeError: \['k'\] holds random keys, and KEY_LINES
     two.make_numpy_dataset({"x": [[1, 2], [3]]}) => ValueError: \['x'\] is a list whose elements have different shapes
     two.make_numpy_dataset(WORDS) => TypeError: has dtype <U1, which no device can hold
-    two.make_numpy_dataset({"x": object()}) => TypeError|ValueError: \['x'\] (has dtype object|is a scalar)
     two.make_numpy_dataset((np.ones(2), np.ones(3))) => ValueError: different numbers of rows
-    two.make_numpy_dataset([np.ones(2), np.ones(3)]) => ValueError: elements have different shapes
-    two.make_numpy_dataset(x) => PerReplicaError: PerReplica does not support
 Strategy.distribute_values_from_function
     two.distribute_values_from_function(3) => TypeError: value_fn is 3; expected a function of a mr\.ValueContext
     jax.vmap(lambda k: two.reduce("sum", values(two, lambda i: k)))(ONES) => ContextError: an array that JAX traces, .*\(x,\)\)
@@ -252,39 +214,30 @@ Strategy.distribute_values_from_function
         => ValueError: arrays of different ranks, shapes \(1,\), \(1, 1\); expected one rank for all replicas
     values(two, lambda i: np.ones(1, ["int32", "float32"][i])) => TypeError: returned different dtypes: float32, int32
     values(two, lambda i: [1] * (1 + i)) => ValueError: value_fn returned the structure .* for replica 0 and .* for replica 1
-    values(two, lambda i: np.array([1, 2**33], "uint64"))
-        => ValueError: holds uint64 values from 1 to 8589934592, .*jax_enable_x64
     step(lambda: values(two, lambda i: 1)) => ContextError: NOT_IN_A_STEP
-    in_three(lambda: values(two, lambda i: 1)) => StrategyMismatchError: in the scope of
 Strategy.barrier
     two.barrier(3) => TypeError: barrier: name is 3; expected a non-empty string
-    two.barrier("") => TypeError: barrier: name is ''
     step(lambda: two.barrier("here")) => ContextError: inside a step or an mr\.function, which is traced once
 Strategy.assert_mirrored
     step(lambda: two.assert_mirrored()) => ContextError: inside a step or an mr\.function, which is traced once
 # in a step
 ReplicaContext.all_reduce
     in_context(lambda ctx: ctx.all_reduce("sum", [WORDS])) => TypeError: all_reduce got .* of type ndarray; NO_NUMBERS
-    in_context(lambda ctx: ctx.all_reduce("sum", x)) => PerReplicaError: PerReplica does not
     in_context(lambda ctx: ctx.all_reduce("sum", of_three)) => StrategyMismatchError: 'of_three'
     in_context(lambda ctx: ctx.all_reduce("sum", jax.random.key(0)))
         => TypeError: key<fry> cannot be added over the replicas.*ctx\.all_gather
 ReplicaContext.all_gather
     in_context(lambda ctx: ctx.all_gather(ONES, 1)) => ValueError: all_gather: axis=1 for a value of rank 1 on each replica
-    in_context(lambda ctx: ctx.all_gather(ONES, True)) => TypeError: axis is True of type bool
     in_context(lambda ctx: ctx.all_gather(1.0, 0)) => ValueError: it is a scalar and has no axes.*x\[None\]
     in_context(lambda ctx: ctx.all_gather("a", 0)) => TypeError: all_gather got 'a' of type str; NO_NUMBERS
-    in_context(lambda ctx: ctx.all_gather(x, 0)) => PerReplicaError: PerReplica does not
 ReplicaContext.merge_call
     in_context(lambda ctx: ctx.merge_call(3)) => TypeError: merge_call got 3; expected a function
     in_context(lambda ctx: ctx.merge_call(max, ONES)) => TypeError: args of merge_call is ndarray; .*args=\(x,\).*comma
     in_context(lambda ctx: ctx.merge_call(max, (), [1])) => TypeError: kwargs of merge_call is \[1\]; expected a dict
 ReplicaContext.rng
     in_context(lambda ctx: ctx.rng("a")) => TypeError: rng got 'a'; expected a key from jax\.random\.key\(seed\), or an int
-    in_context(lambda ctx: ctx.rng(jnp.ones(2))) => TypeError: rng got
     in_context(lambda ctx: ctx.rng(0, rows=2.0)) => TypeError: number of rows is 2\.0; expected an int .*x\.shape\[0\]
 ReplicaContext.row_keys
-    in_context(lambda ctx: ctx.row_keys("a", 2)) => TypeError: row_keys got 'a'; expected a key
     in_context(lambda ctx: ctx.row_keys(0, -1)) => TypeError: number of rows is -1; expected an int
     in_context(lambda ctx: ctx.row_keys(jax.random.split(jax.random.key(0), 3), 2)) => TypeError: \(3,\); expected one.*jax\.vmap
 # variables
@@ -292,9 +245,6 @@ Variable
     mr.Variable(None, name="v") => TypeError: value of variable 'v' is None of type NoneType; expected an array or a num
     mr.Variable("a", name="v") => TypeError: the initial value of variable 'v' is 'a' of type str
     mr.Variable({"a": 1}) => TypeError: there is no array in .*mr\.Variable\(jax\.tree\.map\(jnp\.asarray, tree\)\)
-    mr.Variable([[1], [1, 2]]) => TypeError: is \[\[1\], \[1, 2\]\]; expected an array or a number
-    mr.Variable(MASKED) => TypeError: NO_MASKS
-    mr.Variable(WORDS) => TypeError: is array\(\['a', 'b'\]
     mr.Variable(2**40) => TypeError: is 1099511627776, which the dtype int32 cannot hold
     mr.Variable(1.5, dtype="int32") => TypeError: is 1\.5, which the dtype int32 cannot hold\. Round it, or use another dtype
     mr.Variable(1.0, name=3) => TypeError: name is 3; expected a non-empty string
@@ -304,12 +254,9 @@ Variable
     mr.Variable(1, name="v", aggregation="mean") => ValueError: 'v' has dtype int32 and aggregation MEAN.*dtype='float32'
     mr.Variable(x) => PerReplicaError: the initial value is a PerReplica, one value per replica
     step(lambda: mr.Variable(1.0, name="v")) => ContextError: 'v' was created inside a step
-    mr.function(lambda: mr.Variable(1.0))() => ContextError: was created inside a step or another traced
-    jax.jit(lambda: mr.Variable(1.0).value)() => ContextError: was created inside a step or another traced
     jax.vmap(lambda x: mr.Variable(x).value)(ONES) => ContextError: was created inside a step or another traced
 Variable.assign
     w.assign(None) => TypeError: assign to variable 'w' is None of type NoneType; expected an array or a number
-    w.assign("a") => TypeError: assign to variable 'w' is 'a' of type str
     w.assign(MASKED) => TypeError: NO_MASKS
     w.assign(np.ones(3)) => ValueError: assign to variable 'w' of shape \(2,\) was given a value of shape \(3,\)
     w.assign(np.ones(2, "complex64")) => TypeError: of dtype float32 .* complex64, which would lose
@@ -354,25 +301,20 @@ Variable.numpy
 # programs
 function
     mr.function(3) => TypeError: mr\.function got 3; expected a function: @mr\.function above
-    mr.function(lambda x: x)(WORDS) => TypeError: the argument `x` is a numpy array of dtype <U1
-    mr.function(lambda x: x)(MASKED) => TypeError: NO_MASKS
     mr.function(lambda: (step(lambda: w + 1), three.run(lambda: of_three + 1)))()
         => StrategyMismatchError: an mr\.function uses two strategies
     mr.function(lambda x: two.reduce("sum", x))(x_of_three) => StrategyMismatchError: ANOTHER
     mr.function(lambda r: r[...])(REF) => TypeError: the argument `r` is a jax\.Ref
-    mr.function(lambda x: x)(SHAPE) => TypeError: `x` is a jax\.ShapeDtypeStruct
     mr.function(lambda: jax.vmap(lambda k: step(jnp.multiply, (x, k)))(ONES))()
         => PerReplicaError: the function returned a PerReplica whose
     jax.vmap(mr.function(lambda k: w.assign(ONES * k)))(ONES) => ContextError: variable 'w' was written .*TRACED
 scan
     mr.scan(3, 0.0, ONES) => TypeError: mr\.scan got 3 as its body; expected a function
     mr.scan(lambda carry, x: carry, 0.0, ONES) => TypeError: returned an array; expected a pair \(new carry, y\)
-    mr.scan(lambda c, x: (c, x, x), 0.0, ONES) => TypeError: expected a pair.*return carry, None
     mr.scan(lambda c, x: (c, "s"), 0.0, ONES) => TypeError: the y of mr\.scan's body got 's\'
     mr.scan(lambda c, x: (c, REF[...]), 0.0, ONES) => TypeError: closes over a jax\.Ref
     mr.scan(lambda c, x: (c, x), "a", ONES) => TypeError: the carry of mr\.scan got 'a'
     mr.scan(lambda c, x: (c, x), 0.0, "ab") => TypeError: xs of mr\.scan got 'ab'
-    mr.scan(lambda c, x: (c, x), 0.0, 1.0) => ValueError: xs of mr\.scan holds a scalar
     mr.scan(lambda c, x: (c, x), 0.0, [1.0, 2.0]) => ValueError: scalar.*jnp\.asarray\(\[1\.0, 2\.0\]\)
     mr.scan(lambda c, x: (c, x), 0.0, (np.ones(2), np.ones(3))) => ValueError: different leading axis sizes: 2, 3
     mr.scan(lambda c, x: (c, x), 0.0, None, -1) => TypeError: mr\.scan got length=-1; expected an int, 0 or more
@@ -380,7 +322,6 @@ scan
 fori_loop
     mr.fori_loop(0, 3, None, 0.0) => TypeError: mr\.fori_loop got None as its body
     mr.fori_loop(0.5, 3, max, 0.0) => TypeError: mr\.fori_loop got the bounds 0\.5 and 3; expected two ints
-    mr.fori_loop(0, ONES, max, 0.0) => TypeError: expected two ints
     mr.fori_loop(0, 3, lambda i, carry: carry, "a") => TypeError: the carry of mr\.fori_loop got 'a'
 cond
     mr.cond(True, 3, lambda: 1) => TypeError: mr\.cond got 3
@@ -389,9 +330,7 @@ cond
 grad
     mr.grad(w, lambda: 1.0) => TypeError: expected a function that returns a loss
     mr.grad(lambda: [w.value], w)() => TypeError: the function returned \[.*\]; expected a loss, one for each example or one
-    mr.grad(lambda: w[0], [w, {'again': w}]) => ValueError: 'w' is listed twice
     mr.grad(lambda: w[0] * 1j, w)() => TypeError: dtype complex64; expected a floating
-    mr.grad(lambda: scalars, w)() => PerReplicaError: strategy\.reduce
     jax.jit(lambda: mr.grad(lambda: jnp.sum(w), w)())() => ContextError: TRACED
 value_and_grad
     mr.value_and_grad(3, w) => TypeError: got 3; expected a function that returns a loss
@@ -399,7 +338,6 @@ value_and_grad
     mr.value_and_grad(lambda: 1.0, [ONES]) => TypeError: got array.* among its variables; .* use jax\.value_and_grad
     mr.value_and_grad(lambda: 1.0, counts) => TypeError: 'counts' has dtype int32; only floating point variables
     mr.value_and_grad(lambda: 1, w)() => TypeError: the loss has dtype int32; expected a floating point number
-    mr.value_and_grad(lambda: None, w)() => TypeError: the function returned None; expected a loss
     mr.value_and_grad(lambda: (1.0, 2), w)() => TypeError: the function returned a tuple; pass has_aux=True
     mr.value_and_grad(lambda: 1.0, w, has_aux=True)() => TypeError: must return \(loss, aux\)
     mr.value_and_grad(lambda: 1.0, private)() => ContextError: variable 'private' is sync-on-read: outside a step
@@ -409,28 +347,25 @@ Optimizer
     mr.Optimizer(optax.adam, [w]) => TypeError: tx is <function adam
     mr.Optimizer(optax.sgd(0.1), [seen]) => ValueError: variable 'seen' is sync-on-read
     mr.Optimizer(optax.sgd(0.1), [w], aggregate="max") => ValueError: aggregate is 'max'; expected one of 'sum', 'mean'
-    mr.Optimizer(optax.sgd(0.1), [w], aggregate="") => ValueError: aggregate is ''; expected one of 'sum', 'mean'
     mr.Optimizer(optax.sgd(0.1), [w], aggregate=1) => TypeError: aggregate is 1.*; expected one of 'sum', 'mean'
     mr.Optimizer(optax.sgd(0.1), [w, w]) => ValueError: 'w' is listed twice
     mr.Optimizer(optax.sgd(0.1), [w, of_three]) => StrategyMismatchError: 'w' and 'of_three' belong to different strategies
     step(lambda: mr.Optimizer(optax.sgd(0.1), [w])) => ContextError: was created inside a step.*next to the variables
 Optimizer.minimize
     optimizer.minimize(3.0) => TypeError: minimize got an object of type float as its loss; .*minimize\(lambda: loss_of
-    optimizer.minimize(lambda: counts) => TypeError: the loss has dtype int32; expected a floating point number
     optimizer.minimize(lambda: w[0], [ONES]) => TypeError: of type ArrayImpl|of type ndarray
     optimizer.minimize(lambda: mean[0], [mean]) => ValueError: is not one that this optimizer was made for
     step(lambda: optimizer.minimize(w[0])) => TypeError: of type \w+ as its loss; .*minimize\(lambda: loss_of
 Optimizer.apply_gradients
     apply([ONES], aggregate="average") => ValueError: aggregate is 'average'
     apply(None) => ValueError: got gradients of structure .*; expected .*zip\(
-    apply([ONES, ONES]) => ValueError: got gradients of structure
     apply([None]) => ValueError: got no gradient for any variable: every one is None
     apply(["a"]) => TypeError: the gradient of variable 'w' is 'a'; expected an array
     apply([np.ones(3)]) => ValueError: 'w' has shape \(3,\); expected \(2,\)
     apply([np.ones(2, "complex64")]) => TypeError: has dtype complex64; expected float32
     apply([x_of_three]) => StrategyMismatchError: ANOTHER
     apply([uneven]) => ValueError: 'w' has shape \(None,\)
-    apply([x], aggregate=False) => PerReplicaError: got a PerReplica as the
+    apply([x], aggregate=False) => PerReplicaError: aggregate=False.*PerReplica as the gradient of 'w'.*strategy\.reduce
     apply(zip([ONES], [of_three], strict=True)) => ValueError: 'of_three' in zip.*not one that this optimizer.*\('w'\)
     apply(zip([ONES], [3], strict=True)) => TypeError: expected pairs, as of zip
     apply(zip([], [], strict=True)) => TypeError: an iterator of \[\]; expected pairs
@@ -447,12 +382,9 @@ losses.compute_average_loss
     average(np.ones(2, "complex64")) => TypeError: per_example_loss has dtype complex64; expected real numbers
     average(ONES, np.ones(3)) => ValueError: sample_weight has shape \(3,\), per_example_loss has shape \(2,\)
     average(ONES, None, 0) => ValueError: global_batch_size is 0; expected the whole number of examples
-    average(ONES, None, True) => ValueError: global_batch_size is True
 losses.weighted_mean
     mr.losses.weighted_mean(ONES, ONES) => ContextError: weighted_mean was called outside a step
-    step(lambda: mr.losses.weighted_mean("a", ONES)) => TypeError: losses is 'a' of type str
     step(lambda: mr.losses.weighted_mean(ONES, np.ones(3))) => ValueError: weights has shape \(3,\), losses has shape \(2,\)
-    step(lambda: mr.losses.weighted_mean(ONES, 1j)) => TypeError: weights is 1j
 losses.mean_over_own_rows
     mr.losses.mean_over_own_rows(1.0) => ContextError: mean_over_own_rows was called outside a step
     step(lambda: mr.losses.mean_over_own_rows(ONES)) => ValueError: got shape \(2,\); expected a scalar.*needs no word
@@ -500,14 +432,9 @@ data.DistributedIterator.set_state
     iter(distributed).set_state({"version": 1, "policy": "DATA", "worker": None, "source": {"next": 7}})
         => ValueError: the state does not fit list: ValueError: batch 7 of 1
 data.NumpyDataset
-    NumpyDataset(3) => TypeError: the array is 3 of type int; expected a numpy array whose first axis counts
     NumpyDataset({"x": [1, 2]}) => TypeError: \['x'\]\[0\] is 1 of type int; expected a numpy array
-    NumpyDataset(np.float32(1)) => TypeError: expected a numpy array
-    NumpyDataset(x) => TypeError: of type PerReplica; expected a numpy array
     NumpyDataset(ONES, batch_size=0) => ValueError: batch_size is 0; expected at least 1
-    NumpyDataset(ONES, num_epochs=0) => ValueError: num_epochs is 0; expected at least
     len(NumpyDataset(ONES)) => ValueError: the dataset has rows, not batches\. .*\.batch\(global_batch_size\)
-    next(iter(NumpyDataset(ONES))) => ValueError: the dataset has rows, not batches\. .*\.batch\(global_batch_size\)
 data.NumpyDataset.batch
     rows.batch(0) => ValueError: batch_size is 0; expected at least 1
     rows.batch(2, "no") => TypeError: drop_remainder is 'no'; expected True or False
@@ -516,7 +443,6 @@ data.NumpyDataset.shuffle
     rows.shuffle(seed=-1) => ValueError: seed is -1; expected at least 0
     rows.shuffle() => TypeError: shuffle got seed=None; expected a seed by its name, and no more: \.shuffle\(seed=0\)
     rows.shuffle(1000) => TypeError: shuffle got buffer_size=1000, seed=None; .* as in tf\.data with a buffer_size
-    rows.shuffle(buffer_size=10, seed=3) => TypeError: buffer_size=10, seed=3; .*: \.shuffle\(seed=3\)\.
 data.NumpyDataset.repeat
     rows.repeat(0) => ValueError: num_epochs is 0; expected at least 1
 # files
@@ -524,23 +450,12 @@ data.tfrecord_dataset
     mr.data.tfrecord_dataset(3) => TypeError: files is 3 of type int; expected a path, a pattern
     mr.data.tfrecord_dataset([]) => ValueError: files is empty; expected at least one path
     mr.data.tfrecord_dataset("missing") => FileNotFoundError: there is no file 'missing'
-    mr.data.tfrecord_dataset([__file__, "missing"]) => FileNotFoundError: missing
     mr.data.tfrecord_dataset(["missing-*"]) => FileNotFoundError: expand a pattern with sorted\(glob\.glob\(pattern\)\)
     mr.data.tfrecord_dataset(".") => IsADirectoryError: '\.' is a directory; name its files: '\./\*\.tfrecord'
     mr.data.tfrecord_dataset({"a"}) => TypeError: of type set; .* in the order in which they are to be read
     mr.data.tfrecord_dataset([3]) => TypeError: files contains 3 of type int; expected paths
-    mr.data.tfrecord_dataset([b"a"]) => TypeError: files contains b'a' of type bytes
-    mr.data.tfrecord_dataset(b"a") => TypeError: files is b'a' of type bytes
-    mr.data.tfrecord_dataset(__file__, "") => ValueError: compression is ''; expected
-    mr.data.tfrecord_dataset(__file__, 3) => ValueError: compression is 3; expected
-    mr.data.tfrecord_dataset(__file__, None, -1) => ValueError: max_record_bytes is -1; expected
     mr.data.tfrecord_dataset(__file__).batch(0) => ValueError: batch_size is 0; expected an int
-    mr.data.tfrecord_dataset(__file__).batch(-1) => ValueError: batch_size is -1; expected an int
-    mr.data.tfrecord_dataset(__file__).batch(2.0) => ValueError: batch_size is 2.0; expected an int
-    mr.data.tfrecord_dataset(__file__).batch("2") => ValueError: batch_size is '2'; expected an int
-    mr.data.tfrecord_dataset(__file__).batch(True) => ValueError: batch_size is True; expected an int
     mr.data.tfrecord_dataset("missing-*") => FileNotFoundError: no file matches 'missing-\*'
-    mr.data.tfrecord_dataset(["."]) => IsADirectoryError: '\.' is a directory; name its files
     mr.data.tfrecord_dataset(__file__, "LZ4") => ValueError: compression is 'LZ4'; expected None, 'GZIP'
     mr.data.tfrecord_dataset(__file__, None, "1") => ValueError: max_record_bytes is '1'; expected a number
     list(mr.data.tfrecord_dataset(__file__)) => data.TFRecordError: put\.py: record 0, at byte 0: its length is damaged
@@ -566,20 +481,11 @@ data.make_example
     mr.data.make_example({"x": []}) => TypeError: feature 'x' is \[\] .* np\.zeros\(0, np\.float32\) for an empty list
     mr.data.make_example({"x": [b"a", "b"]}) => TypeError: feature 'x' is .* text\.encode\(\)
     mr.data.make_example({"x": np.array([b"a\0"])}) => TypeError: feature 'x' is array
-    mr.data.make_example({"x": None}) => TypeError: feature 'x' is None
-    mr.data.make_example({"x": 1j}) => TypeError: feature 'x' is 1j
     mr.data.make_example({"x": 1e300}) => ValueError: feature 'x' has values that float32 cannot hold
     mr.data.make_example({"x": 2**63}) => ValueError: feature 'x' has the value 9223372036854775808
 data.FixedLenFeature
     mr.data.FixedLenFeature(2, np.int64) => TypeError: shape is 2; expected a tuple of ints
-    mr.data.FixedLenFeature((-1,), np.int64) => TypeError: shape is \(-1,\)
-    mr.data.FixedLenFeature((True,), np.int64) => TypeError: shape is \(True,\)
-    mr.data.FixedLenFeature((), None) => TypeError: dtype is None
-    mr.data.FixedLenFeature((), np.int64, 1.5) => TypeError: default_value is 1\.5; expected np\.int64
     mr.data.FixedLenFeature((), np.float32, b"a") => TypeError: default_value is b'a'; expected np\.float32
-    mr.data.FixedLenFeature((), bytes, "a") => TypeError: default_value is 'a'; expected bytes
-    mr.data.FixedLenFeature((), str) => TypeError: dtype is <class 'str'>; expected bytes, np\.float32
-    mr.data.FixedLenFeature((), np.uint8, 256) => TypeError: default_value is 256; expected np\.uint8
     mr.data.FixedLenFeature((2,), np.uint8, ONES[:0]) => ValueError: expected a value of shape \(2,\)
 data.VarLenFeature
     mr.data.VarLenFeature(np.float64) => TypeError: dtype is <class 'numpy\.float64'>; expected bytes
@@ -589,7 +495,6 @@ CommunicationOptions
     mr.CommunicationOptions(bytes_per_pack=-1) => ValueError: bytes_per_pack is -1; expected 0 or more
     mr.CommunicationOptions(timeout_seconds=0) => ValueError: timeout_seconds is 0; expected 1 to 604800 seconds
     mr.CommunicationOptions(timeout_seconds="60") => TypeError: timeout_seconds is '60'; expected seconds
-    mr.CommunicationOptions(timeout_seconds=float("nan")) => ValueError: timeout_seconds is nan
 MultiWorkerMirroredStrategy
     mr.MultiWorkerMirroredStrategy("10.0.0.1:22") => ClusterConfigError: cluster= is .*; give a resolver
     mr.MultiWorkerMirroredStrategy(communication_options=3) => TypeError: communication_options is 3; expec

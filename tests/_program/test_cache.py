@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from parameters import nightly
 from strategies import variable
@@ -18,8 +17,6 @@ from mirrored._program import cache
 from mirrored._transforms import function
 from mirrored._variables import variable as _variable
 
-ROWS = np.ones((6, 4), np.float32)
-
 
 def weights(strategy):
     return variable(np.ones((4, 2)), strategy)
@@ -27,18 +24,6 @@ def weights(strategy):
 
 def add(w):
     return w.assign_add(jnp.ones((4, 2)))
-
-
-def training(strategy, w):
-    optimizer = mr.Optimizer(optax.adam(0.1), [w])
-
-    def step(x):
-        value, gradients = mr.value_and_grad(lambda: jnp.mean(jnp.matmul(x, w)), [w])()
-        optimizer.apply_gradients(gradients, aggregate="mean")
-        return value
-
-    datasets = [strategy.distribute_dataset(strategy.make_numpy_dataset(ROWS[:n]).batch(n)) for n in (5, 6)]
-    return lambda: [strategy.run(step, args=(x,)) for batches in datasets for x in batches]
 
 
 def method(strategy, w):
@@ -57,12 +42,9 @@ def method(strategy, w):
 #: Each makes a function that trains a variable.
 WAYS = {
     "argument": lambda s, w: lambda: s.run(add, args=(w,)) is w,
-    "training": training,
     "method": method,
     "function": lambda s, w: mr.function(lambda: [s.run(lambda: [add(w)][:0]), w.value][1]),
-    "loop": lambda s, w: lambda: mr.scan(lambda carry, _: (carry, [add(w)][:0]), 0.0, length=2),
     "dict": lambda s, w: (lambda held: lambda: s.run(lambda: [add(next(iter(held.values())))][:0]))({"w": w}),
-    "tuple": lambda s, w: (lambda held: mr.function(lambda: s.run(lambda: [add(held[0])][:0])))((w,)),
 }
 
 
@@ -106,20 +88,6 @@ def test_strategies_that_are_dropped_leave_nothing():
     assert live() == before
 
 
-def test_functions_made_anew_share_a_program_while_what_they_close_over_lives(strategy2):
-    w, parameters = weights(strategy2), {"w": weights(strategy2)}
-    traces = []
-    for turn in range(3):
-        strategy2.run(lambda: (traces.append("w"), w.assign_add(jnp.ones((4, 2))))[:0])
-        strategy2.run(lambda: (traces.append("dict"), parameters["w"].assign_add(jnp.ones((4, 2))))[:0])
-        mr.scan(lambda carry, x: (carry + w[0, 0], None), 0.0, length=2)
-        gc.collect()
-        if not turn:
-            first = len(traces)
-    assert len(traces) == first
-    assert w.numpy()[0, 0] == parameters["w"].numpy()[0, 0] == 4
-
-
 @pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
 def test_of_many_programs_those_least_recently_called_go_first(strategy2, monkeypatch):
     now = 1000.0
@@ -154,23 +122,6 @@ def test_another_object_at_the_place_of_one_that_has_ended_is_another_program(st
     boxes = ((Config, lambda c: c.factor), (lambda f: [f], lambda c: c[0]), (lambda f: {0: f}, lambda c: c[0]), (float, float))
     for make, factor_of in boxes:
         assert [results(make(float(number)), factor_of) for number in range(8)] == [[number] * 3 for number in range(8)]
-
-
-@dataclasses.dataclass(unsafe_hash=True)
-class Changing:
-    factor: float
-
-
-def test_a_program_goes_whose_key_has_another_hash_by_now(strategy2, monkeypatch):
-    """A key has an argument that compares by what it holds, and that changes in place."""
-    monkeypatch.setattr(cache, "MAX_PROGRAMS", 2)
-    argument = Changing(1.0)
-    step = lambda c, x: x * c.factor  # noqa: E731
-    assert float(strategy2.run(step, args=(argument, 1.0))) == 1
-    argument.factor = 2.0
-    for number in range(4):
-        assert float(strategy2.run(lambda x, n=float(number): x + n, args=(1.0,))) == 1 + number
-    assert float(strategy2.run(step, args=(argument, 1.0))) == 2
 
 
 class Metadata:

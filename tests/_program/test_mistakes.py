@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from parameters import nightly
 from strategies import strategy_of, variable
 
 import mirrored as mr
@@ -106,8 +107,8 @@ def test_a_mistake_in_a_step_is_one_clear_error(strategy3):
     strategy = strategy3
     w = variable(1.0, strategy, name="w")
     even, uneven = (strategy.distribute_dataset([rows]) for rows in (np.ones((6, 3), np.float32), ROWS))
-    for what, (mistake, kind, message, remedy) in MISTAKES.items():
-        for batch in (next(iter(even)), next(iter(uneven))):
+    for position, (what, (mistake, kind, message, remedy)) in enumerate(MISTAKES.items()):
+        for batch in (next(iter(even)), next(iter(uneven)))[: 1 + (position % 4 == 0)]:
 
             def step(x, mistake=mistake):
                 w.assign_add(1.0)
@@ -219,40 +220,12 @@ def test_an_nnx_object_that_a_step_or_loop_only_closes_over_is_named() -> None:
         )
 
 
-def test_a_number_that_jax_does_not_name_is_not_blamed(strategy2):
-    """Neither beside a variable, nor where it belongs to a verb of ours."""
-    w = variable(True, strategy2, name="warm")
-    for call in (
-        lambda: strategy2.run(lambda x, n: x * n if w.value else x, args=(ROWS, 3)),
-        lambda: mr.fori_loop(0, 3, lambda i, c: c + (1 if i > 1 else 2), 0),
-        lambda: mr.scan(lambda c, x: (c + 1, 1 if c > 1 else 2), 0, jnp.ones(3)),
-        lambda: mr.cond(jnp.array(True), lambda c: 1 if c > 1 else 2, lambda c: 1, 5),
-    ):
-        with pytest.raises(mr.OneProgramError, match=r"(?s)the value of an array.*jnp\.where\(condition") as caught:
-            call()
-        assert "partial" not in str(caught.value)
-    with pytest.raises(TypeError, match="unhashable type"):
-        mr.fori_loop(0, 3, lambda i, c: c + {0: 1}[i], 0)
-
-
-def test_a_step_may_handle_jaxs_own_error(strategy2):
-    def handles(x):
-        try:
-            return 1 if x > 0 else 2
-        except jax.errors.TracerBoolConversionError:
-            return 3
-
-    assert strategy2.run(handles, args=(np.float32(1),)) == 3
-
-
 def _shard_map(size):
     mesh, rows = jax.sharding.Mesh(np.array(jax.devices()[:size]), ("m",)), jax.sharding.PartitionSpec("m")
     return jax.shard_map(lambda x: x + 1, mesh=mesh, in_specs=rows, out_specs=rows)
 
 
-@pytest.mark.parametrize("num_replicas", [1, 3])
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("num_rows", [6, 7])
+@pytest.mark.parametrize(("num_rows", "size", "num_replicas"), [(6, 1, 1), (6, 1, 3), (7, 3, 3), *nightly((6, 3, 1), (7, 1, 1))])
 def test_a_map_over_devices_in_a_step_is_refused(num_replicas, size, num_rows):
     """A `jax.pmap` over as many devices as there are replicas ended the process."""
     strategy = strategy_of(num_replicas)
@@ -297,7 +270,7 @@ def test_an_ordered_print_is_refused_on_several_devices(what):
     for strategy in (strategy_of(1), strategy_of(1, num_replicas=3)):
         with strategy.scope():
             PRINTS[what](strategy, True)
-    for strategy in (strategy_of(2), strategy_of(3), strategy_of(2, num_replicas=4)):
+    for strategy in (strategy_of(2), strategy_of(2, num_replicas=4)):
         message = (
             rf"ordered=True, at {re.escape(__file__)}:\d+\. .* on {len(strategy.mesh.devices)} devices\. Leave ordered=True out"
         )

@@ -67,8 +67,9 @@ def said_by(function):
 @pytest.mark.parametrize("num_replicas", [2, *nightly(1)])
 def test_equal_noise_on_the_rows_of_all_replicas_is_said(num_replicas):
     strategy = strategy_of(num_replicas)
-    for name, step in (FOR_ROWS | FOR_ALL).items():
-        for rows, key in ((X, jax.random.key(0)), (X[:5], jax.random.PRNGKey(0))):
+    for position, (name, step) in enumerate((FOR_ROWS | FOR_ALL).items()):
+        odd = [(X[:5], jax.random.PRNGKey(0))] * (position % 4 == 0)
+        for rows, key in [(X, jax.random.key(0)), *odd]:
             [batch] = strategy.distribute_dataset([rows])
             found = said_by(lambda step=step, key=key, batch=batch: made(strategy.run, step, (key, batch)))
             assert len(found) == (name in FOR_ROWS), (name, found)

@@ -30,33 +30,12 @@ def merge_call(*arguments, **named):
     return ctx().merge_call(*arguments, **named)
 
 
-def collectives(strategy, step, is_compiled):
-    """Run a step; return the names of the collectives in its program, in order, and perhaps how many XLA makes of them."""
+def collectives(strategy, step):
+    """Run a step; return the names of the collectives in its program, in order."""
     before = [id(program) for program in strategy._steps.programs]
     strategy.run(step)
     [program] = [program for program in strategy._steps.programs if id(program) not in before]
-    names = [collective.name for collective in collectives_of(program)]
-    if not is_compiled:
-        return names, None
-    text = program.compiled.lower([], [], [], program.constants).compile().as_text()
-    return names, text.count(" all-reduce(")
-
-
-def test_gathers_along_any_axis_and_the_gradient_of_the_first(strategy3):
-    """The other numbers, and gradients, are in parity/test_tf_numbers.py."""
-    axis = _collectives.ReplicaAxis(3)
-    first_of = lambda y: _collectives.aggregate(mr.VariableAggregation.ONLY_FIRST_REPLICA, y, axis)  # noqa: E731
-
-    def step():
-        pair = jnp.stack([number(), 10 * number()])[None]
-        gradient = jax.grad(lambda y: number() * first_of(y * number()))(2.0)
-        return [all_gather(pair, axis) for axis in (0, 1, -1, -2)], gradient
-
-    gathered, gradient = strategy3.run(step)
-    rows = np.float32([[i, 10 * i] for i in (1, 2, 3)])
-    for result, expected in zip(gathered, [rows, rows.reshape(1, -1), rows.reshape(1, -1), rows], strict=True):
-        np.testing.assert_array_equal(np.asarray(result), expected)
-    assert values_of(gradient) == [1 + 2 + 3, 0, 0]
+    return [collective.name for collective in collectives_of(program)]
 
 
 # -- nests and dtypes
@@ -124,42 +103,22 @@ def test_all_gather_takes_nests_of_any_dtype_and_random_keys(strategy3):
     np.testing.assert_array_equal(drawn.ravel(), jax.random.bits(jax.random.key(0), (6,)))
 
 
-def test_a_variable_is_reduced_by_its_value_and_reduce_takes_axes(strategy3):
-    w, seen = variable(2.0, strategy3), variable(0.0, strategy3, synchronization="on_read", aggregation="mean")
-
-    def step():
-        seen.assign(number())
-        rows = jnp.full((2, 3), number())
-        return all_reduce("sum", [w, seen]), strategy3.reduce("mean", [rows, rows.astype(jnp.int32)], axis=(0, -1)), rows.sum(1)
-
-    sums, (mean, int_mean), own = strategy3.run(step)
-    assert [float(x) for x in sums] == [6, 6] and own.shape == (2,)
-    assert mean == 2 and int_mean == 2.0 and int_mean.dtype == np.float32
-    assert strategy3.run(lambda: strategy3.reduce("sum", jnp.full((2, 3), number()), axis=1)).tolist() == [18, 18]
-
-
 # -- packing: few collectives
 
 
 def test_a_tree_travels_in_one_collective_for_each_dtype_that_is_added(strategy2):
     """XLA has no all-reduce of several dtypes; complex numbers are pairs of float32, and a MEAN adds up real ones in float32,
     integers in their own."""
-    floats_only = lambda: {"a": [number(), jnp.full((2, 3), number())], "b": (jnp.zeros((0, 4)), 2.0, np.ones(2), None)}  # noqa: E731
-    large = np.ones(_collectives.PACK_BELOW_BYTES // 4, np.float32)
     count = 5 * _collectives.MAX_ARRAYS_PER_PACK + 1
     many = lambda: all_reduce("sum", [jnp.full((2, 2), i) * number() for i in range(count)])  # noqa: E731
     dtypes_of_sums = ["float32", "int32", "float16", "bfloat16"]
-    for step, num_buffers, num_compiled in (
-        (lambda: strategy2.reduce("mean", floats_only()), 1, 1),
-        (lambda: all_reduce("sum", mixed_tree()), len(dtypes_of_sums), None),
-        (lambda: all_reduce("mean", mixed_tree()), 3, None),  # two packs in float32, one of integers
-        (lambda: all_reduce("sum", {"a": None, "b": []}), 0, None),
-        (lambda: all_reduce("sum", [large * number(), number(), jnp.int32(number()), 2, large * number()]), None, 2),
-        (many, 6, 1),
+    for step, num_buffers in (
+        (lambda: all_reduce("sum", mixed_tree()), len(dtypes_of_sums)),
+        (lambda: all_reduce("mean", mixed_tree()), 3),  # two packs in float32, one of integers
+        (lambda: all_reduce("sum", {"a": None, "b": []}), 0),
+        (many, 6),
     ):
-        names, in_xla = collectives(strategy2, step, num_compiled is not None)
-        assert names == ["psum"] * (len(names) if num_buffers is None else num_buffers)
-        assert in_xla == num_compiled
+        assert collectives(strategy2, step) == ["psum"] * num_buffers
     assert [float(result[0, 0]) for result in strategy2.run(many)] == [3.0 * i for i in range(count)]
 
 
@@ -218,32 +177,6 @@ def test_collectives_work_in_every_kind_of_control_flow(strategy3):
 
 
 # -- merge_call
-
-
-def test_merge_call_sees_all_replicas_and_may_reduce_gather_and_look(strategy3):
-    calls = []
-
-    def merge(strategy, x, scale, *, power):
-        calls.append(1)
-        assert mr.in_cross_replica_context() and mr.get_replica_context() is None and mr.get_strategy() is strategy is strategy3
-        assert isinstance(x, mr.PerReplica) and x.shape == (1,) and (scale, power) == (10, "two")
-        return {
-            "sum": strategy.reduce("sum", x),
-            "mean": strategy.reduce("mean", x, axis=0),
-            "gathered": strategy.gather(x, axis=0),
-            "second": strategy.local_results(x)[1],
-            "literal": strategy.reduce("sum", 2.0),
-        }
-
-    def step():
-        result = merge_call(merge, args=(number()[None], 10), kwargs={"power": "two"})
-        assert mr.get_replica_context() is not None
-        return result
-
-    assert jax.tree.map(lambda x: x.tolist(), strategy3.run(step)) == {
-        "sum": [6], "mean": 2, "gathered": [1, 2, 3], "second": [2], "literal": 6,
-    }  # fmt: skip
-    assert len(calls) <= 2, "once per trace, not per replica"
 
 
 def test_merge_call_hands_each_replica_its_own_part_and_may_use_variables_and_run_a_step(strategy3):
@@ -310,17 +243,14 @@ def test_a_context_is_of_no_use_outside_its_step(strategy2, strategy3):
     for name, use in uses.items():
         verb = "replica_id_in_sync_group" if name == "rng" else name
         of_two = rf"{verb} of the replica context of mr\.MirroredStrategy\(2 replicas .* outside the step .*mr\.get_replica_cont"
-        of_default = r"of the replica context of mr\.DefaultStrategy\(1 replica "
         use(default)
-        for wrong, message in (
-            (lambda use=use: use(kept[0]), of_two),
-            (lambda use=use: strategy3.run(lambda: use(kept[0])), of_two),
-            (lambda use=use: mr.MirroredStrategy(["cpu:2", "cpu:3"]).run(lambda: use(kept[0])), of_two),
-            (lambda use=use: strategy2.run(lambda: use(default)), of_default),
-        ):
-            with pytest.raises(mr.ContextError, match=message):
+        for wrong in (lambda use=use: use(kept[0]), lambda use=use: strategy3.run(lambda: use(kept[0]))):
+            with pytest.raises(mr.ContextError, match=of_two):
                 wrong()
-        with strategy2.scope(), pytest.raises(mr.ContextError, match=of_default):
+        with (
+            strategy2.scope(),
+            pytest.raises(mr.ContextError, match=r"of the replica context of mr\.DefaultStrategy\(1 replica "),
+        ):
             use(default)
 
 

@@ -4,7 +4,6 @@ A deadlock needs a fresh process with few pool threads, and shows as an abort of
 """
 
 import dataclasses
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import jax
@@ -138,19 +137,6 @@ def test_older_programs_are_waited_for_before_there_are_too_many() -> None:
     assert waited == [last - 1], "a result that was deleted is not waited for"
 
 
-def test_one_bound_for_all_threads() -> None:
-    waited: list[int] = []
-
-    def start_many(first: int) -> None:
-        for number in range(first, first + 100):
-            in_flight.started(Witness(number, waited))
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(start_many, (0, 1000)))
-    assert len(_process.in_flight) < in_flight.MAX_IN_FLIGHT
-    assert len(waited) == (200 - len(_process.in_flight)) // in_flight.WAIT_FOR
-
-
 def test_two_programs_of_several_workers_are_in_flight_and_older_ones_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[int] = []
     checked: list[int] = []
@@ -168,12 +154,6 @@ def test_two_programs_of_several_workers_are_in_flight_and_older_ones_are_checke
     in_flight.joined(jax.random.key(0))
     assert progress.witness.is_ready() in (True, False), "what the guard asks; a key cannot tell, and its data can"
     in_flight.finish()
-
-
-def test_only_several_devices_of_this_cpu_are_paced() -> None:
-    for count in (1, 2):
-        mesh = mr.MirroredStrategy([f"cpu:{i}" for i in range(count)])._mesh
-        assert in_flight.is_paced(mesh.mirrored) is in_flight.is_paced(mesh.stacked) is (count > 1)
 
 
 # -- what is paced

@@ -74,14 +74,6 @@ def test_backend_starts_with_enough_devices_and_threads() -> None:
     assert "make the strategy before anything else uses JAX" in late and "JAX_NUM_CPU_DEVICES=3" in late
 
 
-def test_pool_is_twice_the_devices_and_not_below_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(6), raising=False)
-    assert [mesh.cpu_pool_size(count) for count in (1, 3, 4, 16)] == [6, 6, 8, 32]
-    monkeypatch.delattr(os, "sched_getaffinity")
-    monkeypatch.setattr(os, "cpu_count", lambda: 5)
-    assert mesh.cpu_pool_size(1) == 5
-
-
 #: An accelerator that is installed: its backend fails when JAX starts it.
 BROKEN = """
 from jax.extend.backend import register_backend_factory
@@ -175,22 +167,6 @@ def test_gpus_that_the_launcher_was_asked_for_and_jax_has_not_found_are_an_error
     monkeypatch.setattr(mesh, "_local_devices", lambda platform: [])
     monkeypatch.setenv("MIRRORED_GPUS", "0")
     assert mr.MirroredStrategy()
-
-
-def test_jax_without_cpu_devices_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with JAX_PLATFORMS=cuda: there is no CPU backend to prepare, and none is needed."""
-    gpus = [SimpleNamespace(platform="gpu", id=i) for i in range(2)]
-
-    def local_devices(backend: str | None = None) -> list[SimpleNamespace]:
-        if backend == "cpu":
-            raise RuntimeError("Unknown backend cpu")
-        return gpus
-
-    monkeypatch.setattr(jax, "local_devices", local_devices)
-    assert mesh.resolve_devices(None) == tuple(gpus)
-    assert mesh.resolve_devices(["gpu:1"]) == (gpus[1],)
-    with pytest.raises(mr.DeviceError, match=r"devices contains 'cpu:0', but this process has 0 cpu devices \(none\)"):
-        mesh.resolve_devices(["cpu:0"])
 
 
 def test_a_gpu_that_jax_does_not_see_has_a_cause_and_a_line(monkeypatch, tmp_path: Path, caplog, set_platforms) -> None:

@@ -29,15 +29,6 @@ def test_an_array_survives_being_sent_as_bits() -> None:
         assert np.asarray(array).tobytes() == host.tobytes(), host
 
 
-def test_with_one_worker_arrays_are_moved_and_mirrored_ones_stay(strategy3) -> None:
-    mesh = strategy3._mesh
-    own, host = strategy3.reduce("sum", 1.0), np.arange(3.0)
-    placed = placement.mirror(mesh, [own, host, jax.random.key(0)])
-    assert placed[0] is own
-    assert all(array.sharding == mesh.mirrored for array in placed)
-    assert placement.stack(mesh, np.ones((3, 2), np.float32)).sharding == mesh.stacked
-
-
 def test_workers_that_differ_are_named(strategy3) -> None:
     seen = []
     sums = jnp.array([[1, 2], [1, 2], [1, 3]], jnp.uint32)

@@ -14,10 +14,8 @@ from mirrored._replicas import host_memory, in_flight
 from mirrored._replicas.per_replica import carried_sums
 from mirrored._replicas.platforms import PLATFORMS, platform_of
 
-WAYS = ["packed", "alone"]
 
-
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=["packed", "alone"])
 def packs(request, monkeypatch):
     """Whether the CPU packs, as it does, or is a platform that nobody has named."""
     if request.param == "alone":
@@ -51,9 +49,8 @@ def operands_of_sums(strategy, x):
     return [atom.aval.shape for equation in sums for atom in equation.invars]
 
 
-@pytest.mark.parametrize("num_replicas", [2, 3])
-def test_a_platform_that_nobody_named_gets_a_sum_of_each_array_and_the_same_numbers(packs, num_replicas):
-    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+def test_a_platform_that_nobody_named_gets_a_sum_of_each_array_and_the_same_numbers(packs, strategy3):
+    strategy, num_replicas = strategy3, 3
     x = strategy.distribute_values_from_function(lambda ctx: np.arange(6, dtype=np.float32) + ctx.replica_id_in_sync_group)
 
     def step(x):

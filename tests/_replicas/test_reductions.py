@@ -25,10 +25,10 @@ def test_the_table_has_every_reduction_and_every_aggregation_but_two() -> None:
 
 
 @pytest.mark.parametrize("num_replicas", [*nightly(1, 2), 3])
-@pytest.mark.parametrize("way", ["devices", "together", *nightly("one by one"), "function"])
+@pytest.mark.parametrize("way", ["devices", "together, in a function", *nightly("one by one", "in a function")])
 def test_each_reduction_is_that_of_all_rows(num_replicas: int, way: str) -> None:
     """Uneven batches, with and without axes, in a step, in merged code and outside; and even arrays over the replicas."""
-    schedules = {"together": "together", "one by one": "one_by_one"}
+    schedules = {"together, in a function": "together", "one by one": "one_by_one"}
     options = {"num_replicas": num_replicas, "schedule": schedules[way]} if way in schedules else {}
     strategy = strategy_of(1 if options else num_replicas, **options)
     rows = ROWS[: sum(SIZES[num_replicas])]
@@ -49,7 +49,7 @@ def test_each_reduction_is_that_of_all_rows(num_replicas: int, way: str) -> None
         return outside, strategy.run(step, args=(batch,)), nest
 
     [batch] = strategy.distribute_dataset([rows])
-    outside, inside, nest = (mr.function(run) if way == "function" else run)(batch)
+    outside, inside, nest = (mr.function(run) if "function" in way else run)(batch)
     expected = {f"{op}, {name}": combine(rows, axis=axis) for op, combine in OPS.items() for name, axis in axes.items()}
     every = np.float32([1, -2]) * np.arange(1, num_replicas + 1)[:, None]
     for name, value in expected.items():
@@ -61,7 +61,7 @@ def test_each_reduction_is_that_of_all_rows(num_replicas: int, way: str) -> None
     assert np.array_equal(nest[0], rows.max(0)) and np.array_equal(nest[1]["of"], rows.max(0))
 
 
-@pytest.mark.parametrize("num_replicas", [1, *nightly(2), 3])
+@pytest.mark.parametrize("num_replicas", [*nightly(1, 2), 3])
 def test_each_reduction_aggregates_variables(num_replicas: int) -> None:
     strategy = strategy_of(num_replicas)
     own = np.float32([1, -2]) * np.arange(1, num_replicas + 1)[:, None]
@@ -98,7 +98,7 @@ def test_a_largest_value_is_restored_on_another_number_of_replicas(tmp_path, str
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in reduce:RuntimeWarning")  # NumPy 2.2 of NaN in bfloat16
-@pytest.mark.parametrize("dtype", ["bool", "int8", "uint32", "float8_e4m3fn", "bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bool", "int8", "bfloat16", *nightly("uint32", "float8_e4m3fn", "float32")])
 def test_a_largest_value_keeps_its_bits_and_a_nan(strategy3, dtype: str) -> None:
     """Also -inf, -0.0 and subnormals; XLA's own comparison over devices loses a NaN of all replicas but one."""
     info = None if dtype == "bool" else jnp.iinfo(dtype) if dtype[0] in "iu" else jnp.finfo(dtype)
@@ -119,7 +119,7 @@ def test_a_largest_value_keeps_its_bits_and_a_nan(strategy3, dtype: str) -> None
         np.testing.assert_array_equal(np.asarray(whole, "float64"), getattr(np, op)(table).astype("float64"))
 
 
-@pytest.mark.parametrize("num_replicas", [1, *nightly(2), 3])
+@pytest.mark.parametrize("num_replicas", [*nightly(1, 2), 3])
 def test_the_gradient_goes_to_the_values_that_are_the_largest(num_replicas: int) -> None:
     """As that of `jnp.max` of all rows, from the losses of all replicas; ties share it. Uneven batches, devices and virtual."""
     rows = np.float32([[1, 5], [4, 5], [4, -7], [2, 5]])[: sum(SIZES[num_replicas])]
@@ -233,12 +233,12 @@ PRODUCT = Reduction(
 )
 
 
-@pytest.mark.parametrize("way", ["devices", "together", "function"])
+@pytest.mark.parametrize("way", ["together, in a function", *nightly("devices")])
 def test_one_entry_adds_a_reduction(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a step, in merged code, outside, of variables; with odd batches, and a replica without rows; with its gradient."""
     monkeypatch.setitem(REDUCTIONS, made_up(ReduceOp, "PRODUCT", monkeypatch), PRODUCT)
     made_up(mr.VariableAggregation, "PRODUCT", monkeypatch)
-    strategy = strategy_of(1, num_replicas=3, schedule="together") if way == "together" else strategy_of(3)
+    strategy = strategy_of(3) if way == "devices" else strategy_of(1, num_replicas=3, schedule="together")
     rows, own = ROWS.astype("float64"), np.float32([[1, -2], [2, -4], [3, -6]])
     mirrored, on_read = (
         variable(np.zeros(2), strategy, aggregation="product", synchronization=when) for when in ("on_write", "on_read")
@@ -257,7 +257,7 @@ def test_one_entry_adds_a_reduction(way: str, monkeypatch: pytest.MonkeyPatch) -
         return strategy.run(step, args=(batch,)), [strategy.reduce("product", batch, axis=axis) for axis in (0, (0, -1))]
 
     [batch] = strategy.distribute_dataset([ROWS])
-    (merged, all_of, by_row, by_both, slope), outside = (mr.function(run) if way == "function" else run)(batch)
+    (merged, all_of, by_row, by_both, slope), outside = (run if way == "devices" else mr.function(run))(batch)
     for value in (merged, all_of, mirrored.value, on_read.value):
         np.testing.assert_allclose(value, own.prod(0), rtol=1e-5)
     for value, axis in ((by_row, 0), (by_both, (0, 2)), (outside[0], 0), (outside[1], (0, 2))):

@@ -14,6 +14,8 @@ import mirrored as mr
 from mirrored._replicas.collectives import ReplicaAxis
 from mirrored._replicas.rows_drawn import key_of
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 KEY, D = jax.random.key(5), 6
 
 
@@ -28,7 +30,6 @@ def layers(key: jax.Array, n: int) -> jax.Array:
 BY_ROWS: dict[str, Callable[[Any, int], Any]] = {
     "mask": lambda key, n: jax.random.bernoulli(key, 0.5, (n, D)),
     "numbers of 16 bits": lambda key, n: jax.random.normal(key, (n, 2, D), jnp.bfloat16),
-    "tokens": lambda key, n: jax.random.categorical(jax.random.fold_in(key, 3), jnp.zeros((n, D))),
     "several of a row": lambda key, n: jax.random.randint(jax.random.split(key)[1], (n * 3,), 0, 1000).reshape(n, 3),
     "layers": layers,
     "mapped over layers": lambda key, n: jax.vmap(lambda k: jax.random.uniform(k, (n, D)), out_axes=1)(jax.random.split(key, 2)),
@@ -55,13 +56,6 @@ def in_step(x: jax.Array) -> dict[str, Any]:
     return {**draws(own, len(x)), **made}
 
 
-def check(strategy: mr.Strategy, num_rows: int, expected: dict[str, Any]) -> None:
-    [x] = strategy.distribute_dataset([np.zeros((num_rows, 2), np.float32)])
-    drawn = strategy.gather(strategy.run(in_step, args=(x,)), axis=0)
-    for name, value in expected.items():
-        np.testing.assert_array_equal(np.asarray(drawn[name]), np.asarray(value), err_msg=f"{name}, {num_rows} rows")
-
-
 WAYS = [(5, 3, None), pytest.param(6, 1, 3, marks=pytest.mark.slow)]
 MORE = [(12, 3, None), (5, 8, None), (5, 2, 3), (5, 1, None)]
 
@@ -80,14 +74,10 @@ def test_rows_draw_what_one_device_draws_for_them(num_rows: int, num_devices: in
 #: have length 1 is the same on all, unless it is here.
 OTHERS: list[tuple[tuple[tuple[int, ...], ...], list[tuple[int, ...]]]] = [
     (((4, 4, 4),), [(), (1,), (3,), (1, 5), (8, 2)]),
-    (((1, 1, 1),), [(), (1,), (1, 1, 5)]),
-    (((4, 4, 4), (1, 1, 1)), [(4,), (1, 1, 5)]),
     ((), [(), (3,), (1, 1, 5)]),
-    (((4, 3, 3), (8, 6, 6), (5, 5, 5)), [(), (1,), (1, 5), (3, 2), (4,), (5,), (12,)]),
-    (((2, 1, 1),), [(), (1,), (2,), (1, 1, 5)]),
+    (((4, 3, 3), (8, 6, 6), (5, 5, 5)), [(), (1,), (3, 2), (5,), (12,)]),
     (((3, 1, 0),), [(), (1,), (3,)]),
     (((2, 6, 1),), [(), (1,), (2,), (6,), (1, 1, 5)]),  # a worker's own rows
-    (((4, 3, 3), (5, 5, 4)), [(), (3,), (5,), (1, 1, 5)]),
 ]
 
 
@@ -117,8 +107,8 @@ def test_a_step_says_its_rows_where_its_arguments_do_not(strategy3: mr.MirroredS
     def of_two(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
         return tuple(jax.random.bits(ctx().rng(KEY, rows=len(rows)), (len(rows), 2)) for rows in (x, y))
 
-    def without_rows(n: int = 4) -> jax.Array:
-        return jax.random.bits(ctx().rng(KEY), (n, 2))
+    def without_rows() -> jax.Array:
+        return jax.random.bits(ctx().rng(KEY), (4, 2))
 
     def masked(x: jax.Array) -> list[jax.Array]:
         """Draw as Flax' attention draws a mask for all rows, and for a microbatch of one row, which is never one for all."""

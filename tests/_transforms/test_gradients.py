@@ -85,16 +85,3 @@ def test_gradients_of_gradients_and_of_loops():
         count.assign(0)
         assert [np.asarray(x).tolist() for x in run(all_of_them)] == [18.0, 27.0, [27.0, 27.0], 6.0]
         assert int(count) == 3
-
-
-def test_aux_may_be_anything():
-    w = variable(3.0)
-
-    def step(x):
-        return mr.value_and_grad(lambda: (w * x, {"x": x * 2, "text": "t", "number": 3, "none": None, "w": w}), w, has_aux=True)()
-
-    (loss, aux), gradient = TWO.run(step, args=(np.float32(2),))
-    assert (float(loss), float(gradient), float(aux["x"])) == (6.0, 2.0, 4.0)
-    assert (aux["text"], aux["number"], aux["none"], aux["w"]) == ("t", 3, None, w)
-    gradient, aux = mr.grad(lambda: (w * 1.0, "aux"), w, has_aux=True)()
-    assert (float(gradient), aux) == (1.0, "aux")

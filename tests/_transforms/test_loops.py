@@ -1,7 +1,5 @@
 """mr.scan, mr.fori_loop and mr.cond: variables go through them, in every context."""
 
-import warnings
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -120,19 +118,6 @@ def test_what_is_not_mirrored_may_differ_and_collectives_are_reached_by_all(stra
     assert float(added) == 3 * 2 and float(total) == 3 * 2 + (3 + 6 + 9)
 
 
-def test_they_nest(strategy2):
-    w = variable(0.0, strategy2)
-
-    def outer(carry, _):
-        mr.scan(lambda carry, _: (carry, w.assign_add(1.0).value), None, length=3)
-        mr.fori_loop(0, 2, lambda i, c: mr.cond(i > 0, lambda: (w.assign_add(10.0), c)[1], lambda: c), 0)
-        return carry, w.value
-
-    for run in (CONTEXTS["outside"], CONTEXTS["in a step"]):
-        w.assign(0.0)
-        assert run(strategy2, lambda: mr.scan(outer, None, length=2))[1].tolist() == [13.0, 26.0]
-
-
 def test_bounds_may_be_arrays_and_variables_and_do_not_compile_again(strategy2):
     traces, steps = [], variable(3, strategy2)
 
@@ -145,26 +130,6 @@ def test_bounds_may_be_arrays_and_variables_and_do_not_compile_again(strategy2):
     assert int(mr.fori_loop(0, 3, body, 0)) == 3
     assert len(traces) == 2 * in_a_trace
     assert int(strategy2.run(lambda: mr.fori_loop(0, steps.value, body, 0))) == int(mr.fori_loop(0, steps, body, 0)) == 3
-
-
-def test_many_different_loops_are_no_recompilation():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for k in range(10):
-            names = {}
-            exec(f"def scan_body(c, x): return c + x * {k}, None\ndef loop_body(i, c): return c + {k}", names)
-            assert float(mr.scan(names["scan_body"], 0.0, jnp.ones(2))[0]) == 2 * k
-            assert int(mr.fori_loop(0, 2, names["loop_body"], 0)) == 2 * k
-
-
-def test_carries_and_rows_of_every_kind(strategy2):
-    w, rows = variable(np.ones(3, np.float32), strategy2), variable(np.arange(4, dtype=np.float32), strategy2)
-    carry, ys = mr.scan(lambda c, x: ({"a": c["a"] * 2, "n": c["n"] + 1}, (c["n"], x["r"])), {"a": w, "n": 0}, {"r": rows})
-    assert (carry["a"].tolist(), int(carry["n"]), ys[0].tolist(), ys[1].tolist()) == ([16.0] * 3, 4, [0, 1, 2, 3], [0, 1, 2, 3])
-    assert w.numpy().tolist() == [1.0] * 3  # the carry started from its value, the variable was not written
-    assert mr.scan(lambda c, x: (c, x), 0.0, jnp.ones((0, 2)))[1].shape == (0, 2)
-    assert float(mr.scan(lambda c, _: (c + 1, None), 0.0, length=0)[0]) == 0.0
-    assert int(mr.fori_loop(3, 1, lambda i, c: c + 1, 0)) == 0
 
 
 def test_cond_takes_the_branch_that_the_condition_says_and_keeps_the_rest(strategy2):

@@ -122,7 +122,7 @@ def keras_alone(data: list[Batch], strategy: mr.Strategy | None = None) -> list[
 REPLICAS = [3, *nightly(1, 8)]
 
 
-@pytest.mark.parametrize("train", [jax_alone, nnx_alone, *nightly(keras_alone)])
+@pytest.mark.parametrize("train", [nnx_alone, *nightly(jax_alone, keras_alone)])
 @pytest.mark.parametrize("num_replicas", REPLICAS)
 def test_a_library_draws_what_it_draws_alone(num_replicas: int, train: Callable[..., list[float]]) -> None:
     """Even and odd rows; each replica has two at least, so that a mask for all rows is known."""

@@ -76,8 +76,6 @@ def all_cases(check, cases):
 
 REDUCE = {
     "sum_none_scalar": lambda s: s.reduce("SUM", values(s, lambda i: i + 1.0), axis=None),
-    "mean_none_scalar": lambda s: s.reduce("MEAN", values(s, lambda i: i + 1.0), axis=None),
-    "sum_none_vec": lambda s: s.reduce("SUM", vec(s), axis=None),
     "sum_complex": lambda s: s.reduce("SUM", values(s, lambda i: np.complex64(1 + 2j))),
     "sum_axis0_vec": lambda s: s.reduce("SUM", vec(s), axis=0),
     "mean_axis0_vec": lambda s: s.reduce("MEAN", vec(s), axis=0),
@@ -86,27 +84,20 @@ REDUCE = {
     "mean_of_means_differs": lambda s: s.reduce("MEAN", values(s, lambda i: np.mean(np.full(i + 1, i, np.float32)))),
     "mean_axis0_int32": lambda s: s.reduce("MEAN", uneven(s, "int32"), axis=0),
     "mean_none_int32": lambda s: s.reduce("MEAN", values(s, lambda i: i + 1), axis=None),
-    "sum_axis0_int32": lambda s: s.reduce("SUM", uneven(s, "int32"), axis=0),
     "mean_axis0_bf16": lambda s: s.reduce("MEAN", uneven(s, "bfloat16"), axis=0).astype(jnp.float32),
     "mean_none_f16": lambda s: s.reduce("MEAN", values(s, lambda i: np.float16(i + 1)), axis=None),
     "axis_tuple_mean": lambda s: s.reduce("MEAN", values(s, lambda i: np.full((2, 3), float(i))), axis=(0, 1)),
-    "axis_tuple_sum": lambda s: s.reduce("SUM", values(s, lambda i: np.ones((2, 3))), axis=(0, 1)),
     "axis1_sum": lambda s: s.reduce("SUM", values(s, lambda i: np.full((2, 3), i + 1.0)), axis=1),
     "axis_neg1_mean": lambda s: s.reduce("MEAN", values(s, lambda i: np.full((2, 3), i + 1.0)), axis=-1),
     "empty_replica_mean_axis0": lambda s: s.reduce(
         "MEAN", values(s, lambda i: np.float32([] if i == s.num_replicas_in_sync - 1 else [2, 4])), axis=0
     ),
     "all_empty_mean_axis0": lambda s: s.reduce("MEAN", values(s, lambda i: np.zeros(0)), axis=0),
-    "all_empty_sum_axis0": lambda s: s.reduce("SUM", values(s, lambda i: np.zeros(0)), axis=0),
     "empty_rank2_mean_axis0": lambda s: s.reduce("MEAN", values(s, lambda i: np.zeros((0, 3)) if i else np.ones((2, 3))), axis=0),
     "nest_value_axis_none": lambda s: s.reduce("SUM", {"a": vec(s), "b": [values(s, lambda i: 1.0)]}, axis=None),
-    "plain_tensor_mean": lambda s: s.reduce("MEAN", jnp.float32(3), axis=None),
     "plain_tensor_mean_axis0": lambda s: s.reduce("MEAN", jnp.float32([1, 2]), axis=0),
-    "plain_tensor_sum_axis0": lambda s: s.reduce("SUM", jnp.float32([1, 2]), axis=0),
     "run_result_constant_tensor_unwrapped_ok": lambda s: s.reduce("SUM", s.run(lambda: jnp.float32(1.5)), axis=None),
-    "reduce_python_perreplica_axis0": lambda s: s.reduce("SUM", values(s, lambda i: np.array([i, i])), axis=0),
     "mirrored_variable_mean": lambda s: s.reduce("MEAN", variable(2.0, s), axis=None),
-    "mirrored_variable_sum_axis0": lambda s: s.reduce("SUM", variable(np.float32([2, 3]), s), axis=0),
     "sync_on_read_variable_sum": lambda s: s.reduce(
         "SUM", variable(2.0, s, synchronization="on_read", aggregation="mean"), axis=None
     ),
@@ -114,7 +105,6 @@ REDUCE = {
     "gather_axis0": lambda s: s.gather(vec(s), axis=0),
     "gather_uneven_axis0": lambda s: s.gather(uneven(s), axis=0),
     "gather_axis1_uneven": lambda s: s.gather(values(s, lambda i: np.full((2, i + 1), float(i))), axis=1),
-    "gather_int32": lambda s: s.gather(values(s, lambda i: np.int32([i])), axis=0),
     "gather_empty_replica": lambda s: s.gather(values(s, lambda i: np.ones((1, 2)) if i else np.zeros((0, 2))), axis=0),
     "gather_variable": lambda s: s.gather(variable(np.float32([1, 2]), s), axis=0),
     "gather_in_function": lambda s: mr.function(lambda v: s.gather(v, axis=0))(uneven(s)),
@@ -133,19 +123,13 @@ def test_reduce_and_gather_give_the_numbers_of_tensorflow(num_replicas):
 #: it), Python numbers and nests everywhere, every dtype and shape in gather, a sum of bools counts.
 REDUCE_NOT_SO_HERE = {
     "sum_none_bool": (lambda s: s.reduce("SUM", values(s, lambda i: True), axis=None), 2),
-    "axis_list_mean": (lambda s: s.reduce("MEAN", values(s, lambda i: np.full((2, 3), float(i))), axis=[0, 1]), 0.5),
-    "nest_value_axis0_sum": (lambda s: s.reduce("SUM", {"a": vec(s)}, axis=0), {"a": 11.0}),
     "nest_value_axis0_mean": (lambda s: s.reduce("MEAN", {"a": vec(s)}, axis=0), {"a": 2.75}),
     "plain_tensor_sum": (lambda s: s.reduce("SUM", jnp.float32(3), axis=None), 6.0),
-    "plain_python_sum": (lambda s: s.reduce("SUM", 3.0, axis=None), 6.0),
-    "plain_python_zero_sum": (lambda s: s.reduce("SUM", 0, axis=None), 0),
     "mirrored_variable_sum": (lambda s: s.reduce("SUM", variable(2.0, s), axis=None), 4.0),
-    "reduce_python_perreplica_floats": (lambda s: s.reduce("SUM", values(s, float), axis=None), 1.0),
     "gather_plain_tensor": (lambda s: s.gather(jnp.float32([1, 2]), axis=0), [1, 2, 1, 2]),
     "gather_nest": (lambda s: s.gather({"a": vec(s)}, axis=0), {"a": [0, 0, 1, 10]}),
     "gather_bool": (lambda s: s.gather(values(s, lambda i: np.array([bool(i)])), axis=0), [False, True]),
     "gather_axis_neg": (lambda s: s.gather(values(s, lambda i: np.full((2, 1), float(i))), axis=-1), [[0, 1], [0, 1]]),
-    "gather_empty_both_nonaxis": (lambda s: s.gather(values(s, lambda i: np.zeros((0, 2))), axis=0), []),
 }
 
 
@@ -221,7 +205,6 @@ STEPS = {
     "ar_sum_fn": lambda: all_reduce("SUM", replica_id() + 1),
     "ar_mean_eager": lambda: all_reduce("MEAN", replica_id() + 1),
     "ar_mean_int32": lambda: all_reduce("MEAN", replica_id().astype(jnp.int32) + 1),
-    "ar_sum_int32": lambda: all_reduce("SUM", replica_id().astype(jnp.int32) + 1),
     "ar_numpy": lambda: all_reduce("SUM", np.ones(2, np.float32)),
     "ar_in_python_loop_fn": thrice,
     "ar_gradient_sum": gradient_of_all_reduce("SUM", lambda: replica_id() + 1),
@@ -232,7 +215,6 @@ STEPS = {
     "mc_return_nested": lambda: merge_call(lambda s, x: {"a": x, "b": 1}, replica_id()),
     "mc_run_in_merge_read_values": lambda: merge_call(lambda s, x: s.run(lambda y: y * 2, args=(x,)), replica_id() + 1),
     "mc_basic": lambda: merge_call(lambda s, x: s.reduce("SUM", x, axis=None), replica_id() + 1),
-    "mc_return_plain_value": lambda: merge_call(lambda s: 7),
 }
 
 
@@ -246,7 +228,7 @@ def as_recorded(strategy, result):
     )
 
 
-@pytest.mark.parametrize("num_replicas", ["2", "3"])
+@pytest.mark.parametrize("num_replicas", ["2", *nightly("3")])
 def test_collectives_and_their_gradients_give_the_numbers_of_tensorflow(num_replicas):
     strategy, recorded = strategy_of(int(num_replicas)), RECORDED["replica_context"]
     v = variable(2.0, strategy)
@@ -286,23 +268,11 @@ def test_the_gradient_of_all_gather_is_that_of_tensorflow(strategy2):
 #: are added in float32 (TensorFlow: inf); collectives and merge_call in nested functions, conditions and loops.
 STEPS_NOT_SO_HERE = {
     "ar_python_float": (lambda: all_reduce("SUM", 1.0), 2.0),
-    "ar_python_int": (lambda: all_reduce("SUM", 1), 2),
     "ar_nested_mixed_f32_i32": (lambda: all_reduce("SUM", [replica_id(), jnp.int32(1)]), [1.0, 2]),
-    "ar_empty_list": (lambda: all_reduce("SUM", []), []),
-    "ar_none": (lambda: all_reduce("SUM", None), None),
     "ar_list_with_none": (lambda: all_reduce("SUM", [1.0, None]), [2.0, None]),
     "ar_bool": (lambda: all_reduce("SUM", jnp.array(True)), 2),
     "ar_f16_overflow": (lambda: all_reduce("MEAN", jnp.float16(60000)), 60000.0),
-    "ar_in_nested_tf_function": (lambda: jax.jit(lambda: all_reduce("SUM", replica_id()))(), 1.0),
-    "ar_in_tf_cond": (lambda: jax.lax.cond(jnp.array(True), lambda: all_reduce("SUM", replica_id()), lambda: 0.0), 1.0),
-    "ar_in_while_loop": (lambda: jax.lax.fori_loop(0, 2, lambda _, total: total + all_reduce("SUM", 1.0), 0.0), 4.0),
     "mc_in_nested_tf_function": (lambda: jax.jit(lambda: merge_call(lambda s, x: s.reduce("SUM", x), replica_id()))(), 1.0),
-    "mc_in_tf_cond": (
-        lambda: jax.lax.cond(
-            jnp.array(True), lambda: merge_call(lambda s, x: s.reduce("SUM", x), replica_id()), lambda: jnp.float32(0)
-        ),
-        1.0,
-    ),
 }
 
 
@@ -483,20 +453,6 @@ def test_what_is_refused_or_fails_changes_nothing(strategy2):
     with pytest.raises(ValueError, match="Nothing was changed"):
         v.assign(7.0)
     assert copies(strategy2, v) == [1, 1]
-
-
-def test_reads_after_writes_in_one_step_see_them_as_in_tensorflow(strategy2):
-    v, w = variable(1.0, strategy2, aggregation="sum"), variable(0.0, strategy2, aggregation="sum")
-
-    def step():
-        w.assign_add(replica_id() + 1)
-        first = w.value
-        w.assign_add(replica_id() + 1)
-        return v.assign_add(replica_id() + 1).value, [first, w.value]
-
-    once, twice = strategy2.run(step)
-    assert [once.tolist()] * 2 == RECORDED["variables"]["read_after_write_same_step"]
-    assert [[x.tolist()] * 2 for x in twice] == RECORDED["variables"]["control_dep_order_fn"]
 
 
 def test_adding_at_one_place_on_each_replica_is_tensorflows_scatter_add(strategy2):

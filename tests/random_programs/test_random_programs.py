@@ -2,14 +2,10 @@
 
 import contextlib
 import re
-import warnings
 from collections import Counter
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
 from parameters import nightly
 from random_programs import lockstep
@@ -28,8 +24,6 @@ from random_programs.harness import (
     ways_of,
 )
 from random_programs.run import report
-
-import mirrored as mr
 
 #: What further programs must have.
 WORDS = """
@@ -115,28 +109,6 @@ def test_a_program_of_16_bits_is_wrong_only_if_it_is_so_in_32() -> None:
         assert judge_without_casts(program, way, lockstep.jit).kind == "ok"
         program.text = program.text.replace(*next((o, n) for o, (n, _) in DAMAGES.items() if o == old))
         assert judge_without_casts(program, way, lockstep.jit).kind == "wrong"
-
-
-def test_a_masked_loop_that_gives_what_it_masks() -> None:
-    """It was warned of falsely: the first thing that the generator found."""
-    strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
-    with strategy.scope():
-        w = mr.Variable(np.full((4, 4), 0.1, np.float32), name="w")
-        optimizer = mr.Optimizer(optax.sgd(0.1), [w])
-
-    def losses(x: jax.Array) -> jax.Array:
-        def cell(c: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-            new = jnp.tanh(c @ w + x)
-            return jnp.where(x[:, :1] > 0, new, c), new
-
-        _, ys = jax.lax.scan(cell, jnp.zeros((x.shape[0], 4)), x.swapaxes(0, 1))
-        return ys.mean(0).sum(-1)
-
-    [x] = strategy.distribute_dataset([np.random.default_rng(0).normal(size=(6, 3, 4)).astype(np.float32)])
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        strategy.run(lambda x: optimizer.minimize(lambda: losses(x)), args=(x,))
-    assert [str(warning.message) for warning in said] == []
 
 
 def test_the_report_fails_for_what_is_wrong_and_for_too_many_refusals(capsys: pytest.CaptureFixture[str]) -> None:

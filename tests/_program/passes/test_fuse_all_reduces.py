@@ -96,21 +96,6 @@ def test_one_replica_copies_nothing_into_buffers_and_its_results_are_their_own_s
     assert strategy.reduce("mean", loss) is strategy.reduce("mean", loss)  # looked up
 
 
-def test_sums_that_need_other_sums_stay_apart_and_right(strategy3):
-    def step(x):
-        mean = all_reduce(x.sum(0)) / 15
-        early = jnp.sum(x)
-        spread = all_reduce(jnp.sum((x - mean) ** 2, 0))
-        late = jnp.sum(x / jnp.sqrt(spread))
-        return mean, spread, all_reduce(late), early, late
-
-    mean, spread, total, early, late = strategy3.run(step, args=(rows(strategy3, 15),))
-    np.testing.assert_allclose(mean, ROWS[:15].mean(0), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(spread, ((ROWS[:15] - ROWS[:15].mean(0)) ** 2).sum(0), rtol=1e-5)
-    assert bits(total) == bits(strategy3.reduce("sum", late)) == bits(strategy3.reduce("sum", alone(late)))
-    assert bits(strategy3.reduce("mean", early)) == bits(strategy3.reduce("mean", alone(early)))
-
-
 def test_nothing_is_sent_for_a_result_that_would_need_a_message_of_its_own(strategy2):
     steps = {
         "no all-reduce": lambda x: x.sum(),
@@ -130,12 +115,6 @@ def test_nothing_is_sent_for_a_result_that_would_need_a_message_of_its_own(strat
     assert uneven_shapes(uneven) is not None and carried_sums(uneven) is None
 
 
-def test_who_has_said_what_travels_together_is_obeyed():
-    strategy = mr.MultiWorkerMirroredStrategy(communication_options=mr.CommunicationOptions(bytes_per_pack=8))
-    value = strategy.run(lambda x: (all_reduce(x.sum()), x.sum())[1], args=(rows(strategy, 16),))
-    assert not isinstance(value, mr.PerReplica) or carried_sums(value) is None
-
-
 def test_a_changed_value_has_its_own_sum_and_a_deleted_one_is_none(strategy2):
     value = strategy2.run(lambda x: (all_reduce(x.sum()), x.sum())[1], args=(rows(strategy2, 16),))
     total = strategy2.reduce("sum", value)
@@ -146,29 +125,3 @@ def test_a_changed_value_has_its_own_sum_and_a_deleted_one_is_none(strategy2):
     stack_of(value).delete()
     with pytest.raises(RuntimeError, match="deleted"):
         strategy2.reduce("mean", value)
-
-
-def test_what_a_step_calls_on_the_host_is_called_once_by_each_replica(strategy2):
-    lines = []
-
-    def step(x):
-        first = all_reduce(x.sum())
-        jax.debug.callback(lambda _: lines.append("first"), first)
-        second = all_reduce(x.max())
-        jax.debug.callback(lambda _: lines.append("second"), x.min())
-        return all_reduce(first * second), second
-
-    strategy2.run(step, args=(rows(strategy2, 16),))
-    jax.effects_barrier()
-    assert sorted(lines) == ["first", "first", "second", "second"]
-
-
-def test_what_is_written_to_a_reference_after_a_sum_is_read_after_it(strategy2):
-    def step(x):
-        reference = jax.new_ref(jnp.float32(1.0))
-        total = all_reduce(x.sum())
-        reference[...] = total
-        return reference[...] - total, all_reduce(x.max())
-
-    difference, _ = strategy2.run(step, args=(rows(strategy2, 16),))
-    assert [float(value) for value in difference.values] == [0.0, 0.0]

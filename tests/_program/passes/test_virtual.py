@@ -149,19 +149,6 @@ def test_references_work_between_collectives_and_are_refused_across_one(schedule
         strategy.run(step, args=(True,))
 
 
-def test_derivatives_through_run():
-    found = []
-    for strategy in (mr.MirroredStrategy(DEVICES[:2]), several(2, 1), several(2, 1, "one_by_one")):
-        x = strategy.distribute_values_from_function(lambda context: X[context.replica_id_in_sync_group])
-
-        def loss(w, x, strategy=strategy):
-            step = lambda x, w: jnp.sum(x * w) * ctx().all_reduce("sum", jnp.sum(w * x))  # noqa: E731
-            return strategy.reduce("sum", strategy.run(step, args=(x, w)))
-
-        found.append(mr.function(lambda x, loss=loss: jax.grad(loss)(jnp.ones(4), x))(x))
-        assert_same(found[-1], found[0])
-
-
 # -- what it is
 
 
@@ -206,51 +193,3 @@ def test_what_jax_cannot_batch_runs_one_by_one_and_an_error_of_the_users_own_rul
 
     with pytest.raises(RuntimeError, match="mine"):
         results(several(4, 1), doubled, 8)
-
-
-def test_copies_cannot_diverge_and_values_of_a_strategy_with_another_number_of_replicas_are_refused():
-    few, many = mr.MirroredStrategy(DEVICES[:2]), several(4, 2)
-    v = variable(0.0, few)
-    own = variable(0.0, many)
-    maybe = lambda: jax.lax.cond(number() > 0, lambda: ctx().all_reduce("sum", 1.0), lambda: 0.0)  # noqa: E731
-    x = few.distribute_values_from_function(lambda context: 1.0)
-    for error, step, args in (
-        (mr.ReplicasDivergeError, lambda: own.assign(1.0 * number()), ()), (mr.CollectiveHangError, maybe, ()),
-        (mr.StrategyMismatchError, lambda x: x, (x,)), (mr.StrategyMismatchError, lambda: v.assign_add(1.0), ()),
-    ):  # fmt: skip
-        with pytest.raises(error):
-            many.run(step, args)
-
-
-def test_a_checkpoint_goes_on_with_other_devices(tmp_path):
-    for number_of_run, strategy in enumerate((mr.MirroredStrategy(DEVICES[:4]), several(4, 1), several(4, 2, "one_by_one"))):
-        v = variable(np.zeros(3, np.float32), strategy, name="v")
-        own = variable(0, strategy, synchronization="on_read", aggregation="sum", name="own")
-        with mr.Checkpoint(tmp_path, v=v, own=own) as checkpoint:
-            assert checkpoint.restore_latest() == (number_of_run or None)
-            assert v.numpy().tolist() == [number_of_run] * 3
-            assert [int(c) for c in strategy.local_results(own)] == [number_of_run * i for i in range(4)]
-            strategy.run(lambda v=v, own=own: [v.assign_add(jnp.ones(3)), own.assign_add(number())][2:])
-            checkpoint.save(number_of_run + 1)
-
-
-# -- what it costs
-
-
-def test_sums_are_as_exact_as_those_of_devices():
-    """A sum is not pushed back into a narrower type, and a value that is used besides is what it was."""
-    found = []
-    for strategy in (several(8, 1), mr.MirroredStrategy(DEVICES)):
-        w = variable(np.ones((2, 3, 4), np.float32), strategy)
-
-        def step(x, w=w):
-            narrow = (x * 256).astype(jnp.bfloat16) + 0.5 * number().astype(jnp.bfloat16)
-            convolved = lambda: jax.lax.conv(x[None, :, :], w.value.transpose(2, 1, 0), (1,), "SAME")  # noqa: E731
-            kernel = mr.grad(lambda: mr.losses.already_divided(jnp.sum(jnp.sin(convolved()))), w)()
-            scattered = [jnp.zeros(2).at[jnp.arange(3) % 2 + own].add(x[:, 0]) / 3 for own in (0, 0 * number())]
-            sums = ctx().all_reduce("sum", (narrow.astype(jnp.float32), kernel, scattered, x[:, 1:] - x[:, :-1], 2 / (1 + x * x)))
-            return sums, kernel, ctx().all_reduce("sum", 3 * number())
-
-        x = strategy.distribute_values_from_function(lambda c: X[:6].reshape(3, 8) + c.replica_id_in_sync_group)
-        found.append(shown(strategy, strategy.run(step, args=(x,))))
-    assert_same(*found)
