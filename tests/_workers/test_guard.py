@@ -23,7 +23,7 @@ from processes import wait_until
 from mirrored._errors import ProgramMismatchError, ReplicasDivergeError, VariableLostError, WorkerLostError
 from mirrored._text import escape, escape_lines
 from mirrored._workers.coordination import Coordination
-from mirrored._workers.guard import Guard
+from mirrored._workers.guard import Guard, seconds_of_round
 from mirrored._workers.neighbours import Process
 from mirrored._workers.progress import COMPARISON, NEXT_BATCH, UNKNOWN, Progress
 from mirrored._workers.stall import Position, decode
@@ -116,7 +116,8 @@ def _quick(monkeypatch: Patch) -> None:
     monkeypatch.setattr("mirrored._workers.shutdown._LEAVE_SECONDS", 0.0)
     monkeypatch.setattr("mirrored._workers.shutdown._LAST_LEAVE_SECONDS", 0.0)
     monkeypatch.setattr("mirrored._workers.shutdown._ANSWER_SECONDS", 0.05)
-    monkeypatch.setattr("mirrored._workers.guard.ROUND_SECONDS", 0.05)
+    monkeypatch.setattr("mirrored._workers.guard._GRACE_SECONDS", 0.02)
+    monkeypatch.setattr("mirrored._workers.guard.ROUND_SECONDS", 0.02)
 
 
 # ---- an error of its own
@@ -212,14 +213,6 @@ def test_an_error_of_the_program_is_no_loss_whatever_it_speaks_of(make: Make, er
     assert guarded.verdict().title.startswith(f"worker 1 failed at step 0 with {type(error).__name__}: ")
 
 
-def test_the_first_verdict_counts(make: Make, caplog: Log) -> None:
-    guarded = make(worker=1)
-    guarded.says("verdict", Verdict("worker 0 failed first"))
-    guarded.says("left/0")
-    assert guarded.fails(ValueError("then this one")) == 1, "its own error is still an error"
-    assert guarded.verdict().title == "worker 0 failed first" and "worker 0 failed first" in caplog.text
-
-
 @pytest.mark.parametrize("is_alike", [True, False])
 @pytest.mark.parametrize("length", [0, 2 * MAX_TEXT])
 def test_a_traceback_that_all_workers_print_is_printed_once(make: Make, caplog: Log, is_alike: bool, length: int) -> None:
@@ -234,6 +227,7 @@ def test_a_traceback_that_all_workers_print_is_printed_once(make: Make, caplog: 
     assert guarded.codes.get(timeout=5) == 1
     assert "worker 1 leaves with code 1: worker 0 failed at step 0 with ValueError" in caplog.text
     assert ("  | " in caplog.text) == ("but one" in caplog.text) == (not is_alike)
+    assert guarded.verdict().detail == detail[-MAX_TEXT:], "the first counts"
 
 
 def at_the_top(error: BaseException) -> BaseException:
@@ -330,25 +324,10 @@ def test_a_worker_of_this_host_that_dies_is_named_at_once_wherever_this_one_is(m
         assert re.search(r"worker 0 leaves with code 75: lost worker 1 at step \d: the process is gone", caplog.text)
 
 
-def test_a_death_is_noticed_between_two_rounds(make: Make, child, caplog: Log) -> None:
-    """JAX aborts within 50 ms when worker 0 is gone; whoever else is gone then has only followed it."""
-    guarded = make(worker=1, num_workers=3, is_started=False)
-    for worker in (0, 2):
-        guarded.says(f"process/{HOST}/{worker}", child.process.encode())
-    guarded.guard._neighbours.meet()
-    watching = threading.Thread(target=guarded.guard._watch_host)
-    watching.start()
-    child.die()
-    guarded.service.reason = "UNAVAILABLE: Socket closed"
-    assert guarded.codes.get(timeout=5) == 75
-    watching.join(10)
-    assert "lost worker 0, which hosts the coordination service, at step 0: the process is gone" in caplog.text
-
-
 def test_a_worker_that_died_after_it_said_why_is_believed(make: Make, child, caplog: Log, monkeypatch: Patch) -> None:
     guarded, failing = (met_by(make(is_started=False), child) for _ in range(2))
     guarded.called(None)  # to say that it is here, before the reason is known
-    threading.Timer(0.1, guarded.says, ("verdict", Verdict("worker 1 failed at step 3 with ValueError: x", lost=(1,)))).start()
+    threading.Timer(0.05, guarded.says, ("verdict", Verdict("worker 1 failed at step 3 with ValueError: x", lost=(1,)))).start()
     failing.says("verdict", Verdict("worker 1 failed at step 3 with ValueError: x"))
     child.die()
     guarded.guard._watch_host()
@@ -400,7 +379,7 @@ def test_an_error_of_the_same_moment_is_shown_as_its_own(make: Make, monkeypatch
     def slowly(*arguments: object, **more: object) -> None:
         guarded.called(Verdict("worker 0 failed"))
         with pytest.raises(queue.Empty):
-            guarded.codes.get(timeout=0.4)
+            guarded.codes.get(timeout=0.1)
         fail(*arguments, **more)
 
     monkeypatch.setattr(guarded.guard, "_fail", slowly)
@@ -546,7 +525,8 @@ def ending(guarded: Guarded) -> threading.Thread:
     return thread
 
 
-def test_an_end_waits_for_the_others_and_says_how_it_came(make: Make) -> None:
+def test_an_end_waits_for_the_others_and_says_so_and_how_it_came(make: Make, caplog: Log, monkeypatch: Patch) -> None:
+    monkeypatch.setattr("mirrored._workers.guard._END_WARNING_SECONDS", 0.05)
     for argument, code in [(3, 3), ("a message", 1), (2.5, 1), (256 + 7, 7), (None, 0), (False, 0)]:
         guarded = make(num_workers=3)
         with pytest.raises(SystemExit) as caught:
@@ -554,6 +534,9 @@ def test_an_end_waits_for_the_others_and_says_how_it_came(make: Make) -> None:
         assert caught.value.code == argument
         thread, position = ending(guarded), decode(guarded.of_key("position/0") or "")
         assert position is not None and position.has_ended
+        wait_until(lambda: caplog.messages)
+        assert caplog.messages[0].startswith("worker 0 has come to the end of its program, and has waited for workers 1, 2 for 0 s")
+        caplog.clear()
         assert str(position).endswith(f", by sys.exit({code})" if code else "before its first step")
         for worker in (1, 2):
             guarded.other_ends(worker)
@@ -575,6 +558,9 @@ def test_the_code_of_sys_exit_is_kept_when_others_still_need_this_worker_and_a_c
     guarded = make(worker=1)
     with pytest.raises(SystemExit):
         sys.exit(2)  # as a parser of arguments does, and its caller catches
+    with ThreadPoolExecutor(1) as pool:
+        assert isinstance(pool.submit(sys.exit, 3).exception(), SystemExit)
+    assert guarded.guard._sys_exit_code == 2, "the end of a thread is none of the program"
     guarded.called(Verdict("worker 0 failed"))
     assert guarded.codes.get(timeout=10) == 75
     for code, expected in ((3, 3), (0, 75)):  # also where this worker finds that others wait in vain
@@ -582,41 +568,6 @@ def test_the_code_of_sys_exit_is_kept_when_others_still_need_this_worker_and_a_c
         guarded.guard._sys_exit_code, guarded.guard._has_ended = code, True
         guarded.guard._fail(Verdict("worker 0 has ended its program, and worker 1 waits"))
         assert guarded.codes.get(timeout=10) == expected
-
-
-def test_sys_exit_in_another_thread_is_no_end(make: Make) -> None:
-    guarded = make(worker=1)
-    with ThreadPoolExecutor(1) as pool:
-        assert isinstance(pool.submit(sys.exit, 3).exception(), SystemExit)
-    assert guarded.guard._sys_exit_code == 0
-
-
-def test_waiting_at_the_end_is_told(make: Make, caplog: Log, monkeypatch: Patch) -> None:
-    monkeypatch.setattr("mirrored._workers.guard._END_WARNING_SECONDS", 0.1)
-    guarded = make()
-
-    class Ends(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if len(caplog.messages) == 1:  # while the second message is on its way
-                guarded.other_ends(1)
-
-    monkeypatch.setattr(logging.getLogger("mirrored"), "handlers", [Ends()])
-    guarded.guard.stop()
-    assert caplog.messages[0].startswith("worker 0 has come to the end of its program, and has waited for worker 1 for 0 s")
-    assert len(caplog.messages) == 2 and guarded.codes.empty()
-
-
-def test_an_end_is_told_before_the_others_are_waited_for(make: Make, monkeypatch: Patch) -> None:
-    guarded = make(worker=1, is_started=False)
-    guarded.other_ends(0)
-    guarded.guard._sys_exit_code = 3
-    told: list[tuple[str, str]] = []
-    put = guarded.guard._coordination.put
-    monkeypatch.setattr(guarded.guard._coordination, "put", lambda key, text: [told.append((key, text)), put(key, text)])
-    guarded.guard._end()
-    assert [key for key, _ in told if key.startswith("guard")] == ["guard/position/1", "guard/ended/1", "guard/call"]
-    position = decode(told[0][1])
-    assert position is not None and position.has_ended and position.phase == "sys.exit(3)"
 
 
 # ---- who is late or silent
@@ -664,7 +615,7 @@ def test_worker_0_ends_its_service_after_the_others_have_left_it_or_at_the_limit
         guarded = make(worker, num_workers=3)
         guarded.guard.stop(wait=False)
         others = frozenset({0, 1, 2}) - {worker}
-        leaving = threading.Timer(0.1, guarded.service.die, others if dies else ())
+        leaving = threading.Timer(0.03, guarded.service.die, others if dies else ())
         leaving.start()
         guarded.guard.outlive_others(seconds)
         assert [thread.is_alive() for thread in guarded.guard._listening.values()] == [not dies] * (worker == 0)
@@ -672,29 +623,19 @@ def test_worker_0_ends_its_service_after_the_others_have_left_it_or_at_the_limit
         leaving.join()
 
 
-def test_a_cut_between_two_workers_is_looked_for_while_a_step_waits(make: Make, monkeypatch: Patch) -> None:
-    guarded = make(worker=1, is_started=False)
-    monkeypatch.setattr(guarded.guard._links, "check", lambda step, elapsed: Verdict(f"lost the connection at step {step}"))
-    assert guarded.guard._round(0.9) is False
-    guarded.enter("train")
-    assert [guarded.guard._round(0.9) for _ in range(4)] == [False, False, False, True]
-    assert guarded.codes.get(timeout=5) == 75 and guarded.verdict().title == "lost the connection at step 1"
-
-
-def test_the_error_at_the_limit_says_which_worker_reaches_which_other_not(make: Make, monkeypatch: Patch) -> None:
+def test_a_cut_ends_a_step_that_waits_and_at_the_limit_the_error_says_who_reaches_whom_not(make: Make, monkeypatch: Patch) -> None:
     """And a worker that goes on takes back what it has said of its connections."""
-    guarded = make(is_started=False, stall_seconds=2.0)
-    rested: list[int] = []
-    monkeypatch.setattr(guarded.guard._links, "describe", lambda: "worker 2 cannot reach worker 1 at 10.0.0.1:41234")
-    monkeypatch.setattr(guarded.guard._links, "check", lambda step, elapsed: None)
-    monkeypatch.setattr(guarded.guard._links, "rest", lambda: rested.append(1))
-    assert guarded.guard._round(0.9) is False and rested == [1]
-    guarded.says("position/1", OWN_CODE._replace(beat=2))
-    guarded.enter("train")
-    rounds = [guarded.guard._round(0.9) for _ in range(4)]
-    assert rounds == [False] * 3 + [True] and rested == [1]
-    assert guarded.codes.get(timeout=5) == 75
-    assert guarded.verdict().title.endswith("timeout_seconds=...). worker 2 cannot reach worker 1 at 10.0.0.1:41234")
+    cut, unreached = Verdict("lost the connection"), "worker 2 cannot reach worker 1 at 10.0.0.1:41234"
+    for limit, found, rounds, title in ((None, cut, 4, "lost the connection"), (2.0, None, 4, f"timeout_seconds=...). {unreached}")):
+        guarded, rested = make(is_started=False, stall_seconds=limit), list[int]()
+        checks = {"check": lambda *_, found=found: found, "describe": lambda: unreached, "rest": lambda: rested.append(1)}
+        for name, check in checks.items():
+            monkeypatch.setattr(guarded.guard._links, name, check)
+        assert guarded.guard._round(0.9) is False and rested == [1]
+        guarded.says("position/1", OWN_CODE._replace(beat=2))
+        guarded.enter("train")
+        assert [guarded.guard._round(0.9) for _ in range(rounds)] == [False] * (rounds - 1) + [True] and rested == [1]
+        assert guarded.codes.get(timeout=5) == 75 and guarded.verdict().title.endswith(title)
 
 
 UNREACHED = "worker 0 cannot reach worker 1 at 10.0.0.1:41234"
@@ -769,6 +710,7 @@ def test_a_service_that_is_gone_ends_this_worker_before_jax_does(make: Make, mon
 def test_a_round_of_a_healthy_job_is_three_calls_whatever_the_number_of_workers(
     make: Make, num_workers: int, waits: bool
 ) -> None:
+    assert [seconds_of_round(count) for count in (2, 128, 512, 10**6)] == [0.02, 0.02, 0.08, 4.0], "worker 0 has the time for all"
     for worker in (1, 0):  # worker 0 looks at all, the others at worker 0
         guarded = make(worker, num_workers, is_started=False)
         guarded.says(f"process/{HOST}/{1 - worker}", Process.own().encode())
@@ -783,18 +725,12 @@ def test_a_round_of_a_healthy_job_is_three_calls_whatever_the_number_of_workers(
             assert guarded.service.counted.total() == 3
 
 
-def test_worker_0_has_the_time_for_a_round_of_all(monkeypatch: Patch) -> None:
-    monkeypatch.setattr("mirrored._workers.guard.ROUND_SECONDS", 0.5)
-    for num_workers, seconds in ((2, 0.5), (128, 0.5), (512, 2.0), (1024, 4.0), (4096, 4.0)):
-        assert Guard(Coordination(FakeClient(), 0, num_workers), Progress())._round_seconds == seconds
-
-
 def test_worker_0_finds_who_waits_in_vain_for_another(make: Make, caplog: Log) -> None:
     guarded = make(num_workers=4, is_started=False)
     guarded.says("position/1", OWN_CODE._replace(started=13, waits=True, still=0.3))
     guarded.says("position/2", OWN_CODE._replace(has_ended=True, still=0.0))
     guarded.says("position/3", OWN_CODE)
-    assert guarded.guard._round(0.05) is True and guarded.codes.get(timeout=5) == 75
+    assert guarded.guard._round(0.02) is True and guarded.codes.get(timeout=5) == 75
     assert "worker 2 has ended its program after step 12 (program 'train'), and worker 1 waits in step 13" in caplog.text
 
 
@@ -827,14 +763,14 @@ def test_the_time_of_a_pause_does_not_count_and_a_worker_looks_first_at_what_has
     guard, elapsed = make(is_started=False).guard, []
     monkeypatch.setattr(guard, "_round", lambda seconds: elapsed.append(seconds) or len(elapsed) == 4)
     with monkeypatch.context() as patch:
-        clock = SimpleNamespace(monotonic=iter([10.0, 10.0, 10.05, 40.05, 40.1]).__next__)
+        clock = SimpleNamespace(monotonic=iter([10.0, 10.0, 10.02, 40.02, 40.04]).__next__)
         patch.setattr("mirrored._workers.guard.time", clock)
         guard._watch()
-    assert elapsed == pytest.approx([0.0, 0.05, 0.1, 0.05])
+    assert elapsed == pytest.approx([0.0, 0.02, 0.04, 0.02])
     guarded = make(is_started=False)
     guarded.says(f"process/{HOST}/1", Process.own().encode())
     guarded.says("position/1", OWN_CODE._replace(has_ended=True))
     with guarded.progress.phase("the barrier 'epoch'", waits=True):
-        assert [guarded.guard._round(elapsed) for elapsed in (0.04, 0.04)] == [False, False]
+        assert [guarded.guard._round(elapsed) for elapsed in (0.02, 0.02)] == [False, False]
         assert guarded.guard._round(5.0) is False, "the barrier may be passed in this moment"
         assert guarded.guard._round(0.5) is True and guarded.codes.get(timeout=5) == 75
