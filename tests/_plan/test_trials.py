@@ -112,7 +112,9 @@ def test_the_command_asks_for_no_accelerator_before_jax_looks_for_one(monkeypatc
     assert os.environ.pop("JAX_PLATFORMS") == "cpu"
 
 
-def test_a_script_that_fails_is_shown(tmp_path, capsys) -> None:
+def test_a_script_that_fails_is_shown(tmp_path, monkeypatch, capsys) -> None:
+    (tmp_path / "mirrored.py").write_text("raise SystemExit('mirrored plan: there is no file')")  # the real one takes a second
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert plan_with(Command(["--topology", "v5e:2x4"], [str(tmp_path / "no.py")]), "--rows", 3) is None
     assert "the script fails with --rows 3:\nmirrored plan: there is no file" in capsys.readouterr().err
 
