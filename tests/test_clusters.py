@@ -1,13 +1,10 @@
 """The files in examples/clusters describe the clusters that the resolvers find; what can be run of them here is run."""
 
-import importlib.util
 import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
