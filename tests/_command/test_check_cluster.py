@@ -52,30 +52,6 @@ def test_workers_that_are_not_reached_are_named(monkeypatch: pytest.MonkeyPatch)
     assert next(tried) > 0
 
 
-def test_a_port_where_nobody_listens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    create = socket.create_server
-
-    def closed(*arguments: Any, **options: Any) -> Any:
-        server = create(*arguments, **options)
-        address = server.getsockname()
-        server.close()
-        return FakeServer(address)
-
-    class FakeServer(threading.local):
-        def __init__(self, address: Any) -> None:
-            self.getsockname = lambda: address
-
-        def __enter__(self) -> Any:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-    monkeypatch.setattr(socket, "create_server", closed)
-    found = run_together(2, lambda lines: check_cluster.connections(lines, "127.0.0.1"))
-    assert all("(Connection refused)" in finding.problem for finding in found)
-
-
 @pytest.mark.parametrize(("skew", "expected"), [(0.4, ""), (90, "90.0 s ahead of"), (-2.5, "2.5 s behind")])
 def test_clocks(skew: float, expected: str) -> None:
     """Each worker reads its clock twice; a slow reading is no wrong clock."""

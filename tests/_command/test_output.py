@@ -128,22 +128,6 @@ def test_what_is_no_verdict_of_the_library_hides_nothing() -> None:
     assert tail_of("I was here:", "  indented") == ["I was here:", "  indented"]
 
 
-def test_an_outlet_takes_what_fits_and_forgets_what_nobody_reads() -> None:
-    read, write = os.pipe()
-    outlet = Outlet(write)
-    outlet.write(b"x" * 10_000)
-    outlet.flush()
-    assert os.read(read, 100_000) == b"x" * 4096
-    assert outlet.is_waiting and not outlet.is_full
-    outlet.write(b"x" * output.PENDING_BYTES)
-    assert outlet.is_full
-    os.close(read)
-    outlet.flush()
-    outlet.write(b"more")
-    assert not outlet.is_waiting and not outlet.is_full
-    os.close(write)
-
-
 def test_an_outlet_on_a_full_disk_says_so_and_goes_on_when_there_is_room(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     outlet = Outlet(full)
@@ -157,22 +141,6 @@ def test_an_outlet_on_a_full_disk_says_so_and_goes_on_when_there_is_room(tmp_pat
     outlet.flush()
     os.close(full)
     assert (tmp_path / "log").read_bytes() == b"kept"
-
-
-def test_an_outlet_that_cannot_take_anything_now_keeps_it() -> None:
-    read, write = os.pipe()
-    os.set_blocking(write, False)
-    outlet = Outlet(write)
-    outlet.write(b"x" * 1_000_000)
-    for _ in range(1000):
-        outlet.flush()
-    got = b""
-    while outlet.is_waiting:
-        got += os.read(read, 1_000_000)
-        outlet.flush()
-    assert got + os.read(read, 1_000_000) == b"x" * 1_000_000
-    os.close(read)
-    os.close(write)
 
 
 def test_log_files_are_new_and_private_and_their_folders_count_on_and_follow_no_links(tmp_path: Path) -> None:
