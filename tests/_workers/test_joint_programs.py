@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import mirrored as mr
 from mirrored._workers import joint_programs, runtime
 from mirrored._workers.coordination import digest
 from mirrored._workers.progress import Progress
@@ -51,20 +50,6 @@ def test_a_program_is_agreed_on_and_compiled_before_it_starts(monkeypatch: pytes
     assert [program(1), program(2)] == [2, 3]
     assert seen == [(0, [("compiling train", True)]), (1, []), (2, [])]
     assert heard.progress.program == "train" and heard.said == [("train", "the text", 0)], "nothing per step"
-
-
-def test_workers_that_disagree_start_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard = Heard(monkeypatch)
-
-    def differ(*_: object) -> None:
-        raise mr.ProgramMismatchError("different programs")
-
-    runtime.current().agreement.check = differ
-    with pytest.raises(mr.ProgramMismatchError):
-        joint_programs.prepared("train", "the text", None)
-    with pytest.raises(mr.ProgramMismatchError):
-        joint_programs.agreed("reduce", "sum", None)(jnp.ones(2))
-    assert heard.progress.started == 0
 
 
 @pytest.mark.parametrize("checks_order", [False, True])
