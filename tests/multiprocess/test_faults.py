@@ -245,22 +245,6 @@ def test_strangers_at_its_ports_leave_a_job_unharmed(tmp_path: Path) -> None:
             assert one.code == 0 and "END 20.0" in one.output and "CRITICAL" not in one.output, one.output[-3000:]
 
 
-@slow
-def test_a_job_that_is_started_twice_is_an_error_and_the_first_goes_on(tmp_path: Path) -> None:
-    """JAX's service would take a second worker 1 in place of the first, since it leaves a job alone that has lost one."""
-    with workers(SCRIPT, 2, "fault=until told", "who=all", f"folder={tmp_path}", "steps=20") as first:
-        address = wait_for_line(first[0], r"coordinator (127\.0\.0\.1:\d+)")[1]
-        for worker in first:
-            wait_for_line(worker, "FAULT")
-        chief, other = run_workers(SCRIPT, 2, "limit=2", env={"JAX_COORDINATOR_ADDRESS": address})
-        assert chief.code == other.code == 75, (chief, other)
-        assert f"port {address.rpartition(':')[2]} on 127.0.0.1 is taken by another program or job" in chief.output, chief.output
-        assert "a job runs there, an earlier run of this one or another" in other.output, other.output
-        (tmp_path / "go").touch()
-        for one in [worker.wait(60) for worker in first]:
-            assert one.code == 0 and "END 20.0" in one.output and "CRITICAL" not in one.output, one.output[-3000:]
-
-
 # ---- roles
 
 
