@@ -128,6 +128,22 @@ def test_what_is_no_verdict_of_the_library_hides_nothing() -> None:
     assert tail_of("I was here:", "  indented") == ["I was here:", "  indented"]
 
 
+def test_an_outlet_takes_what_fits_and_forgets_what_nobody_reads() -> None:
+    read, write = os.pipe()
+    outlet = Outlet(write)
+    outlet.write(b"x" * 10_000)
+    outlet.flush()
+    assert os.read(read, 100_000) == b"x" * 4096
+    assert outlet.is_waiting and not outlet.is_full
+    outlet.write(b"x" * output.PENDING_BYTES)
+    assert outlet.is_full
+    os.close(read)
+    outlet.flush()
+    outlet.write(b"more")
+    assert not outlet.is_waiting and not outlet.is_full
+    os.close(write)
+
+
 def test_an_outlet_on_a_full_disk_says_so_and_goes_on_when_there_is_room(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     outlet = Outlet(full)

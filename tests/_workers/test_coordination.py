@@ -170,18 +170,3 @@ def test_too_much_is_refused_on_all_workers_alike_and_not_sent(monkeypatch) -> N
     (said, following), other = on_each(cluster(2), work)
     assert (said, following) == other and "worker 1 has given more than 1000 characters" in said
     assert following == ["A" * 998] * 2
-
-
-def test_keys_are_put_listed_and_deleted() -> None:
-    this, other = cluster(2)
-    for key, text in (("a/0", "x"), ("a/0", "y"), ("b/0", "z")):
-        this.put(key, text)
-    assert (other.get("a/0", 1), other.peek("a/0"), other.find("a/")) == ("y", "y", {"a/0": "y"})
-    other.delete("a/0")
-    assert this.get("a/0", 0.01) is this.peek("a/0") is None
-    this.say("c", "x")
-    this.put("c/7", "of no worker of this cluster")
-    assert (other.by_worker("c"), other.of_all("c")) == ({0: "x"}, ["x", ""])
-    alone = Coordination()
-    alone.put("a/0", "x")
-    assert (alone.get("a/0", 0.01), alone.peek("a/0"), alone.find("a/")) == (None, None, {})

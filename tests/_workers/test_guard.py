@@ -572,21 +572,6 @@ def test_the_code_of_sys_exit_is_kept_when_others_still_need_this_worker_and_a_c
 # ---- who is late or silent
 
 
-@pytest.mark.parametrize(("worker", "other"), [(0, 1), (1, 0)])
-def test_a_silent_worker_is_told_once_and_not_ended(make: Make, caplog: Log, worker: int, other: int) -> None:
-    guarded = make(worker, is_started=False)
-    guarded.says(f"position/{other}", OWN_CODE)
-    for _ in range(8):
-        assert guarded.guard._round(1.0) is False
-    assert guarded.guard._silent == {other}
-    assert bool(guarded.guard._listening) == (worker == 0), "only worker 0 asks for heartbeats"
-    assert caplog.text.count(f"worker {other} has been silent for 4 s: it is stopped, cut off, dead, or in one long call") == 1
-    guarded.says(f"position/{other}", OWN_CODE._replace(beat=2))
-    for _ in range(4):
-        guarded.guard._round(1.0)
-    assert caplog.text.count("it was last seen so") == 1 and guarded.codes.empty()
-
-
 @pytest.mark.parametrize("end", [None, "done"])
 def test_a_silent_worker_whose_heartbeats_cease_is_lost_unless_all_have_come_to_their_ends(
     make: Make, caplog: Log, end: str | None
@@ -598,6 +583,7 @@ def test_a_silent_worker_whose_heartbeats_cease_is_lost_unless_all_have_come_to_
     for _ in range(8):
         guarded.guard._round(1.0)
     assert set(guarded.guard._listening) == {frozenset({1}), frozenset({2})} and guarded.codes.empty()
+    assert caplog.text.count("has been silent for 4 s: it is stopped, cut off, dead, or in one long call") == 2, "once for each"
     if end:
         guarded.says("call", end)
     guarded.service.die(2)
@@ -720,15 +706,6 @@ def test_a_round_of_a_healthy_job_is_three_calls_whatever_the_number_of_workers(
             guarded.enter("train")
             assert guarded.guard._round(0.5) is False
             assert guarded.service.counted.total() == 3
-
-
-def test_worker_0_finds_who_waits_in_vain_for_another(make: Make, caplog: Log) -> None:
-    guarded = make(num_workers=4, is_started=False)
-    guarded.says("position/1", OWN_CODE._replace(started=13, waits=True, still=0.3))
-    guarded.says("position/2", OWN_CODE._replace(has_ended=True, still=0.0))
-    guarded.says("position/3", OWN_CODE)
-    assert guarded.guard._round(0.02) is True and guarded.codes.get(timeout=5) == 75
-    assert "worker 2 has ended its program after step 12 (program 'train'), and worker 1 waits in step 13" in caplog.text
 
 
 def test_the_others_name_worker_0_and_leave_the_rest_to_it(make: Make, caplog: Log) -> None:

@@ -88,21 +88,3 @@ def test_every_new_shape_and_dtype_of_an_array_is_another_program(monkeypatch: p
     assert heard.said[-1] == ("reduce", "reduce sum of float32[3]", 4) and heard.progress.started == 5
     jax.eval_shape(total, jnp.ones(7))
     assert len(heard.said) == 4 and heard.progress.started == 5, "a part of a larger program, which is agreed on as a whole"
-
-
-def test_a_step_is_what_users_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard = Heard(monkeypatch)
-    lowered = SimpleNamespace(lower=lambda *_: SimpleNamespace(compile=lambda: None))
-    program = type("Program", (), {"lower": lowered.lower, "__call__": lambda self: None})()
-    reduce = joint_programs.started("reduce", "sum", lambda: None)
-    predict = joint_programs.prepared("predict", "predict", program, is_run=True)
-    train = joint_programs.prepared("train", "train", program, is_run=True, is_update=True)
-    reduce()
-    assert (heard.progress.started, heard.progress.step) == (1, 0), "what the library does by itself is no step"
-    for _ in range(3):
-        predict(), reduce()
-    assert heard.progress.step == 3, "where nothing is trained, all that is run"
-    for _ in range(5):
-        train(), reduce()
-    predict()
-    assert (heard.progress.started, heard.progress.step) == (18, 5)

@@ -1,8 +1,6 @@
 """What the process says that it is doing: true at every moment, and almost free."""
 
 import threading
-import time
-import timeit
 from collections.abc import Callable
 
 import pytest
@@ -108,14 +106,3 @@ def test_one_thread_does_what_workers_do_together_until_it_ends_or_hands_over() 
 
     on_threads(go_on)
     assert progress.trail.last.number == 7 and len(refused) == 4
-
-
-def test_a_step_pays_almost_nothing() -> None:
-    progress, witness = Progress(), Witness()
-
-    def step() -> None:
-        progress.enter("train", b"train")
-        progress.witness = witness
-
-    # 0.5 us on an idle machine; the limit, of the processor's time, leaves room for a busy one.
-    assert min(timeit.repeat(step, number=10_000, repeat=5, timer=time.process_time)) / 10_000 < 3e-6

@@ -6,15 +6,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
-from unittest.mock import MagicMock, call
 
 import jax
 import pytest
 from jax._src.lib import _jax
 
 import mirrored as mr
-from mirrored import _env
 from mirrored._cluster import meeting as _meeting
 from mirrored._cluster.spec import Cluster, ClusterSpec
 from mirrored._jax import distributed
@@ -37,34 +34,6 @@ def test_a_backend_that_runs_already_is_an_error_that_says_what_to_move() -> Non
 
 def two_workers(*addresses: str) -> Cluster:
     return Cluster(ClusterSpec.of({"worker": list(addresses)}), "worker", 0)
-
-
-def test_jax_is_told_where_to_listen_and_how_soon_a_silent_worker_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: dict[str, object] = {}
-    asked: list[Any] = []
-    direct = _env.NO_GRPC_PROXY
-    meeting = _meeting.Meeting("10.0.0.1", "10.0.0.1:1")
-    monkeypatch.setattr(distributed, "has_backend", lambda: False)
-    monkeypatch.setattr(_runtime, "meet", lambda *given: asked.append(given) or meeting)
-    monkeypatch.setattr(distributed.jax, "config", SimpleNamespace(jax_logging_level="NOTSET", update=told.__setitem__))
-    monkeypatch.setattr(_runtime.jax.distributed, "initialize", lambda **given: told.update(given, direct=direct.get()))
-    monkeypatch.setattr(distributed, "listen_at", lambda host: told.update(gloo=host))
-    monkeypatch.setattr(_runtime, "_begin", lambda *given: given)
-    cluster = two_workers("chief:1", "b:1")
-    for given, seconds in (({}, 300.0), ({"timeout_seconds": 20}, 20)):
-        options = mr.CommunicationOptions(**given)
-        monkeypatch.setattr(_env.os, "environ", {"http_proxy": "http://p:1", direct.name: "a.org"})
-        assert _runtime.start(cluster, options) == (cluster, options, 0, 2, "10.0.0.1")
-        met, versions, timeout = asked.pop()
-        assert (met, timeout) == (cluster, seconds) and versions["jax"] == jax.__version__
-        assert set(versions) == {"mirrored", "jax", "jaxlib", "numpy", "python"}
-    assert told == {
-        "coordinator_address": "chief:1", "num_processes": 2, "process_id": 0, "cluster_detection_method": "deactivate",
-        "coordinator_bind_address": "10.0.0.1:1", "gloo": "10.0.0.1", "initialization_timeout": 60,
-        "heartbeat_timeout_seconds": 10, "shutdown_timeout_seconds": 30,
-        "jax_enable_preemption_service": False, "jax_cpu_collectives_implementation": "gloo",
-        "jax_enable_recoverability": True, "jax_check_proxy_envs": False, "direct": "a.org,chief",
-    }  # fmt: skip
 
 
 def test_a_process_that_a_worker_has_started_is_not_that_worker_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,25 +165,6 @@ def test_the_users_own_jax_distributed_and_cluster_must_agree(
     monkeypatch.setattr(distributed._distributed, "global_state", devices_of({}, manager=object()))
     _runtime.attach(mr.CommunicationOptions())
     assert 'Call jax.config.update("jax_enable_preemption_service", False) before jax.distributed' in caplog.text
-
-
-def test_the_guard_watches_from_the_start_to_the_end_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    guard = MagicMock()
-    monkeypatch.setattr(_runtime, "Guard", guard)
-    monkeypatch.setattr(_runtime, "_current", None)
-    state = SimpleNamespace(client=object(), shutdown=guard.shutdown)
-    monkeypatch.setattr(distributed._distributed, "global_state", state)
-    monkeypatch.setattr(_runtime.atexit, "register", guard.at_exit)
-    runtime = _runtime._begin(None, mr.CommunicationOptions(timeout_seconds=20), 1, 2)
-    coordination = runtime.coordination
-    assert (coordination.worker, coordination.num_workers) == (1, 2) and _runtime.current() is runtime
-    made = call(coordination, progress, stall_seconds=20)
-    assert guard.mock_calls == [made, call().start(), call.at_exit(guard.return_value.stop)]
-    for is_recoverable in (False, True):  # then JAX has no barrier of its own
-        guard.mock_calls.clear()
-        monkeypatch.setattr(distributed, "is_recoverable", lambda given=is_recoverable: given)
-        state.shutdown()
-        assert guard.mock_calls == [call().stop(), *[call().outlive_others(30)] * is_recoverable, call.shutdown()]
 
 
 def test_a_process_is_part_of_one_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import MagicMock
@@ -75,32 +74,6 @@ def test_histories_that_are_the_same_or_not_known_pass_and_others_are_told() -> 
     )
     with pytest.raises(ProgramMismatchError, match=order):
         require_same_history([["3", "ab"], ["3", "cd"]], trails)
-
-
-def test_programs_are_compared_at_the_same_place() -> None:
-    job = Job(1)
-    job.progress[0].took_batch(None, [4])
-    job.progress[0].enter("train", b"train")
-    before = job.progress[0].trail.last
-    own = digest(TRAIN[1])
-    checksum = zlib.crc32(own.encode(), zlib.crc32(b"train", zlib.crc32(b"(None, (4,))")))
-    said = ["train (job.py:7)", own, "1", f"{checksum:08x}"]
-    sent = job.workers[0].exchange = MagicMock(return_value=[said, said])
-    check(job.agreements[0], *TRAIN)
-    assert sent.call_args.args == ("agreement", said) and job.progress[0].habits.next == own.encode()
-    assert job.progress[0].trail.last == (3, checksum, 1, "train", "job.py:7"), "it is told to workers that do not come"
-    job.progress[0].trail.take_back(before, is_refused=False)
-    sent.return_value = [said, [*said[:2], "0", *said[3:]]]
-    with pytest.raises(ProgramMismatchError, match="worker 0: 1; worker 1: 0"):
-        check(job.agreements[0], *TRAIN)
-    assert job.progress[0].trail.last == before._replace(number=3), "no other entry has this number"
-    sent.side_effect = KeyboardInterrupt
-    with pytest.raises(KeyboardInterrupt):
-        check(job.agreements[0], *TRAIN)
-    assert job.progress[0].trail.last.number == 3 and not job.progress[0].phases, "it may be made again"
-    sent.side_effect = [[said, [*said[:3], "0"]], [trail("train"), trail("evaluate")]]
-    with pytest.raises(ProgramMismatchError, match=r"since step 1 \(worker 0: train; worker 1: evaluate\)"):
-        check(job.agreements[0], *TRAIN)
 
 
 def test_batches_that_differ_are_told_with_what_helps() -> None:
