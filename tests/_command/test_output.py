@@ -159,6 +159,22 @@ def test_an_outlet_on_a_full_disk_says_so_and_goes_on_when_there_is_room(tmp_pat
     assert (tmp_path / "log").read_bytes() == b"kept"
 
 
+def test_an_outlet_that_cannot_take_anything_now_keeps_it() -> None:
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    outlet = Outlet(write)
+    outlet.write(b"x" * 1_000_000)
+    for _ in range(1000):
+        outlet.flush()
+    got = b""
+    while outlet.is_waiting:
+        got += os.read(read, 1_000_000)
+        outlet.flush()
+    assert got + os.read(read, 1_000_000) == b"x" * 1_000_000
+    os.close(read)
+    os.close(write)
+
+
 def test_log_files_are_new_and_private_and_their_folders_count_on_and_follow_no_links(tmp_path: Path) -> None:
     log = LogFile(tmp_path / "log")
     assert log.append(b"\x1b\xff\r\n") is None
