@@ -147,18 +147,6 @@ def test_workers_whose_addresses_nobody_said_come_together(start: Start) -> None
     assert [m.host for m in outcomes([start(cluster) for cluster in clusters])] == ["127.0.0.1"] * 3
 
 
-def test_workers_may_start_in_any_order_leave_and_come_again(start: Start) -> None:
-    workers = addresses(4)
-    early = start(worker(workers, 2))
-    time.sleep(0.1)
-    assert not early.done()
-    chief = start(worker(workers, 0))
-    with connected(workers[0]) as sock:
-        sock.sendall(hello(worker(workers, 1)))
-        assert b"waiting" in sock.recv(1000)
-    assert met(early, chief, start(worker(workers, 1)), start(worker(workers, 3)))
-
-
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_worker_that_left_unseen_may_come_again(order: int, monkeypatch: Patch) -> None:
     """Its end and the hello of its next start may be there at once, and in any order."""

@@ -642,21 +642,6 @@ def test_a_connection_that_the_kernel_has_given_up_is_named(make: Make, answers:
     assert guarded.verdict().title.endswith(end)
 
 
-def test_a_chief_that_does_not_speak_while_its_service_answers_is_named_to_all(make: Make, caplog: Log) -> None:
-    """One call that holds Python's lock is enough; who leaves first is not to be taken for the lost one."""
-    guarded = make(worker=1, num_workers=3, stall_seconds=4.0, is_started=False)
-    guarded.says("position/0", OWN_CODE)
-    guarded.enter("train")
-    rounds = 0
-    while not guarded.guard._round(1.0):
-        rounds += 1
-        guarded.says("position/2", OWN_CODE._replace(beat=rounds, waits=True))
-    assert rounds == 4 and guarded.codes.get(timeout=5) == 75
-    assert "worker 0 has not entered step 1 (program 'train') for 4 s" in guarded.verdict().title
-    assert "it has been silent for 4 s" in caplog.text and guarded.verdict().lost == (), "the others are told, and waited for"
-    assert "worker 0: in its own code after step 12" in caplog.text and "worker 1 was here:\nMainThread" in caplog.text
-
-
 def test_a_service_that_is_silent_is_told_once_and_ends_a_worker_that_waits_for_longer_than_the_limit(
     make: Make, monkeypatch: Patch, caplog: Log
 ) -> None:
