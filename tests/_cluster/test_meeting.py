@@ -203,7 +203,7 @@ def test_what_an_ended_run_left_on_the_port_does_not_take_it(start: Start) -> No
 
 
 def test_a_missing_worker_is_named_everywhere(start: Start, caplog: Log, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(_gathering, "PROGRESS_SECONDS", 0.1)
+    monkeypatch.setattr(_gathering, "PROGRESS_SECONDS", 0.15)
     workers, lonely, shell = addresses(4), addresses(2), addresses(2)
     with caplog.at_level(logging.WARNING, logger="mirrored"):
         futures = [start(worker(workers, i), timeout=0.45) for i in (0, 1, 3)]
@@ -224,7 +224,7 @@ def test_a_missing_worker_is_named_everywhere(start: Start, caplog: Log, monkeyp
         (f"waiting for worker 1 ({shell[1]}), {by_srun}; 1 of 2 present after ", 1),
         (f"waiting for the chief ({workers[0]}): it knows this worker, and is waiting for others", 2),
         (f"worker 1 is waiting for the chief ({lonely[0]}): Connection refused", 1),
-    ):  # after 0.1 s and 0.2 s; 0.4 s would be the next
+    ):  # after 0.15 s and 0.3 s; 0.6 s would be the next
         assert count <= sum(line.startswith(says) for line in lines) <= 2 * count, lines
 
 

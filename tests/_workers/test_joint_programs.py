@@ -88,3 +88,15 @@ def test_every_new_shape_and_dtype_of_an_array_is_another_program(monkeypatch: p
     assert heard.said[-1] == ("reduce", "reduce sum of float32[3]", 4) and heard.progress.started == 5
     jax.eval_shape(total, jnp.ones(7))
     assert len(heard.said) == 4 and heard.progress.started == 5, "a part of a larger program, which is agreed on as a whole"
+
+
+def test_a_step_is_what_users_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = Heard(monkeypatch)
+    program = SimpleNamespace(lower=lambda *_: SimpleNamespace(compile=lambda: None))
+    reduce = joint_programs.started("reduce", "sum", lambda: None)
+    predict = joint_programs.prepared("predict", "predict", program, is_run=True)
+    train = joint_programs.prepared("train", "train", program, is_run=True, is_update=True)
+    for announced, count, step in ((reduce, 1, 0), (predict, 3, 3), (train, 5, 5), (predict, 1, 5)):
+        for _ in range(count):
+            announced.announce()
+        assert heard.progress.step == step, "runs, where nothing is trained; then updates; what the library does by itself is none"
