@@ -99,4 +99,4 @@ def test_a_step_is_what_users_count(monkeypatch: pytest.MonkeyPatch) -> None:
     for announced, count, step in ((reduce, 1, 0), (predict, 3, 3), (train, 5, 5), (predict, 1, 5)):
         for _ in range(count):
             announced.announce()
-        assert heard.progress.step == step, "runs, where nothing is trained; then updates; nothing that the library does by itself"
+        assert heard.progress.step == step, "runs, where nothing is trained; then updates"
