@@ -170,3 +170,11 @@ def test_too_much_is_refused_on_all_workers_alike_and_not_sent(monkeypatch) -> N
     (said, following), other = on_each(cluster(2), work)
     assert (said, following) == other and "worker 1 has given more than 1000 characters" in said
     assert following == ["A" * 998] * 2
+
+
+def test_an_error_of_the_service_is_not_taken_for_a_timeout() -> None:
+    this, _ = cluster(2)
+    this._client.reason = "UNAVAILABLE: Socket closed"
+    for ask in (lambda: this.get("a", 1), lambda: this.peek("a")):
+        with pytest.raises(RuntimeError, match="UNAVAILABLE"):
+            ask()

@@ -38,6 +38,10 @@ def test_it_waits_from_before_a_program_starts_until_its_result_is_there_was_don
     assert progress.is_waiting()
     with progress.phase("saving step 1", is_patient=True):
         assert not progress.is_waiting(), "it saves while a program runs"
+        with pytest.raises(KeyError), progress.phase("the barrier 'saved'", waits=True):
+            assert progress.is_waiting()
+            raise KeyError
+        assert not progress.is_waiting()
     progress.finished = 4
     assert not progress.is_waiting()
 

@@ -1,21 +1,16 @@
 """State in parts with real workers: each has its own parts, writes them, and reads them again."""
 
-import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import run_workers
+from processes import found, run_workers
 
 PROGRAM = Path(__file__).parent / "parts_worker.py"
 
 
 def job(num_workers: int, devices: int, mode: str, storage: str, directory: Path) -> list[dict[str, Any]]:
-    ended = run_workers(PROGRAM, num_workers, mode, storage, directory, devices=devices, timeout=110)
-    for worker in ended:
-        assert worker.code == 0, worker.output
-    return [json.loads(re.search(r"^FOUND(.*)$", worker.output, re.MULTILINE)[1]) for worker in ended]
+    return found(run_workers(PROGRAM, num_workers, mode, storage, directory, devices=devices, timeout=110))
 
 
 def test_each_worker_writes_its_parts_any_number_goes_on_and_who_stores_otherwise_is_told(tmp_path: Path) -> None:
