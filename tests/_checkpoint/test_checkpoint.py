@@ -556,7 +556,7 @@ def test_a_flipped_bit_of_a_step_is_found_or_says_nothing_of_the_arrays(tmp_path
     silent = 0
     for path in files_of(tmp_path / "1"):
         original = path.read_bytes()
-        for bit in range(0, 8 * len(original), 29):
+        for bit in range(0, 8 * len(original), 61):
             flip(path, bit)
             try:
                 found = files.read(1)[1]
@@ -567,7 +567,7 @@ def test_a_flipped_bit_of_a_step_is_found_or_says_nothing_of_the_arrays(tmp_path
                 silent += 1
                 assert all(found[key].dtype == array.dtype for key, array in arrays.items())
                 assert all(found[key].tobytes() == array.tobytes() for key, array in arrays.items())
-    assert silent < 8 * 300 / 29, "times and versions of three members of the zip"
+    assert silent < 8 * 300 / 61, "times and versions of three members of the zip"
 
 
 @pytest.mark.slow
@@ -595,7 +595,7 @@ def test_other_damage_is_found_and_only_plain_files_are_opened(tmp_path: Path, m
         (record, lambda path: (path.unlink(), os.mknod(path, stat.S_IFSOCK | 0o600))),
         (record, lambda path: path.symlink_to(path.rename(tmp_path / "elsewhere"))),
     ]
-    for content in (b"", b"{}", b"[]", b"null", b"\xff\xfe", b"[" * 100000, json.dumps(wrong).encode(), text[:-3]):
+    for content in (b"", b"null", b"\xff\xfe", b"[" * 100000, json.dumps(wrong).encode(), text[:-3]):
         damages.append((record, lambda path, content=content: path.write_bytes(content)))
     for victim in (data, record):
         damages += [
@@ -948,24 +948,17 @@ def test_a_step_that_another_object_is_writing_is_neither_replaced_nor_passed_ov
             with pytest.raises(ValueError, match=rf"save\({step}\), but .* holds step 3, which this program has not come from"):
                 second.save(step)
         first.save(4)
-        with pytest.raises(ValueError, match=r"save\(5\), but another mr.Checkpoint has saved step 4 .* since this one was made"):
-            second.save(5)
-        w.assign(0.0)
-        assert restore(tmp_path, w=w) == 4 and float(w) == 5.0 and seen == [None] * 2
-
-
-def test_two_checkpoints_do_not_take_turns_in_one_directory(tmp_path: Path) -> None:
-    w = mr.Variable(5.0)
-    with Checkpoint(tmp_path, w=w) as last, Checkpoint(tmp_path, w=mr.Variable(6.0)) as best:
-        best.save(7)
-        advice = rf"(?s)save\(20\), but another .* step 7 in .*, mr.Checkpoint\('{tmp_path}-2', \.\.\.\).*restore_latest\(\)"
+        advice = (
+            rf"(?s)save\(5\), but another .* step 4 .* was made.* mr.Checkpoint\('{tmp_path}-2', \.\.\.\).*restore_latest\(\)"
+        )
         for _ in range(2):
             with pytest.raises(ValueError, match=advice):
-                last.save(20)
-        best.save(21)
-        assert best.wait() == 21
-        assert last.restore_latest() == 21, "its steps fit"
-        last.save(22)
+                second.save(5)
+        w.assign(0.0)
+        third = Checkpoint(tmp_path, w=w)
+        assert third.restore_latest() == 4 and float(w) == 5.0 and seen == [None] * 2
+        third.save(5)  # the steps of the first fit
+        third.close()
 
 
 def test_workers_that_differ_are_told_how() -> None:

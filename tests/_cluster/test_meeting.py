@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import errno
 import itertools
-import json
 import logging
 import os
 import re
@@ -17,8 +16,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax._src.lib import _jax
 
 from mirrored._cluster import gathering as _gathering
@@ -607,11 +604,13 @@ def test_what_is_no_hello_is_not_read() -> None:
     for parse, right in ((_hello.parse_hello, line), (_hello.parse_answer, answer)):
         assert parse(right.ljust(_hello.MAX_LINE)) is not None and parse(right.ljust(_hello.MAX_LINE + 1)) is None
     word, changes = "x" * 301, [{"magic": "mirrored-preflight-0"}, {"more": 1}, {"is_late": 1}, {"versions": []}]
-    changes += [{"index": index} for index in (-1, 1.5, True)]
+    changes += [{name: odd} for name in ("index", "num_workers") for odd in (-1, 1.5, True, "1", None)]
+    changes += [{name: odd} for name in ("process", "digest", "token") for odd in (1, None, ["x"])] + [{"workers": [1]}]
     changes += [{"token": word}, {"workers": [word]}, {"versions": {"jax": word}}, {"versions": {word: "1"}}]
     assert [change for change in changes if _hello.parse_hello(hello(cluster, **change)) is not None] == []
     assert _hello.parse_hello(hello(cluster, token=word[1:])) is not None
-    assert _hello.parse_hello(b"[" * 5000) is _hello.parse_answer(b"[" * 5000) is None
+    for odd in (b"", b"\xff", b"1", b"null", b"[" * 5000):
+        assert _hello.parse_hello(odd) is _hello.parse_answer(odd) is None
 
 
 def test_strangers_neither_stop_the_chief_nor_keep_its_port(start: Start) -> None:
@@ -658,24 +657,6 @@ def test_a_stranger_that_says_too_much_and_the_oldest_of_too_many_are_cut_off_at
         first.settimeout(5)
         with pytest.raises(ConnectionResetError):
             first.recv(1)
-
-
-SIMPLE = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
-
-
-@settings(deadline=None, derandomize=True, max_examples=20)
-@given(
-    st.binary(max_size=200) | st.lists(SIMPLE, max_size=3).map(lambda x: json.dumps(x).encode()),
-    st.sampled_from(["index", "num_workers", "digest", "workers", "versions", "process", "token", "magic"]),
-    SIMPLE | st.lists(SIMPLE, max_size=2) | st.dictionaries(st.text(max_size=5), SIMPLE, max_size=2),
-)
-def test_no_bytes_and_no_odd_field_are_an_error_to_the_parser(line: bytes, field: str, odd: object) -> None:
-    assert _hello.parse_hello(line) is _hello.parse_answer(line) is None
-    parsed = _hello.parse_hello(hello(worker(["h:1", "h:2"], 1), **{field: odd}))
-    if parsed is not None:
-        assert type(parsed.index) is int and type(parsed.num_workers) is int
-        words = [*parsed.workers, *parsed.versions.values(), parsed.digest, parsed.process, parsed.token]
-        assert all(isinstance(word, str) for word in words)
 
 
 def test_a_chief_that_cannot_take_more_tells_all_at_once(start: Start, monkeypatch: Patch) -> None:

@@ -68,9 +68,10 @@ def connecting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[.
     """Start a worker whose `jax.distributed.initialize` is a function of the test."""
     monkeypatch.setenv("MIRRORED_WORKER", "")
     monkeypatch.setattr(distributed, "has_backend", lambda: False)
-    monkeypatch.setattr(_runtime, "meet", lambda *_: _meeting.Meeting("10.0.0.1"))
-    monkeypatch.setattr(_runtime.jax, "config", SimpleNamespace(jax_logging_level="NOTSET", update=lambda *_: None))
-    monkeypatch.setattr(distributed, "listen_at", lambda _: None)
+    monkeypatch.setattr(_runtime, "meet", lambda *_: _meeting.Meeting("10.0.0.1", "10.0.0.1:1"))
+    config: dict[str, object] = {}
+    monkeypatch.setattr(_runtime.jax, "config", SimpleNamespace(jax_logging_level="NOTSET", update=config.__setitem__))
+    monkeypatch.setattr(distributed, "listen_at", lambda host: config.update(gloo=host))
     monkeypatch.setattr(_runtime, "_begin", lambda *given: given)
     monkeypatch.setattr(_runtime, "_CONNECT_WARNING_SECONDS", 0.05)
     monkeypatch.setattr(_runtime, "_CHIEF_SECONDS", 0.1)
@@ -79,13 +80,15 @@ def connecting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[.
         monkeypatch.setattr(_runtime.jax.distributed, "initialize", initialize)
         return _runtime.start(two_workers("chief:1", "b:1"), mr.CommunicationOptions(timeout_seconds=1))
 
+    start.config = config
     yield start
     for thread in threading.enumerate():
         if thread.name == "mirrored-connect":
             thread.join(10)
 
 
-def test_a_worker_that_is_gone_after_the_meeting_is_an_error_in_time(connecting, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_that_is_gone_after_the_meeting_is_an_error_in_time(connecting, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(_runtime, "CONNECT_SECONDS", 0.1)
     never = threading.Event()
     with pytest.raises(mr.ClusterStartError, match=r"worker 0 met all 2 workers, but one of them was gone before") as info:
         connecting(lambda **_: never.wait(10))
@@ -101,6 +104,16 @@ def test_what_jax_raises_when_it_connects_is_raised(connecting, caplog: pytest.L
     with pytest.raises(RuntimeError, match="jax's own"):
         connecting(fail)
     assert connecting(lambda **_: None)[2:] == (0, 2, "10.0.0.1") and not caplog.messages
+
+
+def test_jax_is_told_where_to_listen_and_how_soon_a_silent_worker_is_dead(connecting) -> None:
+    connecting(lambda **given: connecting.config.update(given))
+    assert connecting.config == {
+        "coordinator_address": "chief:1", "num_processes": 2, "process_id": 0, "cluster_detection_method": "deactivate",
+        "coordinator_bind_address": "10.0.0.1:1", "gloo": "10.0.0.1", "initialization_timeout": 60,
+        "heartbeat_timeout_seconds": 10, "shutdown_timeout_seconds": 30, "jax_enable_preemption_service": False,
+        "jax_enable_recoverability": True, "jax_cpu_collectives_implementation": "gloo", "jax_check_proxy_envs": False,
+    }  # fmt: skip
 
 
 def devices_of(known: Mapping[str, Sequence[int]], process: int = 0, manager: object = None) -> SimpleNamespace:
