@@ -14,6 +14,8 @@ from processes import Ended, Worker, run_workers, wait_for_line, workers
 SCRIPT = Path(__file__).with_name("faults.py")
 #: Seconds within which all have left: measured values are below 1, and JAX by itself would need its heartbeat's 10.
 SOON = 6.0
+#: Seconds within which JAX's heartbeat says that a process is gone.
+HEARTBEAT = 11.0
 ABORTED = -signal.SIGABRT
 KILLED = -signal.SIGKILL
 #: Programs in flight when a worker is lost: steps that are reported although they never finished.
@@ -120,19 +122,6 @@ def test_a_worker_that_dies_while_the_others_are_outside_of_steps_is_named(host:
         one = running[0].wait(30)
         assert one.code == 75 and one.time - killed < within, one
         assert re.search(rf"lost worker 1 at step \d: {how}", one.output), one.output
-
-
-#: Seconds within which JAX's heartbeat says that a process is gone.
-HEARTBEAT = 11.0
-
-
-@slow
-@pytest.mark.parametrize("name", ["killed", *nightly(*MOMENTS)])
-def test_a_worker_that_is_alone_on_its_host_is_named_when_it_is_killed(name: str) -> None:
-    """The kernel tells nobody, and XLA keeps gloo's error to itself where it has two devices: the heartbeat tells worker 0."""
-    args, num_workers, _, culprit, code, _ = ENDS[name]
-    ended = run(name, num_workers, *args, "host=each", devices=2, who=culprit)
-    require(ended, others(num_workers, culprit, code), f"(?m){LOST.format(culprit)}", within=HEARTBEAT + SOON)
 
 
 # ---- what takes too long
