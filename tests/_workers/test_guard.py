@@ -140,22 +140,6 @@ def test_what_others_read_is_escaped_and_cut() -> None:
         assert Verdict.decode(json.dumps({**dataclasses.asdict(Verdict("x")), "code": code})).code == 75, code
 
 
-def test_an_exception_is_printed_published_and_ends_with_one(make: Make, caplog: Log) -> None:
-    guarded = make(worker=1, num_workers=3)
-    guarded.progress.started = guarded.progress.updates = 12
-    for worker in (0, 2):
-        guarded.says(f"left/{worker}")
-    error = ValueError("no such\x1b file\nsecond line")
-    assert guarded.fails(error) == 1
-    assert guarded.printed == [error]
-    verdict = guarded.verdict()
-    assert verdict.title == "worker 1 failed at step 12 with ValueError: no such\\x1b file"
-    assert "raise error" in verdict.detail and not verdict.wants_stacks
-    assert guarded.of_key("call") and guarded.of_key("left/1")
-    assert "worker 1 leaves with code 1: worker 1 failed at step 12 with ValueError" in caplog.text
-    assert "raise error" not in caplog.text, "the traceback has been printed already"
-
-
 @pytest.mark.parametrize(("kind", "code"), [(ProgramMismatchError, 1), (ReplicasDivergeError, 1), (ValueError, 75)])
 def test_what_a_comparison_has_found_is_an_error_of_all_workers(make: Make, kind: type[Exception], code: int) -> None:
     """Each worker raises it, but the verdict of the first may come to the others earlier."""

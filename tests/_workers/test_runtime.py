@@ -68,8 +68,9 @@ def connecting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[.
     """Start a worker whose `jax.distributed.initialize` is a function of the test."""
     monkeypatch.setenv("MIRRORED_WORKER", "")
     monkeypatch.setattr(distributed, "has_backend", lambda: False)
-    monkeypatch.setattr(_runtime, "meet", lambda *_: _meeting.Meeting("10.0.0.1", "10.0.0.1:1"))
     config: dict[str, object] = {}
+    meeting = _meeting.Meeting("10.0.0.1", "10.0.0.1:1")
+    monkeypatch.setattr(_runtime, "meet", lambda cluster, versions, _: config.update(compared=sorted(versions)) or meeting)
     monkeypatch.setattr(_runtime.jax, "config", SimpleNamespace(jax_logging_level="NOTSET", update=config.__setitem__))
     monkeypatch.setattr(distributed, "listen_at", lambda host: config.update(gloo=host))
     monkeypatch.setattr(_runtime, "_begin", lambda *given: given)
@@ -113,6 +114,7 @@ def test_jax_is_told_where_to_listen_and_how_soon_a_silent_worker_is_dead(connec
         "coordinator_bind_address": "10.0.0.1:1", "gloo": "10.0.0.1", "initialization_timeout": 60,
         "heartbeat_timeout_seconds": 10, "shutdown_timeout_seconds": 30, "jax_enable_preemption_service": False,
         "jax_enable_recoverability": True, "jax_cpu_collectives_implementation": "gloo", "jax_check_proxy_envs": False,
+        "compared": ["jax", "jaxlib", "mirrored", "numpy", "python"],
     }  # fmt: skip
 
 

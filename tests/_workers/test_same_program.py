@@ -76,6 +76,22 @@ def test_histories_that_are_the_same_or_not_known_pass_and_others_are_told() -> 
         require_same_history([["3", "ab"], ["3", "cd"]], trails)
 
 
+def test_a_comparison_is_told_to_workers_that_do_not_come_and_may_be_made_again() -> None:
+    job = Job(1)
+    [progress], before = job.progress, job.progress[0].trail.last
+
+    def interrupted(*_: object) -> None:
+        (phase,) = progress.phases
+        told = (phase.text, phase.detail, phase.waits, progress.trail.last.what)
+        assert told == ("the comparison of programs", "'train'", True, "train")
+        raise KeyboardInterrupt
+
+    job.workers[0].exchange = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        check(job.agreements[0], *TRAIN)
+    assert progress.trail.last == before and not progress.phases
+
+
 def test_batches_that_differ_are_told_with_what_helps() -> None:
     def trail_of(checksum: int) -> str:
         progress = Progress()
