@@ -1,13 +1,10 @@
 """The files in examples/clusters describe the clusters that the resolvers find; what can be run of them here is run."""
 
-import importlib.util
 import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -212,25 +209,3 @@ def test_the_pods_of_kubeflow_find_each_other(kind: str, specs: str, container: 
         tf_job = {"TF_CONFIG": f'{{"cluster": {{"worker": [{addresses}]}}, "task": {task}, "environment": "cloud"}}'}
         cluster = _found(jax_job if kind == "JAXJob" else tf_job, 2, i)
         assert cluster.coordinator_address == (f"{names[0]}:6666" if kind == "JAXJob" else f"{names[0]}.default.svc:2222")
-
-
-@pytest.mark.nightly(
-    "tests/multiprocess/test_elastic.py::test_a_job_of_three_two_and_three_workers_takes_the_steps_of_one_device"
-)
-@pytest.mark.timeout(600)
-def test_ray_trains_on_two_workers_and_goes_on_when_a_program_is_killed(tmp_path: Path) -> None:
-    if importlib.util.find_spec("ray") is None:  # imported, it would change the environment
-        pytest.skip("Ray is not in the lock")
-    command = [sys.executable, str(CLUSTERS / "ray_job.py"), "--cpu", "--checkpoints", str(tmp_path / "c"), "--epochs", "150"]
-    # Ray starts its actors again, and again, where a busy machine takes longer than that; its default is 60.
-    environment = os.environ | {"RAY_TRAIN_V2_ENABLED": "1", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "240"}
-    with (tmp_path / "log").open("w") as log, subprocess.Popen(command, env=environment, stdout=log, stderr=log) as job:
-        while not (tmp_path / "c" / "200").exists():
-            with pytest.raises(subprocess.TimeoutExpired):  # it has not ended
-                job.wait(0.2)
-        search = ["pgrep", "-f", f"two_hosts.py --checkpoints {tmp_path}"]
-        found = subprocess.run(search, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
-        os.kill(int(found[-1]), signal.SIGKILL)
-        assert job.wait(200) == 0, (tmp_path / "log").read_text()
-    first, last = re.findall(r"steps (\d+) to (\d+) on 4 replicas of 2 workers", (tmp_path / "log").read_text())[-1]
-    assert int(first) > 200 and last == "6150"

@@ -25,8 +25,8 @@ def operator(lock):
 
 
 def num_left_held(work, new_lock):
-    """Interrupt `work` again and again for a third of a second; return how often its lock was held afterwards."""
-    held, end, other = 0, time.monotonic() + 0.3, ThreadPoolExecutor(1)
+    """Interrupt `work` again and again for a tenth of a second; return how often its lock was held afterwards."""
+    held, end, other = 0, time.monotonic() + 0.1, ThreadPoolExecutor(1)
     former = signal.signal(signal.SIGVTALRM, signal.default_int_handler)
     try:
         while time.monotonic() < end:

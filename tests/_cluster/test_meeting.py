@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import errno
 import itertools
-import json
 import logging
 import os
 import re
@@ -17,8 +16,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax._src.lib import _jax
 
 from mirrored._cluster import gathering as _gathering
@@ -80,7 +77,8 @@ def _no_socket_and_no_thread_is_left(monkeypatch: Patch) -> Iterator[None]:
         return sum(link.startswith("socket:") for link in links)
 
     before, threads = sockets(), threading.active_count()
-    monkeypatch.setattr(_gathering, "LINGER_SECONDS", 0.3)
+    for module in (_gathering, meeting):
+        monkeypatch.setattr(module, "LINGER_SECONDS", 0.05)
     yield
     assert sockets() <= before
     assert threading.active_count() <= threads
@@ -146,18 +144,6 @@ def test_workers_whose_addresses_nobody_said_come_together(start: Start) -> None
     assert [m.host for m in outcomes([start(cluster) for cluster in clusters])] == ["127.0.0.1"] * 3
 
 
-def test_workers_may_start_in_any_order_leave_and_come_again(start: Start) -> None:
-    workers = addresses(4)
-    early = start(worker(workers, 2))
-    time.sleep(0.1)
-    assert not early.done()
-    chief = start(worker(workers, 0))
-    with connected(workers[0]) as sock:
-        sock.sendall(hello(worker(workers, 1)))
-        assert b"waiting" in sock.recv(1000)
-    assert met(early, chief, start(worker(workers, 1)), start(worker(workers, 3)))
-
-
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_worker_that_left_unseen_may_come_again(order: int, monkeypatch: Patch) -> None:
     """Its end and the hello of its next start may be there at once, and in any order."""
@@ -214,13 +200,13 @@ def test_what_an_ended_run_left_on_the_port_does_not_take_it(start: Start) -> No
 
 
 def test_a_missing_worker_is_named_everywhere(start: Start, caplog: Log, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(_gathering, "PROGRESS_SECONDS", 0.2)
+    monkeypatch.setattr(_gathering, "PROGRESS_SECONDS", 0.15)
     workers, lonely, shell = addresses(4), addresses(2), addresses(2)
     with caplog.at_level(logging.WARNING, logger="mirrored"):
-        futures = [start(worker(workers, i), timeout=0.7) for i in (0, 1, 3)]
-        futures.append(start(worker(lonely, 1, found_in="torchrun's variables"), timeout=0.7))
-        futures.append(start(worker(shell, 0, found_in="Slurm's variables"), timeout=0.7))
-        *errors, of_lonely, of_shell = outcomes(futures, at_least=0.6)
+        futures = [start(worker(workers, i), timeout=0.45) for i in (0, 1, 3)]
+        futures.append(start(worker(lonely, 1, found_in="torchrun's variables"), timeout=0.45))
+        futures.append(start(worker(shell, 0, found_in="Slurm's variables"), timeout=0.45))
+        *errors, of_lonely, of_shell = outcomes(futures, at_least=0.4)
     assert all(isinstance(error, ClusterStartError) for error in (*errors, of_lonely, of_shell))
     by_srun = "which srun starts (a shell of `srun --pty` is one task alone: in it, write `srun --overlap python train.py`)"
     assert str(of_shell).startswith(f"waiting for worker 1 ({shell[1]}), {by_srun}; 1 of 2 present after ")
@@ -235,7 +221,7 @@ def test_a_missing_worker_is_named_everywhere(start: Start, caplog: Log, monkeyp
         (f"waiting for worker 1 ({shell[1]}), {by_srun}; 1 of 2 present after ", 1),
         (f"waiting for the chief ({workers[0]}): it knows this worker, and is waiting for others", 2),
         (f"worker 1 is waiting for the chief ({lonely[0]}): Connection refused", 1),
-    ):  # after 0.2 s and 0.4 s; 0.8 s would be the next
+    ):  # after 0.15 s and 0.3 s; 0.6 s would be the next
         assert count <= sum(line.startswith(says) for line in lines) <= 2 * count, lines
 
 
@@ -407,9 +393,8 @@ def test_what_a_chief_says_of_many_missing_workers_and_of_an_address_that_only_i
 
 @pytest.mark.parametrize(("bound_to", "share"), [("127.0.0.1", False), ("", True), ("::", True)])
 def test_a_port_that_stays_taken_is_an_error_in_time_and_whoever_has_it_keeps_it(
-    bound_to: str, share: bool, start: Start, caplog: Log, monkeypatch: Patch
+    bound_to: str, share: bool, start: Start, caplog: Log
 ) -> None:
-    monkeypatch.setattr(meeting, "LINGER_SECONDS", 0.1)
     with socket.socket(socket.AF_INET6 if bound_to == "::" else socket.AF_INET) as listener:
         if bound_to == "::":
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
@@ -420,7 +405,7 @@ def test_a_port_that_stays_taken_is_an_error_in_time_and_whoever_has_it_keeps_it
         listener.listen()
         port = listener.getsockname()[1]
         with caplog.at_level(logging.WARNING, logger="mirrored"):
-            (error,) = outcomes([start(worker([f"127.0.0.1:{port}", *addresses(1)], 0), timeout=0.5)], at_least=0.4)
+            (error,) = outcomes([start(worker([f"127.0.0.1:{port}", *addresses(1)], 0), timeout=0.2)], at_least=0.2)
         assert isinstance(error, ClusterStartError)
         assert f"port {port} on 127.0.0.1 is taken by another program or job, after " in str(error)
         assert f"worker 0 is waiting for port {port} on 127.0.0.1, which another run or program has; after 0 s" in caplog.messages
@@ -487,7 +472,7 @@ def test_a_second_job_on_the_port_of_jax_waits_without_disturbing_it(start: Star
     client = _jax.get_distributed_runtime_client(workers[0], 0, init_timeout=10)
     client.connect()
     try:
-        errors = outcomes([start(worker(workers, i), timeout=0.5) for i in range(2)], at_least=0.4)
+        errors = outcomes([start(worker(workers, i), timeout=0.3) for i in range(2)], at_least=0.3)
         says = ["taken by another program", "a job runs there, an earlier run of this one or"]
         for error, text in zip(errors, says, strict=True):
             assert isinstance(error, ClusterStartError) and text in str(error) and str(port_of(workers[0])) in str(error)
@@ -502,7 +487,7 @@ def test_a_second_job_on_the_port_of_jax_waits_without_disturbing_it(start: Star
 
 def test_a_chief_that_waits_for_its_port_says_so_less_and_less_often(caplog: Log) -> None:
     address, *others = addresses(2)
-    clock = _gathering.Clock(0.6)
+    clock = _gathering.Clock(0.2)
     clock.started -= 100
     ours = _hello.introduce(worker([address, *others], 0), VERSIONS, "chief", "0")
     with program_at(address, SETTINGS), socket.socket() as sock, pytest.raises(OSError, match="in use"):
@@ -590,7 +575,7 @@ def test_a_program_that_is_not_the_chief_is_an_error_at_once(start: Start) -> No
 
 
 def test_a_program_that_says_nothing_is_waited_for_and_what_a_false_chief_says_is_escaped(start: Start) -> None:
-    _, error = answered(b"", start, timeout=0.2)
+    _, error = answered(b"", start, timeout=0.1)
     assert isinstance(error, ClusterStartError) and "it accepts connections but says nothing" in str(error)
     _, error = answered(_hello.encode_answer(ClusterConfigError("evil\n\x1b[2Jtext \u202e é")), start)
     assert str(error) == r"evil\n\x1b[2Jtext \u202e \xe9"
@@ -606,7 +591,7 @@ def test_a_worker_does_not_take_its_own_connection_for_the_chief(monkeypatch: Pa
 
     monkeypatch.setattr(socket.socket, "connect", to_itself)
     with pytest.raises(ClusterStartError, match="Connection refused"):
-        meet(worker(workers, 1), VERSIONS, 0.3)
+        meet(worker(workers, 1), VERSIONS, 0.1)
     assert can_bind(workers[0])
 
 
@@ -619,11 +604,13 @@ def test_what_is_no_hello_is_not_read() -> None:
     for parse, right in ((_hello.parse_hello, line), (_hello.parse_answer, answer)):
         assert parse(right.ljust(_hello.MAX_LINE)) is not None and parse(right.ljust(_hello.MAX_LINE + 1)) is None
     word, changes = "x" * 301, [{"magic": "mirrored-preflight-0"}, {"more": 1}, {"is_late": 1}, {"versions": []}]
-    changes += [{"index": index} for index in (-1, 1.5, True)]
+    changes += [{name: odd} for name in ("index", "num_workers") for odd in (-1, 1.5, True, "1", None)]
+    changes += [{name: odd} for name in ("process", "digest", "token") for odd in (1, None, ["x"])] + [{"workers": [1]}]
     changes += [{"token": word}, {"workers": [word]}, {"versions": {"jax": word}}, {"versions": {word: "1"}}]
     assert [change for change in changes if _hello.parse_hello(hello(cluster, **change)) is not None] == []
     assert _hello.parse_hello(hello(cluster, token=word[1:])) is not None
-    assert _hello.parse_hello(b"[" * 5000) is _hello.parse_answer(b"[" * 5000) is None
+    for odd in (b"", b"\xff", b"1", b"null", b"[" * 5000):
+        assert _hello.parse_hello(odd) is _hello.parse_answer(odd) is None
 
 
 def test_strangers_neither_stop_the_chief_nor_keep_its_port(start: Start) -> None:
@@ -670,24 +657,6 @@ def test_a_stranger_that_says_too_much_and_the_oldest_of_too_many_are_cut_off_at
         first.settimeout(5)
         with pytest.raises(ConnectionResetError):
             first.recv(1)
-
-
-SIMPLE = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
-
-
-@settings(deadline=None, derandomize=True, max_examples=50)
-@given(
-    st.binary(max_size=200) | st.lists(SIMPLE, max_size=3).map(lambda x: json.dumps(x).encode()),
-    st.sampled_from(["index", "num_workers", "digest", "workers", "versions", "process", "token", "magic"]),
-    SIMPLE | st.lists(SIMPLE, max_size=2) | st.dictionaries(st.text(max_size=5), SIMPLE, max_size=2),
-)
-def test_no_bytes_and_no_odd_field_are_an_error_to_the_parser(line: bytes, field: str, odd: object) -> None:
-    assert _hello.parse_hello(line) is _hello.parse_answer(line) is None
-    parsed = _hello.parse_hello(hello(worker(["h:1", "h:2"], 1), **{field: odd}))
-    if parsed is not None:
-        assert type(parsed.index) is int and type(parsed.num_workers) is int
-        words = [*parsed.workers, *parsed.versions.values(), parsed.digest, parsed.process, parsed.token]
-        assert all(isinstance(word, str) for word in words)
 
 
 def test_a_chief_that_cannot_take_more_tells_all_at_once(start: Start, monkeypatch: Patch) -> None:

@@ -8,5 +8,5 @@ MUTANTS = [
     ("_command/check_cluster.py", "least <= _MOST_SECONDS", "least <= 1000",
      "tests/_command/test_check_cluster.py::test_clocks"),
     ("_command/check_folder.py", "if lines.worker and not problem:", "if lines.worker and problem:",
-     "tests/_command/test_check_cluster.py::test_the_folder_of_one_host_is_another"),
+     "tests/_command/test_check.py::test_all_that_is_wrong_with_another_worker_is_said_by_both"),
 ]  # fmt: skip

@@ -11,8 +11,10 @@ import pytest
 from processes import run_workers
 
 from mirrored import launch
+from mirrored._cluster.meeting import meet
 from mirrored._command import check, check_host, check_sums
 from mirrored._command.check_lines import Finding
+from mirrored._workers import runtime
 
 SCRIPT = Path(__file__).parents[1] / "multiprocess" / "check_worker.py"
 
@@ -70,11 +72,12 @@ def test_a_wrong_cluster_is_one_line(capsys: pytest.CaptureFixture[str], monkeyp
 
 def test_a_missing_chief_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mirrored._jax.distributed.has_backend", lambda: False)
+    monkeypatch.setattr(runtime, "meet", lambda cluster, versions, seconds: meet(cluster, versions, seconds / 10))
     for name, value in (("JAX_COORDINATOR_ADDRESS", "127.0.0.1:1"), ("JAX_NUM_PROCESSES", "2"), ("JAX_PROCESS_ID", "1")):
         monkeypatch.setenv(name, value)
     assert launch.main(["check", "--timeout", "1"]) == 1
     [line] = capsys.readouterr().out.splitlines()
-    assert line.startswith("wrong start          worker 1 waited 1 s for the chief (127.0.0.1:1): Connection ref")
+    assert line.startswith("wrong start          worker 1 waited 0 s for the chief (127.0.0.1:1): Connection ref")
 
 
 def test_two_workers_are_ok_behind_a_dead_proxy(tmp_path: Path) -> None:

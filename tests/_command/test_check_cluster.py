@@ -16,20 +16,6 @@ from mirrored._command import check_cluster, check_folder
 from mirrored._command.check_lines import Finding, Lines
 
 
-def test_versions_are_compared_with_those_of_the_first_worker() -> None:
-    own = [{"jax": "1", "numpy": "2"}, {"jax": "1", "numpy": "2"}, {"jax": "1", "numpy": "3", "libtpu": "4"}]
-    found = run_together(3, lambda lines: check_cluster.differences(lines, own[lines.worker]))
-    assert found[:2] == [Finding("jax, numpy: the same on all")] * 2
-    assert found[2].problem == "has libtpu 4, not none as worker 0; numpy 3, not 2 as worker 0: use the same on all hosts"
-
-
-@pytest.mark.parametrize("num_workers", [2, 3])
-def test_workers_that_reach_each_other(num_workers: int) -> None:
-    found = run_together(num_workers, lambda lines: check_cluster.connections(lines, "127.0.0.1"))
-    assert [finding.problem for finding in found] == [""] * num_workers
-    assert re.fullmatch(rf"each worker reaches {num_workers - 1} others?, at ports of \d+-\d+", found[0].fact)
-
-
 def test_workers_that_are_not_reached_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Worker 1 is behind a firewall; of many, three are tried."""
     connect, tried = socket.create_connection, itertools.count()
@@ -50,30 +36,6 @@ def test_workers_that_are_not_reached_are_named(monkeypatch: pytest.MonkeyPatch)
     found = run_together(6, lambda lines: check_cluster.connections(lines, "127.0.0.2"))
     assert all(finding.problem.count("cannot reach") == 3 for finding in found) and next(tried) == before + 1 + 6 * 3
     assert next(tried) > 0
-
-
-def test_a_port_where_nobody_listens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    create = socket.create_server
-
-    def closed(*arguments: Any, **options: Any) -> Any:
-        server = create(*arguments, **options)
-        address = server.getsockname()
-        server.close()
-        return FakeServer(address)
-
-    class FakeServer(threading.local):
-        def __init__(self, address: Any) -> None:
-            self.getsockname = lambda: address
-
-        def __enter__(self) -> Any:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-    monkeypatch.setattr(socket, "create_server", closed)
-    found = run_together(2, lambda lines: check_cluster.connections(lines, "127.0.0.1"))
-    assert all("(Connection refused)" in finding.problem for finding in found)
 
 
 @pytest.mark.parametrize(("skew", "expected"), [(0.4, ""), (90, "90.0 s ahead of"), (-2.5, "2.5 s behind")])
@@ -102,17 +64,6 @@ def folders_of(*folders: Path, seconds: float = 0.05) -> list[Finding]:
 @pytest.fixture
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_folder, "_UNSEEN_SECONDS", 0.05)
-
-
-@pytest.mark.usefixtures("_soon")
-def test_the_folder_of_one_host_is_another(tmp_path: Path) -> None:
-    shared, other = tmp_path / "new" / "shared", tmp_path / "other"
-    chief, same, wrong = folders_of(shared, shared, other)
-    assert re.fullmatch(rf"{shared}: written at \d+ MB/s, read by all, [\d.]+ GiB free", chief.fact)
-    assert (chief.problem, same.problem) == ("", "")
-    expected = f"{other} is another folder, the new file of worker 0 on host-0 is not in it: mount the same one on all hosts"
-    assert wrong.problem == expected
-    assert list(shared.iterdir()) == []
 
 
 @pytest.mark.usefixtures("_soon")

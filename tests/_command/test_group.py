@@ -386,13 +386,12 @@ def test_who_hangs_while_others_gave_up_is_asked_then_killed_and_no_cause(launch
     if INDEX == 3: time.sleep(0.1); say("left"); sys.exit(75)
     while True: signal.pause()
     """
-    patch = "group.FAREWELL_SECONDS = 0.4"
-    code, out, err = launcher.run(body, "-n", 4, "--grace", 0.4, patch=patch, arguments=(launcher.folder / "up",))
+    patch = "group.FAREWELL_SECONDS = 0.2"
+    code, out, err = launcher.run(body, "-n", 4, "--grace", 0.2, patch=patch, arguments=(launcher.folder / "up",))
     assert code == 75, "not the 137 of the one that was killed"
     assert sorted(out.splitlines()) == ["[1] asked", "[2] asked", "[3] left"]
     killed = "SIGKILL, did not leave and was killed by the launcher"
     assert f"the others: worker 1: exit code 0; worker 2: {killed}; worker 3: exit code 75" in err
-    assert float(re.findall(r"([\d.]+) s in all", err)[0]) > 0.8
 
 
 def test_a_stopped_worker_is_not_waited_for_until_it_is_killed(launcher: Launcher) -> None:
@@ -410,7 +409,7 @@ def test_who_saves_after_a_preemption_is_not_disturbed(launcher: Launcher) -> No
     body = """
     signal.signal(signal.SIGTERM, lambda *_: say("disturbed"))
     if INDEX:
-        until = time.monotonic() + 0.3
+        until = time.monotonic() + 0.2
         while time.monotonic() < until: time.sleep(0.01)
         say("saved")
     sys.exit(143)
@@ -480,7 +479,7 @@ def test_signals_are_passed_on_once(launcher: Launcher) -> None:
     say("up")
     while not got: time.sleep(0.005)
     say("asked")
-    time.sleep(0.2)
+    time.sleep(0.1)
     say(*(signal.Signals(number).name for number in got))
     sys.exit(143)
     """
@@ -515,7 +514,7 @@ def test_signals_that_are_the_workers_own_are_passed_on_each_time_and_end_nothin
 
 
 def test_who_does_not_leave_within_the_grace_or_before_a_second_signal_is_killed(launcher: Launcher) -> None:
-    for grace, second, expected in ((0.5, None, 137), (600, signal.SIGINT, 130)):
+    for grace, second, expected in ((0.2, None, 137), (600, signal.SIGINT, 130)):
         process = launcher.start(STUBBORN, "--grace", grace, patch="signals.NOTICE_SECONDS = 0.0")
         read_until(process, "up")
         start = time.monotonic()
@@ -550,19 +549,13 @@ def test_no_orphans_when_the_launcher_is_killed(launcher: Launcher) -> None:
     process = launcher.start(FAMILY + "signal.pause()", "-n", 2)
     read_until(process, "child", 2)
     assert len(launcher.alive()) == 5  # two workers, two children, and the keeper
+    process.kill()  # and the fixture waits until nobody and nothing is left
+
+
+def test_no_orphans_when_the_launcher_is_killed_while_it_starts_them(launcher: Launcher) -> None:
+    process = launcher.start("time.sleep(600)", "-n", 2)
+    wait_until(launcher.alive)
     process.kill()
-    wait_until(lambda: not launcher.alive(), 5)
-
-
-def test_no_orphans_at_whichever_moment_of_the_start_it_is_killed(launcher: Launcher) -> None:
-    for delay in range(2):
-        process = launcher.start("time.sleep(600)", "-n", 2)
-        wait_until(launcher.alive)
-        time.sleep(delay * 0.01)  # another moment each time
-        process.kill()
-        process.wait()
-        wait_until(lambda: not launcher.alive(), 5)
-    wait_until(lambda: list(launcher.temporary.iterdir()) == [], 5)
 
 
 def test_nothing_is_left_when_the_launcher_is_killed_at_its_end(launcher: Launcher) -> None:
@@ -591,7 +584,7 @@ def test_nothing_is_left_when_the_keeper_is_killed_and_nohup_holds(launcher: Lau
 
 def test_what_a_worker_has_started_ends_with_it(launcher: Launcher) -> None:
     body = FAMILY + "say(subprocess.Popen(['sleep', '600'], start_new_session=True).pid)"
-    code, out, _ = launcher.run(body, patch="group.LEFTOVER_SECONDS = 0.3")
+    code, out, _ = launcher.run(body, patch="group.LEFTOVER_SECONDS = 0.1")
     child, daemon = out.splitlines()
     os.kill(int(daemon.split()[1]), signal.SIGKILL)  # it left the group by its own wish, and does not hold the launcher
     assert (code, child) == (0, "[0] child")

@@ -25,13 +25,14 @@ from mirrored._workers.links import (
     unanswered_ends,
 )  # fmt: skip
 
+Patch, Log = pytest.MonkeyPatch, pytest.LogCaptureFixture
 A, B, C = ("10.0.0.1:8080", "10.0.0.2:50000", "10.0.0.3:22")
 
 
 class Job:
     """Workers whose connections are what the test says."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, of: list[list[Connection]]) -> None:
+    def __init__(self, monkeypatch: Patch, of: list[list[Connection]]) -> None:
         self.client, self.of = FakeClient(), of
         self.links = [Links(Coordination(self.client, worker, 3)) for worker in range(3)]
         for text in ("", "1", "[[1, 2, 3, 4]]", "[" * 100_000):  # what is no connection of another worker is left alone
@@ -44,9 +45,7 @@ class Job:
         return "" if verdict is None else str(verdict)
 
 
-def test_the_two_ends_of_a_connection_without_an_answer_are_named(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_two_ends_of_a_connection_without_an_answer_are_named(monkeypatch: Patch, caplog: Log) -> None:
     of = [[Connection(C, A, 0)], [Connection(A, B, STUCK_RETRIES), Connection(A, C, 0)], [Connection(B, A, 0)]]
     job = Job(monkeypatch, of)
     for _ in range(int(LOST_SECONDS / 0.5)):
@@ -56,7 +55,7 @@ def test_the_two_ends_of_a_connection_without_an_answer_are_named(
     assert job.look(2).startswith("lost the connection between workers 1, 2 at step 7: what one sends does not reach the other")
 
 
-def test_a_worker_that_goes_on_takes_back_what_it_has_published(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_goes_on_takes_back_what_it_has_published(monkeypatch: Patch) -> None:
     """Else the other one, which waits for it in a later step, would take the connection for lost."""
     job = Job(monkeypatch, [[], [Connection(A, B, STUCK_RETRIES)], [Connection(B, A, 0)]])
     assert [job.look(worker) for worker in (1, 2)] == ["", ""]
@@ -79,9 +78,7 @@ HINT = (
 )
 
 
-def test_the_two_ends_of_a_connection_that_is_not_answered_are_named_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_two_ends_of_a_connection_that_is_not_answered_are_named_once(monkeypatch: Patch, caplog: Log) -> None:
     of = [[Connection(A, "", 0, LISTENING)], [], [Connection(B, A, UNANSWERED_RETRIES, UNANSWERED)]]
     job = Job(monkeypatch, of)
     for _ in range(5):
@@ -105,29 +102,18 @@ def test_the_two_ends_of_a_connection_that_is_not_answered_are_named_once(
     assert job.client.values["mirrored/guard/links/0"] == "[]", "nobody asks where it listens any more"
 
 
-@pytest.mark.parametrize(
-    "sockets",
-    [
+def test_what_is_open_only_slow_arrives_again_or_is_the_programs_own_ends_nothing(monkeypatch: Patch, caplog: Log) -> None:
+    for sockets in (
         [Connection(B, A, UNANSWERED_RETRIES - 1, UNANSWERED)],  # one packet was lost
         [Connection(B, C, 9, UNANSWERED)],  # of the program, and of no worker
         [Connection(B, A, 0), Connection(B, "", 0, LISTENING)],
-    ],
-)
-def test_a_job_whose_ports_are_open_says_nothing(
-    sockets: list[Connection], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    job = Job(monkeypatch, [[Connection(A, "", 0, LISTENING)], [], sockets])
-    for _ in range(5):
-        assert [job.look(worker, LOST_SECONDS) for worker in range(3)] == ["", "", ""]
-        job.links[0].rest()
-    assert not caplog.messages
-    told = {f"mirrored/guard/links/{worker}" for worker in range(3)} & job.client.values.keys()
-    assert bool(told) == any(one.retries >= UNANSWERED_RETRIES for one in sockets), "else nobody says anything"
-
-
-def test_what_arrives_again_or_is_only_slow_ends_nothing(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    ):
+        job = Job(monkeypatch, [[Connection(A, "", 0, LISTENING)], [], sockets])
+        for _ in range(5):
+            assert [job.look(worker, LOST_SECONDS) for worker in range(3)] == ["", "", ""]
+            job.links[0].rest()
+        told = {f"mirrored/guard/links/{worker}" for worker in range(3)} & job.client.values.keys()
+        assert bool(told) == any(one.retries >= UNANSWERED_RETRIES for one in sockets), "else nobody says anything"
     job = Job(monkeypatch, [[], [Connection(A, B, STUCK_RETRIES - 1)], [Connection(B, A, 0)]])
     assert [job.look(worker, 100.0) for worker in (1, 2, 1, 2)] == [""] * 4 and not caplog.messages
     for retries in (STUCK_RETRIES, 0, STUCK_RETRIES):
@@ -146,9 +132,7 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
             yield one, other
 
 
-def test_the_connections_of_this_process_are_those_that_its_sockets_have(
-    ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_connections_of_this_process_are_those_that_its_sockets_have(ends, monkeypatch: Patch) -> None:
     """And asking leaves a socket, which is another library's, as it is."""
     one, other = (f"127.0.0.1:{end.getsockname()[1]}" for end in ends)
     num_open = len(os.listdir("/proc/self/fd"))
@@ -224,7 +208,7 @@ def test_a_connection_that_the_kernel_does_not_answer_is_found_with_its_other_en
         assert f"{host}:{one.getsockname()[1]}" in {found.local for found in found}
 
 
-def test_where_the_kernel_says_nothing_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_kernel_says_nothing_there_are_none(monkeypatch: Patch) -> None:
     """As where this process has as many files open as it may, or the system has no such folder."""
 
     def refuse(folder: str) -> None:

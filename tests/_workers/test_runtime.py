@@ -6,15 +6,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
-from unittest.mock import MagicMock, call
 
 import jax
 import pytest
 from jax._src.lib import _jax
 
 import mirrored as mr
-from mirrored import _env
 from mirrored._cluster import meeting as _meeting
 from mirrored._cluster.spec import Cluster, ClusterSpec
 from mirrored._jax import distributed
@@ -37,34 +34,6 @@ def test_a_backend_that_runs_already_is_an_error_that_says_what_to_move() -> Non
 
 def two_workers(*addresses: str) -> Cluster:
     return Cluster(ClusterSpec.of({"worker": list(addresses)}), "worker", 0)
-
-
-def test_jax_is_told_where_to_listen_and_how_soon_a_silent_worker_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: dict[str, object] = {}
-    asked: list[Any] = []
-    direct = _env.NO_GRPC_PROXY
-    meeting = _meeting.Meeting("10.0.0.1", "10.0.0.1:1")
-    monkeypatch.setattr(distributed, "has_backend", lambda: False)
-    monkeypatch.setattr(_runtime, "meet", lambda *given: asked.append(given) or meeting)
-    monkeypatch.setattr(distributed.jax, "config", SimpleNamespace(jax_logging_level="NOTSET", update=told.__setitem__))
-    monkeypatch.setattr(_runtime.jax.distributed, "initialize", lambda **given: told.update(given, direct=direct.get()))
-    monkeypatch.setattr(distributed, "listen_at", lambda host: told.update(gloo=host))
-    monkeypatch.setattr(_runtime, "_begin", lambda *given: given)
-    cluster = two_workers("chief:1", "b:1")
-    for given, seconds in (({}, 300.0), ({"timeout_seconds": 20}, 20)):
-        options = mr.CommunicationOptions(**given)
-        monkeypatch.setattr(_env.os, "environ", {"http_proxy": "http://p:1", direct.name: "a.org"})
-        assert _runtime.start(cluster, options) == (cluster, options, 0, 2, "10.0.0.1")
-        met, versions, timeout = asked.pop()
-        assert (met, timeout) == (cluster, seconds) and versions["jax"] == jax.__version__
-        assert set(versions) == {"mirrored", "jax", "jaxlib", "numpy", "python"}
-    assert told == {
-        "coordinator_address": "chief:1", "num_processes": 2, "process_id": 0, "cluster_detection_method": "deactivate",
-        "coordinator_bind_address": "10.0.0.1:1", "gloo": "10.0.0.1", "initialization_timeout": 60,
-        "heartbeat_timeout_seconds": 10, "shutdown_timeout_seconds": 30,
-        "jax_enable_preemption_service": False, "jax_cpu_collectives_implementation": "gloo",
-        "jax_enable_recoverability": True, "jax_check_proxy_envs": False, "direct": "a.org,chief",
-    }  # fmt: skip
 
 
 def test_a_process_that_a_worker_has_started_is_not_that_worker_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,9 +68,11 @@ def connecting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[.
     """Start a worker whose `jax.distributed.initialize` is a function of the test."""
     monkeypatch.setenv("MIRRORED_WORKER", "")
     monkeypatch.setattr(distributed, "has_backend", lambda: False)
-    monkeypatch.setattr(_runtime, "meet", lambda *_: _meeting.Meeting("10.0.0.1"))
-    monkeypatch.setattr(_runtime.jax, "config", SimpleNamespace(jax_logging_level="NOTSET", update=lambda *_: None))
-    monkeypatch.setattr(distributed, "listen_at", lambda _: None)
+    config: dict[str, object] = {}
+    meeting = _meeting.Meeting("10.0.0.1", "10.0.0.1:1")
+    monkeypatch.setattr(_runtime, "meet", lambda cluster, versions, _: config.update(compared=sorted(versions)) or meeting)
+    monkeypatch.setattr(_runtime.jax, "config", SimpleNamespace(jax_logging_level="NOTSET", update=config.__setitem__))
+    monkeypatch.setattr(distributed, "listen_at", lambda host: config.update(gloo=host))
     monkeypatch.setattr(_runtime, "_begin", lambda *given: given)
     monkeypatch.setattr(_runtime, "_CONNECT_WARNING_SECONDS", 0.05)
     monkeypatch.setattr(_runtime, "_CHIEF_SECONDS", 0.1)
@@ -110,13 +81,15 @@ def connecting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[.
         monkeypatch.setattr(_runtime.jax.distributed, "initialize", initialize)
         return _runtime.start(two_workers("chief:1", "b:1"), mr.CommunicationOptions(timeout_seconds=1))
 
+    start.config = config
     yield start
     for thread in threading.enumerate():
         if thread.name == "mirrored-connect":
             thread.join(10)
 
 
-def test_a_worker_that_is_gone_after_the_meeting_is_an_error_in_time(connecting, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_that_is_gone_after_the_meeting_is_an_error_in_time(connecting, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(_runtime, "CONNECT_SECONDS", 0.1)
     never = threading.Event()
     with pytest.raises(mr.ClusterStartError, match=r"worker 0 met all 2 workers, but one of them was gone before") as info:
         connecting(lambda **_: never.wait(10))
@@ -132,6 +105,17 @@ def test_what_jax_raises_when_it_connects_is_raised(connecting, caplog: pytest.L
     with pytest.raises(RuntimeError, match="jax's own"):
         connecting(fail)
     assert connecting(lambda **_: None)[2:] == (0, 2, "10.0.0.1") and not caplog.messages
+
+
+def test_jax_is_told_where_to_listen_and_how_soon_a_silent_worker_is_dead(connecting) -> None:
+    connecting(lambda **given: connecting.config.update(given))
+    assert connecting.config == {
+        "coordinator_address": "chief:1", "num_processes": 2, "process_id": 0, "cluster_detection_method": "deactivate",
+        "coordinator_bind_address": "10.0.0.1:1", "gloo": "10.0.0.1", "initialization_timeout": 60,
+        "heartbeat_timeout_seconds": 10, "shutdown_timeout_seconds": 30, "jax_enable_preemption_service": False,
+        "jax_enable_recoverability": True, "jax_cpu_collectives_implementation": "gloo", "jax_check_proxy_envs": False,
+        "compared": ["jax", "jaxlib", "mirrored", "numpy", "python"],
+    }  # fmt: skip
 
 
 def devices_of(known: Mapping[str, Sequence[int]], process: int = 0, manager: object = None) -> SimpleNamespace:
@@ -196,25 +180,6 @@ def test_the_users_own_jax_distributed_and_cluster_must_agree(
     monkeypatch.setattr(distributed._distributed, "global_state", devices_of({}, manager=object()))
     _runtime.attach(mr.CommunicationOptions())
     assert 'Call jax.config.update("jax_enable_preemption_service", False) before jax.distributed' in caplog.text
-
-
-def test_the_guard_watches_from_the_start_to_the_end_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    guard = MagicMock()
-    monkeypatch.setattr(_runtime, "Guard", guard)
-    monkeypatch.setattr(_runtime, "_current", None)
-    state = SimpleNamespace(client=object(), shutdown=guard.shutdown)
-    monkeypatch.setattr(distributed._distributed, "global_state", state)
-    monkeypatch.setattr(_runtime.atexit, "register", guard.at_exit)
-    runtime = _runtime._begin(None, mr.CommunicationOptions(timeout_seconds=20), 1, 2)
-    coordination = runtime.coordination
-    assert (coordination.worker, coordination.num_workers) == (1, 2) and _runtime.current() is runtime
-    made = call(coordination, progress, stall_seconds=20)
-    assert guard.mock_calls == [made, call().start(), call.at_exit(guard.return_value.stop)]
-    for is_recoverable in (False, True):  # then JAX has no barrier of its own
-        guard.mock_calls.clear()
-        monkeypatch.setattr(distributed, "is_recoverable", lambda given=is_recoverable: given)
-        state.shutdown()
-        assert guard.mock_calls == [call().stop(), *[call().outlive_others(30)] * is_recoverable, call.shutdown()]
 
 
 def test_a_process_is_part_of_one_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

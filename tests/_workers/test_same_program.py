@@ -2,8 +2,6 @@
 
 import json
 import re
-import threading
-import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import MagicMock
@@ -52,21 +50,6 @@ def check(agreement: Agreement, name: str, text: str) -> None:
 TRAIN, EVALUATE = ("train", lowered(jnp.sum)), ("evaluate", lowered(lambda x: (x * x).mean()))
 
 
-def test_the_same_programs_pass_whatever_their_names() -> None:
-    job = Job(3)
-
-    def work(worker: int, agreement: Agreement) -> str:
-        for _ in range(3):
-            check(agreement, *TRAIN)
-            check(agreement, f"evaluate{worker}", EVALUATE[1])
-        return "done"
-
-    assert job.run(work) == ["done"] * 3
-    assert all(progress.phases == () for progress in job.progress)
-    alone = Agreement(Coordination(), Progress())
-    check(alone, *TRAIN)
-
-
 def trail(*names: str) -> str:
     """What a worker tells that has run programs of these names."""
     progress = Progress()
@@ -93,30 +76,20 @@ def test_histories_that_are_the_same_or_not_known_pass_and_others_are_told() -> 
         require_same_history([["3", "ab"], ["3", "cd"]], trails)
 
 
-def test_programs_are_compared_at_the_same_place() -> None:
+def test_a_comparison_is_told_to_workers_that_do_not_come_and_may_be_made_again() -> None:
     job = Job(1)
-    job.progress[0].took_batch(None, [4])
-    job.progress[0].enter("train", b"train")
-    before = job.progress[0].trail.last
-    own = digest(TRAIN[1])
-    checksum = zlib.crc32(own.encode(), zlib.crc32(b"train", zlib.crc32(b"(None, (4,))")))
-    said = ["train (job.py:7)", own, "1", f"{checksum:08x}"]
-    sent = job.workers[0].exchange = MagicMock(return_value=[said, said])
-    check(job.agreements[0], *TRAIN)
-    assert sent.call_args.args == ("agreement", said) and job.progress[0].habits.next == own.encode()
-    assert job.progress[0].trail.last == (3, checksum, 1, "train", "job.py:7"), "it is told to workers that do not come"
-    job.progress[0].trail.take_back(before, is_refused=False)
-    sent.return_value = [said, [*said[:2], "0", *said[3:]]]
-    with pytest.raises(ProgramMismatchError, match="worker 0: 1; worker 1: 0"):
-        check(job.agreements[0], *TRAIN)
-    assert job.progress[0].trail.last == before._replace(number=3), "no other entry has this number"
-    sent.side_effect = KeyboardInterrupt
+    [progress], before = job.progress, job.progress[0].trail.last
+
+    def interrupted(*_: object) -> None:
+        (phase,) = progress.phases
+        told = (phase.text, phase.detail, phase.waits, progress.trail.last.what)
+        assert told == ("the comparison of programs", "'train'", True, "train")
+        raise KeyboardInterrupt
+
+    job.workers[0].exchange = interrupted
     with pytest.raises(KeyboardInterrupt):
         check(job.agreements[0], *TRAIN)
-    assert job.progress[0].trail.last.number == 3 and not job.progress[0].phases, "it may be made again"
-    sent.side_effect = [[said, [*said[:3], "0"]], [trail("train"), trail("evaluate")]]
-    with pytest.raises(ProgramMismatchError, match=r"since step 1 \(worker 0: train; worker 1: evaluate\)"):
-        check(job.agreements[0], *TRAIN)
+    assert progress.trail.last == before and not progress.phases
 
 
 def test_batches_that_differ_are_told_with_what_helps() -> None:
@@ -145,6 +118,7 @@ def test_each_kind_of_difference_is_shown_on_every_worker() -> None:
         ([("train", lowered(jnp.sum, dtype="int32"))], "tensor<4xf32>", "tensor<4xi32>"),
         ([("train", lowered(jnp.max))], "stablehlo.add", "stablehlo.maximum"),
         ([("extra", lowered(lambda x: x + 1)), TRAIN], "extra", "train"),
+        ([("train", f"{TRAIN[1]}and more")], "it has ended before the others", "and more"),
     ]:
         job = Job(4)
 
@@ -181,29 +155,6 @@ def test_only_what_differs_is_shown_of_long_programs_and_long_lines() -> None:
     assert "%1499 = add" in message and "%1505 = add" in message and "%1507 = add" not in message and "%1490 = add" not in message
     assert len(message) < 4000
     assert sum(map(len, job.client.values.values())) < 4000, "little is sent"
-
-
-def test_a_program_that_is_the_beginning_of_another_differs() -> None:
-    def work(worker: int, agreement: Agreement) -> None:
-        check(agreement, *TRAIN)
-        check(agreement, "train", "a\nb" if worker else "a\nb\nc")
-
-    message = str(Job(2).run(work)[0])
-    assert "it has ended before the others" in message and "line 2 of 3" in message
-
-
-def test_while_it_waits_the_progress_says_for_what() -> None:
-    job = Job(2)
-    thread = threading.Thread(target=check, args=(job.agreements[0], *TRAIN))
-    thread.start()
-    while not job.progress[0].trail.last.number and thread.is_alive():
-        pass
-    (phase,) = job.progress[0].phases
-    assert (phase.text, phase.detail, phase.waits) == ("the comparison of programs", "'train'", True)
-    assert job.progress[0].trail.last.what == "train", "the guards tell a worker that does not come, and runs another one"
-    check(job.agreements[1], *TRAIN)
-    thread.join(10)
-    assert not thread.is_alive() and job.progress[0].phases == ()
 
 
 def test_the_debug_mode_is_an_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:

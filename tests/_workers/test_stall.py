@@ -175,7 +175,7 @@ def test_a_worker_that_does_not_speak_is_silent() -> None:
     assert [others.hear({1: OWN_CODE.encode()}, 2.0).silence(1) for _ in range(4)] == [0.0, 0.0, 1.0, 3.0]
 
 
-@hypothesis.settings(derandomize=True, deadline=None, max_examples=50)
+@hypothesis.settings(derandomize=True, deadline=None, max_examples=20)
 @hypothesis.given(st.one_of(st.text(), st.recursive(st.none() | st.text() | st.integers(), st.lists).map(json.dumps)))
 @hypothesis.example("[" * 100_000)
 def test_what_is_no_position_and_no_verdict_does_no_harm(text: str) -> None:

@@ -29,11 +29,10 @@ def test_who_is_ahead_or_behind_contradicts_nobody_and_who_did_other_things_does
     for there in ("b", "acb", "abcdd", "abdcee"[:5]):
         last = trail(there).last
         assert here.contradicts(last.number, last.checksum), there
-
-
-def test_what_was_long_ago_contradicts_nothing() -> None:
-    here = trail("a" * (SIZE + 2))
-    assert [number for number in (0, 1, 2, 3, SIZE + 2, SIZE + 3, -1) if here.contradicts(number, 1)] == [3, SIZE + 2]
+    long = trail("a" * (SIZE + 2))
+    assert [number for number in (0, 2, 3, SIZE + 2, SIZE + 3) if long.contradicts(number, 1)] == [3, SIZE + 2], (
+        "nor what was long ago"
+    )
 
 
 def test_what_was_taken_back_contradicts_nobody() -> None:
@@ -59,9 +58,7 @@ def test_what_was_taken_back_contradicts_nobody() -> None:
     [
         (["abcd", "abdc"], "since step 3 (worker 0: c, then d; worker 1: d, then c)"),
         (["abcd", "abcd", "abd"], "since step 3 (workers 0, 1: c, then d; worker 2: d)"),
-        (["abc", "abcd"], "since step 4 (worker 0: nothing more; worker 1: d)"),
         (["abcdef", "abcd", "abcdfe"], "since step 5 (worker 0: e, then f; worker 1: nothing more; worker 2: f, then e)"),
-        (["abcdef", "abc", "abcdeg"], "since step 6 (worker 0: f; worker 1: nothing more; worker 2: g)"),
         (["ab", ""], "since step 1 (worker 0: a, then b; worker 1: nothing more)"),
         (["ab", "ab"], "at a step that is not known any more"),
         (["a" * 600 + "b", "b" + "a" * 600], "before step 102"),

@@ -1,7 +1,6 @@
 """One `mirrored launch` whose workers are killed when they say that they do something."""
 
 import contextlib
-import dataclasses
 import os
 import re
 import select
@@ -9,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from processes import LAUNCHER, Worker, workers
 
@@ -18,8 +18,7 @@ DEADLINE_SECONDS = 60.0
 SAID = re.compile(rb"CHAOS (\d+) (\d+) ([A-Z]+) (\d+) ([\d.]+)\n")
 
 
-@dataclasses.dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """Something that a worker said: what it is about to do, or (STEP, COMMITTED, RESTORED) has done."""
 
     time: float
@@ -29,17 +28,8 @@ class Event:
     number: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Fault:
-    """What to do when.
-
-    Attributes:
-        moment: the name of the event after which it happens.
-        step: of the event, at least.
-        victims: workers.
-        delay: seconds after it.
-        number: of the signal.
-    """
+class Fault(NamedTuple):
+    """A signal to some workers, so many seconds after the first of them says that it is at a moment, in this step or later."""
 
     moment: str
     step: int
@@ -48,8 +38,7 @@ class Fault:
     number: signal.Signals = signal.SIGKILL
 
 
-@dataclasses.dataclass(frozen=True)
-class Hit:
+class Hit(NamedTuple):
     """A fault that happened: when, and in which attempt."""
 
     fault: Fault
@@ -97,12 +86,10 @@ class Job:
 
     def strike(self, fault: Fault, last: Hit | None) -> Hit:
         """Wait for a fault's moment, in a later attempt than the last hit's, and let it happen."""
-        first = 0 if last is None else last.attempt + 1
+        first, victim = 0 if last is None else last.attempt + 1, fault.victims[0]
         event = self.wait_for(
-            lambda event: (
-                (event.name, event.worker) == (fault.moment, fault.victims[0])
-                and event.number >= fault.step
-                and event.attempt >= first
+            lambda said: (
+                (said.name, said.worker) == (fault.moment, victim) and said.number >= fault.step and said.attempt >= first
             )
         )
         assert event is not None, f"the job has ended before {fault}"

@@ -83,9 +83,9 @@ def refuse(strategy: mr.Strategy) -> None:
         found["made"] = error_of(lambda: mr.Variable(lambda: jnp.zeros((256, 256)), name="u", storage=own))
 
 
-if mode == "differ":
+strategy = mr.MultiWorkerMirroredStrategy(storage=storage)
+if mode == "save":
     own = ("whole", "parts")[int(os.environ["JAX_PROCESS_ID"])]
     found["differ"] = error_of(lambda: mr.MultiWorkerMirroredStrategy(storage=own))
-else:
-    {"save": run, "restore": run, "refuse": refuse}[mode](mr.MultiWorkerMirroredStrategy(storage=storage))
+{"save": run, "restore": run, "refuse": refuse}[mode](strategy)
 print("FOUND" + json.dumps(found), flush=True)

@@ -235,3 +235,9 @@ def run_workers(script: Path | str, num_workers: int, *args: object, timeout: fl
         except TimeoutError as error:
             error.add_note("\n".join(f"--- worker {worker.index} wrote:\n{worker.output}" for worker in running))
             raise
+
+
+def found(ended: list[Ended]) -> list[dict[str, Any]]:
+    """Return what each worker of a job that went well has printed as JSON after FOUND."""
+    assert [worker.code for worker in ended] == [0] * len(ended), [worker.output for worker in ended]
+    return [json.loads(re.search(r"^FOUND(.*)$", worker.output, re.MULTILINE)[1]) for worker in ended]

@@ -4,7 +4,6 @@ Argument: a folder. What must be one value in spite of it differs by worker here
 a step.
 """
 
-import gc
 import itertools
 import sys
 import warnings
@@ -18,7 +17,7 @@ import numpy as np
 
 import mirrored as mr
 
-strategy, other = mr.MultiWorkerMirroredStrategy(), mr.MultiWorkerMirroredStrategy()
+strategy = mr.MultiWorkerMirroredStrategy()
 R, W = strategy.num_replicas_in_sync, strategy.num_workers
 worker = int(not strategy.is_chief) and strategy.cluster.worker_index
 first_own = worker * (R // W)
@@ -166,35 +165,11 @@ def record_on_read(aggregation: str, v: mr.Variable) -> None:
             record(f"on read {aggregation} {number} outside", [merged, v])
 
 
-def record_beside() -> None:
-    """Collect garbage at another time than other workers; use the default strategy, and one of this worker's devices."""
-    with strategy.scope():
-        cycle: list[Any] = [mr.Variable(np.zeros(3))]
-    cycle.append(cycle)
-    del cycle
-    if worker % 2:
-        gc.collect()
-    strategy.assert_mirrored()
-    local = mr.MirroredStrategy()
-    x = local.distribute_values_from_function(lambda c: np.ones(2, np.float32) + worker)
-    with local.scope():
-        v = mr.Variable(np.full(2, float(worker)))
-    local.run(lambda x: v.assign_add(mr.get_replica_context().all_reduce("mean", x)), args=(x,))
-    default = mr.Variable(np.full(2, float(worker)))
-    assert v.numpy().tolist() == [1.0 + 2 * worker] * 2 and default.numpy().tolist() == [float(worker)] * 2
-    total = mr.function(lambda y: default.assign_add(y).value)(np.ones(2, np.float32))
-    assert total.tolist() == [1.0 + worker] * 2
-    local.assert_mirrored()
-    with other.scope():
-        record("beside", mr.Variable(default))  # the chief's
-
-
 warnings.simplefilter("error")
 warnings.simplefilter("ignore", mr.RecompilationWarning)
 record_the_chief_s_values()
 record_variables()
 record_steps()
-record_beside()
 strategy.assert_mirrored()
 np.savez(Path(sys.argv[1]) / f"{W}x{R // W}-{worker}.npz", **found)
 strategy.barrier("end")

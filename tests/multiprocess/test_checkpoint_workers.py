@@ -1,6 +1,5 @@
 """Checkpoints and preemption with real workers: one writes, all restore, all leave together."""
 
-import json
 import os
 import re
 import signal
@@ -9,19 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import LAUNCHER, Ended, run_workers, wait_for_line, workers
+from processes import LAUNCHER, Ended, found, run_workers, wait_for_line, workers
 
 PROGRAM = Path(__file__).parent / "checkpoint_worker.py"
 
 
 def job(num_workers: int, *args: object, devices: int = 1, **options: Any) -> list[Ended]:
     return run_workers(PROGRAM, num_workers, *args, devices=devices, timeout=110, **options)
-
-
-def found(ended: list[Ended]) -> list[dict[str, Any]]:
-    for worker in ended:
-        assert worker.code == 0, worker.output
-    return [json.loads(re.search(r"^FOUND(.*)$", worker.output, re.MULTILINE)[1]) for worker in ended]
 
 
 def test_two_workers_save_and_others_go_on(tmp_path: Path) -> None:

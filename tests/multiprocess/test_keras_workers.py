@@ -1,12 +1,10 @@
 """Keras on two workers: fit, a loop of one's own and checkpoints give the numbers of one device."""
 
-import json
-import re
 from pathlib import Path
 
 import jax
 import pytest
-from processes import run_workers
+from processes import found, run_workers
 
 pytest.importorskip("keras")
 PROGRAM = Path(__file__).parent / "keras_worker.py"
@@ -14,9 +12,7 @@ PROGRAM = Path(__file__).parent / "keras_worker.py"
 
 @pytest.mark.slow
 def test_two_workers_train_keras_nets_as_one_device_does(tmp_path: Path) -> None:
-    ended = run_workers(PROGRAM, 2, tmp_path, devices=2, timeout=110)
-    assert [worker.code for worker in ended] == [0, 0], [worker.output for worker in ended]
-    own, other = (json.loads(re.search(r"^FOUND(.*)$", worker.output, re.MULTILINE)[1]) for worker in ended)
+    own, other = found(run_workers(PROGRAM, 2, tmp_path, devices=2, timeout=110))
     alone = own.pop("alone")
     assert own == other and alone.pop("replicas") == alone.pop("devices") == 1
     assert own.pop("replicas") == own.pop("devices") == 4

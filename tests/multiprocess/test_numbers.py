@@ -1,4 +1,4 @@
-"""Several workers compute what one device computes: trees, large values, shared-out updates, models, the table of programs."""
+"""Several workers compute what one device computes: shared-out updates, arrays that steps name, the table of programs."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 from processes import run_workers
 
 SCRIPT = Path(__file__).with_name("numbers_worker.py")
-PARTS = ["trees", "combined", "sharded", "named", "programs"]
+PARTS = ["sharded", "named", "programs"]
 
 
 @pytest.mark.slow

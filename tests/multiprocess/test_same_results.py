@@ -52,9 +52,3 @@ def test_a_worker_with_another_cpu_is_named_when_they_meet_and_when_copies_diffe
         assert one.output.count(warning) == (one.index == 0), one.output
         assert f"ReplicasDivergeError: the copies of variable 'w' differ: replicas [{num_workers - 1}]" in one.output, one.output
         assert f"where machines differ from worker 0's: {last}. Use machines of one kind" in one.output, one.output
-
-
-@pytest.mark.slow
-def test_a_flag_that_changes_no_number_may_differ(tmp_path: Path) -> None:
-    for one in run_workers(OTHER_CPU, 2, f"folder={tmp_path}", "other=--xla_dump_hlo_as_text=true"):
-        assert one.code == 0 and "SAVED" in one.output and "WARNING" not in one.output, one.output
