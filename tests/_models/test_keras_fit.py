@@ -30,7 +30,8 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 def compiled(model: Any, **options: Any) -> Any:
-    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), LOSS, metrics=["accuracy"], **options)
+    optimizer = keras.optimizers.AdamW(1e-2, weight_decay=0.1, clipnorm=0.1)
+    model.compile(optimizer, LOSS, metrics=["accuracy"], **options)
     return model
 
 
