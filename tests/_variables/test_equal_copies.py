@@ -168,6 +168,19 @@ def test_copies_are_compared_so_seldom_that_it_costs_one_percent_and_every_twent
 # -- several workers
 
 
+def test_programs_that_run_in_turns_share_one_percent(strategy2, clock) -> None:
+    costs = (0.001, 0.02, 0.1)
+    early, *turns = [equal_copies.Watch(strategy2._mesh, []) for _ in range(1 + len(costs))]
+    clock.run_until(early, 30)  # and does not run any more
+    spent, begun = 0.0, 0.0
+    for count in range(1, 30_000):
+        if count == 10_000:
+            spent, begun = 0.0, clock.now
+        for watch, clock.cost in zip(turns, costs, strict=True):
+            spent += len(clock.run_until(watch, count)) * clock.cost
+    assert spent / (clock.now - begun) == pytest.approx(0.01, rel=0.15)
+
+
 @pytest.fixture
 def others(monkeypatch: pytest.MonkeyPatch):
     """Let other workers come to the comparison: one of two answers to what this one says first, and to its checksums."""
