@@ -134,6 +134,31 @@ def int64_list(*values: int, packed: bool = True, num_bytes: int = 0) -> bytes:
     return field(3, field(1, b"".join(words)) if packed else b"".join(b"\x08" + word for word in words))
 
 
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many records protobuf parsed in each call, apart from those that layouts are made of."""
+    counts: list[int] = []
+
+    def counting(batch, rows, parse=_example._Batch._parse_others):
+        counts.append(len(rows))
+        return parse(batch, rows)
+
+    monkeypatch.setattr(_example._Batch, "_parse_others", counting)
+    return counts
+
+
+def test_rows_that_differ_in_more_are_left_to_protobuf(counted: list[int]) -> None:
+    records = [image_record(i) for i in range(64)]
+    records[5] = image_record(5, more=1)  # longer
+    records[9] = make_example({"image": bytes(11), "label": 400})  # as long, with a number of two bytes
+    assert len(records[9]) == len(records[0])
+    spec = {**IMAGES, "image": VarLenFeature(bytes)}
+    batch = parse_example(records, spec)
+    assert sum(counted) == 2
+    assert batch["label"][9] == 400 and batch["image"][9].tolist() == [bytes(11)]
+    assert batch["label"][5] == 5 and all(batch["label"][i] == i % 10 for i in range(10, 64))
+
+
 def test_what_is_written_is_what_tensorflow_writes() -> None:
     values = {"b": [b"x", b"yz"], "f": [1.5, -2.0], "i": [1, -1, 300]}
     by_hand = example(
