@@ -3,7 +3,6 @@
 import fcntl
 import html
 import inspect
-import json
 import os
 import re
 import subprocess
@@ -11,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from snowballstemmer import stemmer
 
 import mirrored as mr
 from mirrored import testing
@@ -82,41 +80,3 @@ def test_a_message_is_one_line_that_the_browser_wraps(built: Path) -> None:
     assert len(messages) > 30
     broken = [message for message in messages if re.search(r"\n\S", message) and not re.search(r"\n ", message)]
     assert broken == [] and max(len(message.split("\n")[0]) for message in messages) > 300
-
-
-def found(index: dict, query: str) -> list[str]:
-    """Return the pages that Sphinx' search lists, best first: by title of a page or a section, then by words.
-
-    What `searchtools.js` does with docs/_static/search.js, without objects and partial words.
-    """
-    score = {}
-    for title, places in index["alltitles"].items():
-        if query in title.lower() and 2 * len(query) >= len(title):
-            for place, _ in places:
-                score[place] = max(score.get(place, 0), round(15 * len(query) / len(title)))
-    stem = stemmer("porter").stemWord
-    pages_of = lambda table, word: {*(p if isinstance(p := index[table].get(word, []), list) else [p])}  # noqa: E731
-    terms = [stem(word) for word in query.split() if word not in ("of", "the")]
-    in_all = set.intersection(*(pages_of("terms", term) | pages_of("titleterms", term) for term in terms))
-    for page in in_all:
-        best = 15 if any(page in pages_of("titleterms", term) for term in terms) else 5
-        score[page] = max(score.get(page, 0), best)
-    names = index["docnames"]
-    weights = {page: score[page] - 2 * names[page].startswith("api") for page in score}
-    return [names[page] for page in sorted(weights, key=lambda page: (-weights[page], index["titles"][page].lower()))]
-
-
-@pytest.mark.parametrize(
-    ("query", "expected"),
-    [
-        ("out of memory", "troubleshooting"),
-        ("weighted loss accumulation", "recipes/accumulation"),
-        ("shuffle", "input"),
-        ("checkpoint", "checkpoints"),
-    ],
-)
-def test_a_search_finds_the_users_pages_first(built: Path, query: str, expected: str) -> None:
-    index = json.loads((built / "searchindex.js").read_text().removeprefix("Search.setIndex(").removesuffix(")"))
-    pages = found(index, query)
-    assert pages[0] == expected, pages
-    assert not [page for page in pages if page.startswith(("design/", "LOG", "releasing", "contributing"))]

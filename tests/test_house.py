@@ -67,16 +67,19 @@ def wing(name: str) -> str:
     return name.split(".")[0]
 
 
-def imports(name: str) -> Iterator[tuple[str, str, ast.ImportFrom]]:
-    """Yield what a file imports of ours: the module, the name taken from it ('' for the module itself), the statement."""
-    package = name.split(".")[:-1]
+@functools.cache
+def imports(name: str) -> list[tuple[str, str, ast.ImportFrom]]:
+    """Return what a file imports of ours: the module, the name taken from it ('' for the module itself), the statement."""
+    package, found = name.split(".")[:-1], []
     for node in ast.walk(TREES[name]):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")]
             for alias in node.names:
                 module = ".".join(part for part in base if part)
                 whole = f"{module}.{alias.name}".lstrip(".")
-                yield (whole, "", node) if whole in PATHS or f"{whole}.__init__" in PATHS else (module, alias.name, node)
+                is_module = whole in PATHS or f"{whole}.__init__" in PATHS
+                found.append((whole, "", node) if is_module else (module, alias.name, node))
+    return found
 
 
 @functools.cache
@@ -110,8 +113,8 @@ def test_there_are_no_cycles() -> None:
 
 
 def test_no_import_of_ours_inside_a_function() -> None:
-    functions = ((name, inner) for name, node in each(ast.FunctionDef) for inner in ast.walk(node))
-    assert [(name, node.lineno) for name, node in functions if isinstance(node, ast.ImportFrom) and node.level] == []
+    found = [(name, node.lineno) for name, node in each(ast.ImportFrom) if node.level and node.col_offset]
+    assert [(name, line) for name, line in found if name != "__init__"] == []  # which imports all under TYPE_CHECKING
 
 
 def test_private_names_do_not_leave_their_wing() -> None:
@@ -141,11 +144,10 @@ def strange_attributes(trees: dict[str, ast.Module]) -> list[tuple[str, int, str
     It is none where only classes of this wing have a `_y`, and where x is known to be of a class of this wing that has one:
     `self`, the class itself, or an argument that is annotated so.
     """
-    classes = [(wing(name), node) for name, tree in trees.items() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     having = defaultdict(set)
-    for owner, node in classes:
+    for name, node in each(ast.ClassDef):
         for attribute in private_attributes(node):
-            having[attribute].add((owner, node.name))
+            having[attribute].add((wing(name), node.name))
 
     def visit(name: str, node: ast.AST, known: dict[str, str]) -> Iterator[tuple[str, int, str]]:
         if isinstance(node, ast.FunctionDef):
@@ -166,20 +168,12 @@ def strange_attributes(trees: dict[str, ast.Module]) -> list[tuple[str, int, str
 def test_private_attributes_do_not_leave_their_wing() -> None:
     assert strange_attributes(TREES) == []
     planted = """
-def of_argument(strategy: Strategy) -> object:
-    return strategy._coordination
-
-def of_attribute(watch: _SignalWatch, checkpoint: Checkpoint) -> object:
-    return watch._coordination, checkpoint._strategy._coordination
-
-def of_nobody(self, iterator: DistributedIterator) -> object:
-    return self._prefetch, iterator._position
+def function(self, strategy: Strategy, watch: _SignalWatch, checkpoint: Checkpoint) -> object:
+    return strategy._coordination, watch._coordination, checkpoint._strategy._coordination, self._prefetch
 """
-    found = strange_attributes({**TREES, "_checkpoint.planted": ast.parse(planted)})
-    assert [(name, text) for name, _, text in found] == [
-        ("_checkpoint.planted", text)
-        for text in ("strategy._coordination", "checkpoint._strategy._coordination", "self._prefetch", "iterator._position")
-    ], "where _checkpoint has a _coordination of its own"
+    found = [text for _, _, text in strange_attributes({"_checkpoint.planted": ast.parse(planted)})]
+    wrong = ["strategy._coordination", "checkpoint._strategy._coordination", "self._prefetch"]
+    assert found == wrong, "where _checkpoint has a _coordination of its own"
 
 
 def taken(name: str) -> Iterator[str]:
@@ -255,71 +249,27 @@ def prose_of(page: str) -> str:
 
 #: Of the reader, or of nobody.
 NOT_OURS = {"train.py", "utils.py", "rep.py"}
-_WING_FILE = r"(?:_\w+/|data/_)[\w/]*"
 _FOLDER_FILE = rf"(?:{'|'.join(map(re.escape, FOLDERS))})/[\w./-]*\w"
-_FILE = rf"`({_WING_FILE}(?:\.py)?|{_FOLDER_FILE}|\w+\.py|_\w+)`"
-_NAMES = r"((?:`[\w.]+`(?:, | and |, and ))*`[\w.]+`)"
-_DEFINES = r"(?m)^ *(?:async )?(?:def|class) {0}\b|^ *(?:self\.)?{0}(?:: [^=\n]+)? = |^ *{0}: "
-OURS = {path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
+_WING_FILE = r"`((?:_\w+/|data/_)[\w/]*(?:\.py)?)`"
+OURS = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
 
 
-def files_of(path: str) -> list[Path]:
-    """Return the files and folders that a page may mean: under the root, under the package, or any file of that name."""
-    if path.startswith(tuple(f"{folder}/" for folder in FOLDERS)):
-        return [file for file in [ROOT / path] if file.exists()]
-    if "/" in path or not path.endswith(".py"):
-        return [file for file in (PACKAGE / path, PACKAGE / f"{path.removesuffix('.py')}.py") if file.exists()]
-    return [file for file in OURS if file.name == path]
-
-
-def untrue(page: str) -> tuple[list[str], int]:
-    """Return the paths and names of a page that are not there, and how many it has; `name` in `file`, `file`: `name`."""
+def missing_paths(page: str) -> list[str]:
+    """Return the paths of a page that are not there: under the root, under the package, or any file of that name."""
     text = " ".join(prose_of(page).split())
-    paths = {
-        found
-        for span in re.findall(r"`([^`]+)`", text)
-        for found in re.findall(rf"(?<![\w./<-])({_FOLDER_FILE}|\w+\.py\b)", span)
-    }
-    claims = [(path, "") for path in sorted(paths - NOT_OURS)]
-    claims += [(path, "") for path in re.findall(rf"`({_WING_FILE}(?:\.py)?)`", text)]
-    claims += re.findall(rf"`({_WING_FILE})\.(?!py`)(\w+)`", text)
-    private = re.findall(r"`([a-z]\w+)\.(_[a-zA-Z]\w*)`", text)  # of a module, by its last name
-    claims += [(f"{module}.py", name) for module, name in private if module not in ("jax", "os", "threading", "self")]
-    listed = [(file, names) for names, file in re.findall(rf"{_NAMES} (?:in |of |\()\(?{_FILE}", text)]
-    listed += re.findall(rf"{_FILE}: {_NAMES}", text)
-    claims += [(file, name) for file, names in listed for name in re.findall(r"`(\w+|[A-Z_]\w*\.\w+)`", names)]
-    wrong = []
-    for path, name in claims:
-        files = files_of(path)
-        is_other = not files and re.fullmatch(r"_\w+", path)  # a name, such as `_spec`, and no file of the ground
-        texts = [file.read_text() for file in files if file.is_file() and name]
-        is_defined = any(all(re.search(_DEFINES.format(part), text) for part in name.split(".")) for text in texts)
-        if not is_other and (not files or (name and not is_defined)):
-            wrong.append(f"{name} in {path}" if name else path)
-    return wrong, len(claims)
+    spans = re.findall(r"`([^`]+)`", text)
+    paths = {path for span in spans for path in re.findall(rf"(?<![\w./<-])({_FOLDER_FILE}|\w+\.py\b)", span)} - NOT_OURS
+    wrong = [path for path in sorted(paths) if not (path in OURS or ("/" in path and (ROOT / path).exists()))]
+    wings = re.findall(_WING_FILE, text)
+    return wrong + [path for path in wings if not ((PACKAGE / path).exists() or (PACKAGE / f"{path}.py").exists())]
 
 
-def test_paths_and_names_on_the_pages_are_there() -> None:
-    found = {page.relative_to(ROOT).as_posix(): untrue(page.read_text()) for page in PAGES}
-    assert {page: wrong for page, (wrong, _) in found.items() if wrong} == {}
-    assert sum(count for _, count in found.values()) > 300
-
-
-@pytest.mark.parametrize(
-    ("text", "wrong"),
-    [
-        ("`_checkpoint/shutdown.py`, tested by `tests/_checkpoint/test_shutdown.py`", 2),
-        ("see `_program/nothing`, `nothing.py` and `python tests/nothing.py --all`", 3),
-        ("`prove` and `nobody` in `_program/proof`", 1),
-        ("`storage._nothing`, `nothing._start`, `storage._start_and_keep`, `jax._src`", 2),
-        ("`Steps.nobody` (`_program/steps`), `_program/steps`: `Steps.make`", 1),
-        ("`_workers/stall.nobody`, `_workers/stall.judge`, `nobody` in `_errors`, `nobody` of `_something`", 2),
-        ("`python train.py`, `_program/`, `tests/_program/`, `BUDGETS` in\n`tests/test_house.py`", 0),
-    ],
-)
-def test_what_is_untrue_on_a_page_is_found(text: str, wrong: int) -> None:
-    found, _ = untrue(text)
-    assert len(found) == wrong, found
+def test_paths_on_the_pages_are_there() -> None:
+    """Names on them are tested with the pages."""
+    found = {page.relative_to(ROOT).as_posix(): missing_paths(page.read_text()) for page in PAGES}
+    assert {page: wrong for page, wrong in found.items() if wrong} == {}
+    planted = "`_checkpoint/nothing.py`, `tests/nothing.py`, `nothing.py --all`, `python train.py`, `_program/`, `_program/proof`"
+    assert missing_paths(planted) == ["nothing.py", "tests/nothing.py", "_checkpoint/nothing.py"]
 
 
 def test_the_map_is_printed_from_the_modules() -> None:
@@ -330,7 +280,6 @@ def test_the_map_is_printed_from_the_modules() -> None:
     found = list(rooms("tf_config"))
     assert any(line.startswith("_cluster/environments: ") for line in found)
     assert any(line.startswith("    from_tf_config: Read") for line in found) and len(found) < 20
-    assert list(rooms("no such word")) == []
 
 
 def test_primitives_are_named_in_one_table() -> None:
@@ -368,9 +317,8 @@ def names_of_libraries(tree: ast.Module) -> set[str]:
 def test_model_libraries_are_named_in_one_wing() -> None:
     """Who asks one asks all, by `_models/libraries`: a library is one file and one entry."""
     assert {name for name, tree in TREES.items() if wing(name) != "_models" and names_of_libraries(tree)} == NAME_LIBRARIES
-    for planted in ("from flax import nnx", "x = 'flax.nnx' in sys.modules", "models.keras.state_of(x)", "keras_models = 1"):
-        assert names_of_libraries(ast.parse(planted)), planted
-    assert not names_of_libraries(ast.parse('def f():\n    """Take keras."""\n    return "a model of Keras"'))
+    planted = 'def f(x):\n    """Take keras."""\n    return "of Keras", "flax.nnx" in sys.modules, models.equinox.state_of(x)'
+    assert names_of_libraries(ast.parse(planted)) == {"flax", "equinox"}
 
 
 def test_threads_start_where_the_house_says() -> None:
@@ -476,22 +424,17 @@ def test_the_state_of_the_process_has_one_owner() -> None:
 
 def test_state_is_found() -> None:
     planted = """
-import threading, weakref
-TABLE = {1: 2}
+TABLE, FILLED, seen = {1: 2}, {}, set()
+number = 0
 FILLED: dict[int, int] = {}
-LISTED = []
 seen: set[int] = set()
 _lock = threading.Lock()
-number = 0
-FROZEN = frozenset({1})
 
 def count() -> None:
     global number
-    number += 1
-    FILLED[1] = 2
-    LISTED.append(TABLE[1])
+    FILLED[1] = TABLE[1]
 """
-    assert list(state_of(ast.parse(planted))) == ["FILLED", "LISTED", "seen", "_lock", "number"]
+    assert list(state_of(ast.parse(planted))) == ["number", "FILLED", "seen", "_lock"]
 
 
 def test_no_two_classes_have_one_name() -> None:
@@ -581,38 +524,18 @@ def test_a_line_is_read_once() -> None:
     assert 1000 * len(list(each(ast.IfExp))) / num_lines <= MOST_CONDITIONAL_EXPRESSIONS, "write an `if`, or a function"
 
 
-#: Arguments that are annotated as a bare `Any`, of each wing that has some. A commit may lower a number: of 3,100
-#: arguments one in seventeen is so.
-ANYS = {
-    "_checkpoint": 6, "_cluster": 6, "_jax": 5, "_models": 10, "_program": 46, "_replicas": 16, "_report": 4, "_strategy":
-    3, "_testing": 8, "_tf_names": 6, "_transforms": 7, "_variables": 6, "_workers": 13, "data": 12,
-    "losses": 2, "optimizer": 3,
-}  # fmt: skip
-
-
-def any_arguments() -> Counter[str]:
-    """Count the arguments of each wing's functions that are annotated as `Any`."""
-    counts: Counter[str] = Counter()
-    for name, node in each(ast.FunctionDef):
-        own = node.args
-        every = [*own.posonlyargs, *own.args, *own.kwonlyargs, own.vararg, own.kwarg]
-        annotations = [argument.annotation for argument in every if argument is not None and argument.annotation is not None]
-        counts[wing(name)] += list(map(ast.unparse, annotations)).count("Any")
-    return +counts
-
-
-def test_fewer_and_fewer_arguments_are_anything() -> None:
-    counts = any_arguments()
-    assert {w: n for w, n in counts.items() if n > ANYS.get(w, 0)} == {}, "annotate what it is: an array, a tree, a protocol"
-    assert {w: n for w, n in ANYS.items() if counts[w] < n - 5} == {}, "fewer than the budget: lower it"
+#: Arguments that are annotated as a bare `Any`: one in thirty-six. A commit may lower the number.
+MOST_ANYS = 128
 
 
 def test_everything_is_annotated_and_nothing_is_left_open() -> None:
-    missing = []
+    missing, num_any = [], 0
     for name, node in each(ast.FunctionDef):
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         if node.returns is None or any(a.annotation is None and a.arg not in ("self", "cls") for a in arguments):
             missing.append((name, node.name))
+        num_any += sum(a.annotation is not None and ast.unparse(a.annotation) == "Any" for a in arguments)
+    assert num_any <= MOST_ANYS, "annotate what it is: an array, a tree, a protocol"
     open_ends = [name for name, path in PATHS.items() if re.search(r"TODO|FIXME|XXX|raise NotImpl", path.read_text())]
     assert (missing, open_ends) == ([], [])
 
@@ -718,16 +641,15 @@ def test_the_first_run_of_a_training_step_passes_few_files_more() -> None:
     assert len({name for name in files if not name.startswith("_models/")}) <= MOST_FILES_TRAINING, sorted(files)
 
 
-@pytest.mark.parametrize(("rows", "most_calls"), MOST_CALLS_FIRST.items())
-def test_the_first_run_of_a_training_step_makes_few_calls(rows: int, most_calls: int) -> None:
+def test_the_first_run_of_a_training_step_makes_few_calls() -> None:
     """With Adam on three replicas, in a process of its own: where others have run, JAX has traces that it does not make again."""
-    ended = subprocess.run([sys.executable, __file__, str(rows)], check=True, capture_output=True, text=True, timeout=100)
-    assert int(ended.stdout) <= most_calls, ended.stdout
+    ended = subprocess.run([sys.executable, __file__, "first"], check=True, capture_output=True, text=True, timeout=100)
+    calls = dict(zip(MOST_CALLS_FIRST, map(int, ended.stdout.split()), strict=True))
+    assert all(calls[rows] <= most for rows, most in MOST_CALLS_FIRST.items()), calls
 
 
 if __name__ == "__main__" and sys.argv[1:]:
-    print(first_run(int(sys.argv[1]), 3, optax.adam(0.1))[1])
+    print(*(first_run(rows, 3, optax.adam(0.1))[1] for rows in MOST_CALLS_FIRST))
 elif __name__ == "__main__":
     for wings, lines in wing_sizes().items():
         print(f'    "{wings}": {lines},')
-    print(dict(any_arguments()))

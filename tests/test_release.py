@@ -35,18 +35,3 @@ def test_the_workflows_run_what_developers_run() -> None:
     assert jobs["macos"]["strategy"]["matrix"]["python"] == [tried[0], tried[-1]]
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
     assert {"test", "dist"} <= set(targets)
-
-
-def test_the_forms_ask_for_something_once_each() -> None:
-    for name in ("bug", "wish"):
-        form = load(f".github/ISSUE_TEMPLATE/{name}.yml")
-        fields = [field["id"] for field in form["body"]]
-        assert form["name"] and form["description"] and len(set(fields)) == len(fields) > 1
-        assert all(field["attributes"]["label"] for field in form["body"])
-
-
-def test_the_smoke_program_refuses_what_is_not_installed() -> None:
-    text = (ROOT / "tools" / "smoke.py").read_text()
-    compile(text, "smoke.py", "exec")
-    assert '"site-packages" in folder.parts' in text
-    assert (ROOT / "tools" / "try-wheel").stat().st_mode & 0o111

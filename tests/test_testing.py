@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from strategies import in_threads, variable
+from strategies import variable
 
 import mirrored as mr
 from mirrored import testing
@@ -55,15 +55,6 @@ def test_a_program_that_jax_compiles_again_counts_again(strategy2: mr.Strategy) 
     assert "the same program again, because jax.clear_caches()" in programs.describe()
 
 
-def test_what_is_compiled_while_a_program_runs_is_not_the_program(strategy2: mr.Strategy) -> None:
-    v = variable(np.zeros(11), strategy2)
-    step = functools.partial(v.assign_add, np.ones(11))
-    _, _ = strategy2.run(step), v.value  # an array that somebody has is copied before it is overwritten
-    with testing.assert_compiles(0) as programs:
-        strategy2.run(step)
-    assert programs.others == ["_copy"]
-
-
 def test_assert_compiles_fails_with_the_reasons(strategy2: mr.Strategy) -> None:
     def run(*rates: str) -> None:
         for rate in rates:
@@ -83,11 +74,6 @@ def test_assert_compiles_fails_with_the_reasons(strategy2: mr.Strategy) -> None:
     for count, error in ((1.0, TypeError), (True, TypeError), (-1, ValueError)):
         with pytest.raises(error, match="count is"), testing.assert_compiles(count):  # type: ignore[arg-type]
             pass
-
-
-def test_programs_of_all_threads_are_counted(strategy2: mr.Strategy) -> None:
-    with testing.assert_compiles(2):
-        in_threads(*(lambda size=size: strategy2.run(double, args=(np.ones(size),)) for size in (20, 21)))
 
 
 def test_copies_are_those_of_the_devices_and_stay(strategy3: mr.Strategy) -> None:

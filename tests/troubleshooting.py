@@ -1,6 +1,7 @@
-"""Each public error and warning: a program that raises it, its cause and cure. Writes docs/troubleshooting.md.
+"""Each public error and warning: a program that raises it. Writes the messages of docs/troubleshooting.md.
 
 The messages are those of the source: a program of the table raises each, and `…` takes the place of its own names and numbers.
+The page has the messages in the order of the table, and all that is said of them: a new one is a block with its first word.
 
 Usage: python tests/troubleshooting.py
 """
@@ -36,98 +37,16 @@ from mirrored._workers.same_program import require_same_history
 
 
 class Message(NamedTuple):
-    """A message of the page: who raises it, the pattern of what is of this program in it, and what the page says below it."""
+    """A message of the page: who raises it, and the pattern of what is of this program in it."""
 
     error: str
     what: str
     program: Callable[[SimpleNamespace], Any]
     hide: str = "$^"
-    text: str = ""
 
 
 PAGE = Path(__file__).parents[1] / "docs" / "troubleshooting.md"
-HEAD = """\
-<!-- Written by: python tests/troubleshooting.py -->
-
-# Troubleshooting
-
-Search for a few words of your message. `…` stands for names and numbers of your program. Every error and warning
-({doc}`api/errors`) is here, with its most frequent messages. If no cure follows a message, the message itself has the line to
-write.
-
-## Symptoms without a message
-
-### The loss or the update is R times too large or too small
-
-Return one undivided loss per example from the function given to `mr.value_and_grad`, or name a scalar's divisor
-({doc}`concepts/losses`). {doc}`recipes/check-loss-scaling` measures the factor; a
-[FactorOfReplicasWarning](#factorofreplicaswarning) reports most mistakes.
-
-### Out of memory
-
-A step that does not fit into an accelerator raises a [DeviceError](#deviceerror) before it runs, which says what takes the
-memory. A step that does not fit beside other arrays raises XLA's `RESOURCE_EXHAUSTED: Out of memory`, and the variables that it
-was overwriting are [lost](#variablelosterror).
-
-Each device holds all parameters, all of the optimizer's state, and the activations of its rows:
-
-* **Parameters and state**: `mr.MirroredStrategy(storage="parts")` keeps 1/R of them on each device ({doc}`large_models`).
-* **Activations**: `mr.MirroredStrategy(num_replicas=..., schedule="one_by_one")` computes the batch in parts
-  ({doc}`recipes/accumulation`). bfloat16 halves them ({doc}`recipes/mixed-precision`). `jax.checkpoint` recomputes them.
-* **Optimizer state alone**: `mr.Optimizer(tx, variables, shard_state=True)` keeps 1/R on each device ({doc}`sharded-update`).
-* **Two states**: a step that takes and returns a train state or a module holds the old and the new one. A `mr.Variable` is
-  updated in place ({doc}`model-libraries`).
-* **Batches**: two wait on the device. `mr.InputOptions(prefetch=1)` keeps one.
-* **Another process**: JAX reserves [75 % of a GPU](gpu.md#gpus), in a notebook until its kernel ends. `nvidia-smi` shows who
-  uses the rest.
-
-### A halved batch: each replica sees fewer rows than you asked for
-
-`batch(32)` is the *global* batch, as in `tf.distribute`: two replicas get 16 rows each. For 32 rows on each replica, write
-`batch(32 * strategy.num_replicas_in_sync)`, and think about the learning rate.
-
-### It is no faster than one device
-
-Virtual CPU devices (`"cpu:0"`, `"cpu:1"`, …) share one processor and exist for tests. On accelerators, {doc}`recipes/profiling`
-finds compilations, communication and waits.
-
-### Most of the time is "between the steps"
-
-`float(loss)`, `print(loss)` and `np.asarray(loss)` wait there for the devices. Read the loss every hundred steps ([what else
-counts](seeing-a-run.md#as-text)).
-
-### The first steps take long
-
-The first step is compiled, and a smaller last batch compiles it again. A {doc}`compilation cache <recipes/compilation-cache>`
-keeps programs for the next run. To compile once, drop the last batch: `.batch(n, drop_remainder=True)` of grain or a numpy
-dataset, `drop_last=True` of a torch DataLoader. If a later step takes as long, `strategy.explain()` says why
-([RecompilationWarning](#recompilationwarning)).
-
-### The first step waits, and a worker "cannot reach" another
-
-Some seconds after the workers have met, two of them log:
-
-```text
-worker 2 cannot reach worker 0 at 10.0.0.1:41234 (4 tries): nobody answers there, as where a firewall drops the
-packets. Open all TCP ports between the hosts of the workers: collectives listen at ports that the kernel chooses, of
-net.ipv4.ip_local_port_range.
-```
-
-The job ends with the same sentence after `timeout_seconds`, or after 131 s.
-
-* **Cause**: a firewall, a security group or a NetworkPolicy admits only the port of worker 0, not [those of
-  collectives](security.md#open-ports).
-
-### You suspect that replicas differ
-
-The library compares the real copies before each save and periodically, and `strategy.assert_mirrored()` at once, on all workers
-([ReplicasDivergeError](#replicasdivergeerror)). {doc}`design/mirror-proof` says why a step cannot make them differ.
-
-### The program waits at the start
-
-The strategy waits for all workers. It logs the missing ones after 10 s, 20 s, 40 s and so on:
-[ClusterStartError](#clusterstarterror).
-"""
+BLOCK = re.compile(r"(?<=```text\n)mirrored\..*?(?=\n```)", re.DOTALL)
 
 
 @jax.tree_util.register_static
@@ -295,253 +214,105 @@ def with_its_own_derivative(x, w):
 
 
 MESSAGES = [
-    Message("ReplicasDivergeError", "own rows", lambda g: g.run(lambda x: g.w.assign(x), g.batch), text="""
-* **Cause**: the step assigns a value of this replica's rows, such as its own gradient ({doc}`concepts/variables`).
-"""),
+    Message("ReplicasDivergeError", "own rows", lambda g: g.run(lambda x: g.w.assign(x), g.batch)),
     Message("ReplicasDivergeError", "a PerReplica", lambda g: g.w.assign(g.batch)),
     Message("ReplicasDivergeError", "copies differ", copies_differ,
-        hide=r"\[1\]|0\.(?= They)|mr\.Variable\(.*", text="""
-* **Cure**: if the error returns with the same device, take it out of service. Else look for another library that writes to an
-  array.
-"""),
+        hide=r"\[1\]|0\.(?= They)|mr\.Variable\(.*"),
     Message("ReplicasDivergeError", "machines differ", machines_differ,
-        hide=r"\[1\]|0\.(?= Programs)|mr\.Variable\(.*", text="""
-* **Cause**: XLA compiles for each worker's own CPU or GPU. Worker 0 has warned [at the start](workers.md#the-start).
-* **Cure**: `AVX2` suits CPUs with and without AVX-512. Without AVX2, write `SSE4_2`.
-"""),
+        hide=r"\[1\]|0\.(?= Programs)|mr\.Variable\(.*"),
     Message("CollectiveHangError", "under a condition", lambda g: g.run(
-        lambda x: jax.lax.cond(x.sum() > 2, lambda: ctx().all_reduce("sum", x.sum()), lambda: 0.0), g.batch), text="""
-* **Cause**: the optimizer, or an `all_reduce`, is in a condition or a loop of this kind.
-* **Cure**: combine the condition first: `jax.lax.cond(ctx.all_reduce("sum", x.sum()) > 2, …)`.
-"""),
-    Message("FactorOfReplicasError", "reduced twice", lambda g: g.run(step_of(g, mr.losses.compute_average_loss, True), g.batch),
-        text="""
-* **Cure**: leave yours out. To clip by the global norm, keep it, with `aggregate=False` ({doc}`recipes/clipping`).
-"""),
-    Message("FactorOfReplicasError", "summed twice", lambda g: g.run(summed_by_hand(mr.losses.compute_average_loss, 2), g.batch),
-        text="""
-* **Cause**: the step sums its gradients twice, with `ctx.all_reduce`, `jax.lax.psum`, or a variable that aggregates.
-"""),
+        lambda x: jax.lax.cond(x.sum() > 2, lambda: ctx().all_reduce("sum", x.sum()), lambda: 0.0), g.batch)),
+    Message("FactorOfReplicasError", "reduced twice", lambda g: g.run(step_of(g, mr.losses.compute_average_loss, True), g.batch)),
+    Message("FactorOfReplicasError", "summed twice", lambda g: g.run(summed_by_hand(mr.losses.compute_average_loss, 2), g.batch)),
     Message("UnevenReplicasError", "reduce", lambda g: g.strategy.reduce("sum", g.odd),
-        hide=r"\(2,\), \(1,\)\.", text="""
-* **Cause**: R does not divide the last batch. `strategy.gather(value, axis=0)` joins the rows.
-"""),
+        hide=r"\(2,\), \(1,\)\."),
     Message("UnevenReplicasError", "all_reduce", lambda g: g.run(lambda x: ctx().all_reduce("sum", x), g.odd),
-        hide=r"the replicas whose .*?\d\.(?= A )", text="""
-* **Cause**: the step combines arrays of rows ({doc}`concepts/uneven-batches`).
-"""),
+        hide=r"the replicas whose .*?\d\.(?= A )"),
     Message("UnevenReplicasError", "a mean over no rows", lambda g: g.run(
         summed_by_hand(lambda x: mr.losses.mean_over_own_rows(jnp.mean(x - ctx().all_gather(x, axis=0)))), one_row(g)),
-        hide=r"the replicas whose .*?\d\.(?= A )", text="""
-* **Cause**: there are fewer rows than replicas, and the loss sees the rows of all, by `all_gather` or batch statistics. The
-  mean of no rows is NaN; the sum is 0.
-* **Cure**: the message's line, or one loss per example from the function given to `mr.value_and_grad`.
-"""),
+        hide=r"the replicas whose .*?\d\.(?= A )"),
     Message("UnevenReplicasError", "a loss of two terms", lambda g: g.run(
         lambda x: mr.losses.compute_average_loss(jnp.stack([x.mean(), (x**2).mean()])), g.odd),
-        hide=r"\(2, [12]\)", text="""
-* **Cause**: the loss is a mean over the wrong axis, or has several terms. Even batches cannot show it.
-* **Cure**: one of the lines. Several losses for each example (2n, of two views) need none.
-"""),
+        hide=r"\(2, [12]\)"),
     Message("UnevenReplicasError", "a derivative from outside", lambda g: jax.grad(
-        lambda w: g.run(with_its_own_derivative, g.odd, w))(1.0), text="""
-* **Cause**: a function with `jax.custom_vjp` or `jax.custom_jvp` returns a value of rows and one without. Even batches have no
-  such limit.
-"""),
+        lambda w: g.run(with_its_own_derivative, g.odd, w))(1.0)),
     Message("PerReplicaError", "use as one array", lambda g: g.batch + 1,
-        hide=r"`\+`|\(2,\)", text="""
-* **Cause**: the program calls a step without `strategy.run`, or uses a batch or a result of `strategy.run` as one array: `loss
-  + 1`, `float(loss)`, `f"{loss:.3f}"`, `np.asarray(loss)`.
-* **Cure**: `strategy.reduce("sum", loss)`, for [a loss that names its
-  divisor](concepts/losses.md#the-loss-says-how-it-is-divided). If it is a `jnp.mean`, return
-  `mr.losses.mean_over_own_rows(loss)`.
-"""),
+        hide=r"`\+`|\(2,\)"),
     Message("PerReplicaError", "vmap of run", lambda g: g.strategy.reduce("sum", jax.vmap(
-        lambda k: g.run(lambda x, k: x * k, g.batch, k))(jnp.ones(2))), text="""
-* **Cause**: `jax.vmap(run_step)(many)` returns what `strategy.run` returned, or maps over a batch. With one array for a result,
-  all of JAX's transformations go around `run`, `reduce`, `gather` and `mr.function`; variables may be assigned under none of
-  them.
-"""),
-    Message("OneProgramError", "branch", lambda g: g.run(lambda x: x if ctx().replica_id_in_sync_group == 0 else -x, g.batch),
-        text="""
-* **Cure**: to print or save on one worker, write `if strategy.is_chief:` outside the step.
-"""),
-    Message("OneProgramError", "float", lambda g: g.run(lambda x: float(x.sum()), g.batch), text="""
-* **Cause**: one of these, or an `if` or a `while` over an array. To debug, run the step under `with mr.eager():`.
-"""),
+        lambda k: g.run(lambda x, k: x * k, g.batch, k))(jnp.ones(2)))),
+    Message("OneProgramError", "branch", lambda g: g.run(lambda x: x if ctx().replica_id_in_sync_group == 0 else -x, g.batch)),
+    Message("OneProgramError", "float", lambda g: g.run(lambda x: float(x.sum()), g.batch)),
     Message("ContextError", "read under jit", lambda g: jax.jit(lambda: g.w * 2)()),
-    Message("ContextError", "gather in a step", lambda g: g.run(lambda: g.strategy.gather(g.w.value, axis=0)), text="""
-* **Cure**: a step uses the replica context's `all_reduce`, `all_gather` and `merge_call`.
-"""),
-    Message("ContextError", "create in a step", lambda g: g.run(lambda: mr.Variable(0.0, name="made")), text="""
-* **Cause**: the step makes a `mr.Variable`, an optimizer or a layer.
-"""),
-    Message("ContextError", "next batch in a step", next_batch_in_a_step, text="""
-* **Cause**: `next(iterator)`, or a loop over the dataset, is inside the function, as `tf.function` allows.
-"""),
-    Message("ContextError", "loss outside", lambda g: mr.losses.compute_average_loss(np.ones(3)), text="""
-* **Cure**: outside a step, `jnp.mean(losses)` is the mean.
-"""),
+    Message("ContextError", "gather in a step", lambda g: g.run(lambda: g.strategy.gather(g.w.value, axis=0))),
+    Message("ContextError", "create in a step", lambda g: g.run(lambda: mr.Variable(0.0, name="made"))),
+    Message("ContextError", "next batch in a step", next_batch_in_a_step),
+    Message("ContextError", "loss outside", lambda g: mr.losses.compute_average_loss(np.ones(3))),
     Message("ContextError", "another mesh", in_a_mesh,
         hide=r"\{.*?\}"),
-    Message("ContextError", "a map over devices", lambda g: g.run(lambda: jax.pmap(lambda x: x)(jnp.ones((1, 2)))), text="""
-* **Cause**: a step, or a library in it, still divides its rows among devices, as without a strategy.
-"""),
+    Message("ContextError", "a map over devices", lambda g: g.run(lambda: jax.pmap(lambda x: x)(jnp.ones((1, 2))))),
     Message("ContextError", "an NNX object", closes_over_a_model,
-        hide=r"BatchStat(?=\))", text="""
-* **Cause**: BatchNorm and Dropout change their statistics and counters at each call.
-
-```text
-NameError: Found an unbound axis name: replica. …
-```
-
-* **Cause**: `jax.lax.pmean(x, "replica")`, or another collective of JAX, outside of a step, where there are no replicas.
-* **Cure**: `strategy.reduce("mean", value)`.
-"""),
+        hide=r"BatchStat(?=\))"),
     Message("StrategyMismatchError", "batch", lambda g: mr.MirroredStrategy(["cpu:0"]).run(lambda x: x, args=(g.batch,)),
         hide=r"2(?= rep)|1(?=;)"),
     Message("StrategyMismatchError", "variable", lambda g: mr.MirroredStrategy(["cpu:0"]).run(lambda: g.w.value),
-        hide=r"(?<=on )\d rep.*?\)(?=,|\.)|mr\.Mirr.*?\)\)", text="""
-* **Cause**: two strategies with different devices meet.
-* **Cure**: make the strategy once. After another list of devices in a notebook, run all cells again.
-"""),
+        hide=r"(?<=on )\d rep.*?\)(?=,|\.)|mr\.Mirr.*?\)\)"),
     Message("VariableLostError", "a program fails", a_program_fails,
-        hide=r"(?<=failed \().*?\.(?=\)\.)", text="""
-* **Cause**: a program that was overwriting variables in place failed: out of memory, or a NaN under `jax_debug_nans`. The error
-  may come one call late: the next `run` or read names everything that is lost.
-* **Cure**: one of the message's lines.
-"""),
+        hide=r"(?<=failed \().*?\.(?=\)\.)"),
     Message("PlanError", "an unknown topology", lambda g: mr.topology("v5e:16"),
-        hide=r"(?<=')v5e:16(?=';)|'v5e:16x16', .*?\.(?= A)", text="""
-* **Cause**: no topology has this name ({doc}`plan` lists them), its compiler is not installed, or the program reads a value,
-  which a plan does not compute.
-* **Cure**: before a line that reads a value, write `print(mr.plan(strategy))`.
-"""),
+        hide=r"(?<=')v5e:16(?=';)|'v5e:16x16', .*?\.(?= A)"),
     Message("DeviceError", "twice", lambda g: mr.MirroredStrategy(["cpu:0", "cpu:0"]),
         hide=r"cpu:0(?= twice)|(?<=')cpu:0(?=' and|'\. )"),
     Message("DeviceError", "no gpu", no_gpu,
-        hide=r"gpu:31|cpu:0, cpu.*?\.(?= L)", text="""
-* **Cure**: name devices of `jax.devices()`, or leave the list out: without a GPU, `mr.MirroredStrategy()` uses the CPU, and
-  logs that at INFO. With NVIDIA's driver, the message says why JAX has no GPU: it lacks CUDA ({doc}`gpu`), or `JAX_PLATFORMS`
-  leaves GPUs out.
-"""),
+        hide=r"gpu:31|cpu:0, cpu.*?\.(?= L)"),
     Message("DeviceError", "does not start", broken_accelerator,
-        hide=r"Unable.*?\.(?= N)", text="""
-* **Cause**: another process may have the memory, or the driver does not fit. All workers end. `mr.MirroredStrategy(["cpu:0"])`
-  trains on the CPU too.
-"""),
+        hide=r"Unable.*?\.(?= N)"),
     Message("DeviceError", "no such gpu", no_such_gpu,
-        hide=r"(?<=is ')7", text="""
-* **Cause**: the variable names a GPU that this machine has not. JAX alone would warn, and train on the CPU.
-"""),
+        hide=r"(?<=is ')7"),
     Message("DeviceError", "no gpu of the launcher", lambda g: no_such_gpu(g, "MIRRORED_GPUS", "1"),
         hide=r"1 GPU(?= in)|0\.(?= N)|Run it.*?\.(?= To)"),
     Message("DeviceError", "too late", lambda g: mr.MirroredStrategy(["cpu:99"]),
-        hide=r"cpu:99|. cpu dev.*?\.(?= CPU)|100(?= in)", text="""
-* **Cure**: in a notebook, restart the kernel and make the strategy in the first cell.
-"""),
-    Message("ClusterConfigError", "no task", no_task, text="""
-* **Cause**: the cluster's description is wrong, in the place that the message names: `TF_CONFIG`, Slurm, `cluster=`.
-* **Cure**: `mirrored env` prints what a process finds; `mirrored check` tries it ({doc}`launch`). A restart does not help.
-"""),
+        hide=r"cpu:99|. cpu dev.*?\.(?= CPU)|100(?= in)"),
+    Message("ClusterConfigError", "no task", no_task),
     Message("ClusterConfigError", "started by a worker", started_by_a_worker,
         hide=r"1(?=, which)|0 of 2.*?(?= already)"),
     Message("ClusterStartError", "jax has started", lambda g: mr.MultiWorkerMirroredStrategy(
-        mr.SimpleClusterResolver({"worker": ["a:1", "b:1"]}, task_type="worker", task_id=0)), text="""
-* **Cause**: a `jnp` call, often in an imported module, came first.
-"""),
+        mr.SimpleClusterResolver({"worker": ["a:1", "b:1"]}, task_type="worker", task_id=0))),
     Message("ClusterStartError", "no chief", lambda g: meet(two_workers(1), {}, 0.05),
-        hide=r"worker 1|0 s(?= for)|127\.0\.0\.1:1|Connection refused\.|the arguments", text="""
-* **Cure**: read worker 0's log, and try `mirrored check` on all hosts. `mirrored launch --max-restarts` tries again.
-"""),
+        hide=r"worker 1|0 s(?= for)|127\.0\.0\.1:1|Connection refused\.|the arguments"),
     Message("WorkerLostError", "does not come", lambda g: Coordination(FakeClient(), 0, 2).exchange(
         "end", 1, timeout_seconds=0.05),
         hide=r"(?<=')end|(?<=worker )0"),
     Message("WorkerLostError", "different barriers", different_barriers,
-        hide=r"(?<=')end of \d", text="""
-* **Cause**: another worker has died or hangs, or takes another way through the program, such as `if strategy.is_chief:
-  strategy.barrier("end")`.
-* **Cure**: read the named worker's log for its own error.
-"""),
+        hide=r"(?<=')end of \d"),
     Message("ProgramMismatchError", "more batches", lambda g: require_same_history([["2", "x"], ["1", "y"]], list),
-        hide=r"worker 0: 2; worker 1: 1\.", text="""
-* **Cause**: `if strategy.is_chief:` is around [a call that communicates](workers.md#calls-that-communicate), or the workers run
-  different versions of the code.
-* **Cure**: take steps on all workers. Let only the chief print and write files.
-"""),
+        hide=r"worker 0: 2; worker 1: 1\."),
     Message("CheckpointError", "another shape", another_shape,
-        hide=r"1(?= in)|w(?= is)", text="""
-* **Cause**: the model, or its names, differ from those that were saved.
-* **Cure**: build the same model, or restore the part that fits: `restore_latest(partial=True)` ({doc}`recipes/fine-tuning`).
-  {doc}`checkpoints` describes damaged files, full disks and two programs in one directory.
-"""),
+        hide=r"1(?= in)|w(?= is)"),
     Message("TFRecordError", "cut short", cut_short,
-        hide=r"0(?=, at|:)|4(?= bytes)", text="""
-* **Cause**: the file is damaged, or is not compressed as `compression` says.
-* **Cure**: write or copy it again.
-"""),
-    Message("FactorOfReplicasWarning", "nobody has said", lambda g: g.run(step_of(g, jnp.mean), g.batch), text="""
-* **Cause**: the loss is a scalar of yours, or a gradient was computed by hand ({doc}`concepts/losses`). Or a `custom_vjp` packs
-  values and derivatives in one vector, as `jax.experimental.ode.odeint` does: with a loss for each example `aggregate="sum"` is
-  right.
-* **Cure**: one of the lines ({doc}`recipes/check-loss-scaling` measures which).
-"""),
-    Message("FactorOfReplicasWarning", "nobody has said, of a sum by hand", lambda g: g.run(summed_by_hand(jnp.mean), g.batch),
-        text="""
-* **Cause**: as above, but the step itself sums gradients: with `ctx.all_reduce`, `jax.lax.psum`, or a variable with
-  `aggregation="sum"`.
-* **Cure**: the first two lines belong in the function that `jax.grad`, `nnx.value_and_grad` or `eqx.filter_value_and_grad`
-  differentiates.
-"""),
+        hide=r"0(?=, at|:)|4(?= bytes)"),
+    Message("FactorOfReplicasWarning", "nobody has said", lambda g: g.run(step_of(g, jnp.mean), g.batch)),
+    Message("FactorOfReplicasWarning", "nobody has said, of a sum by hand", lambda g: g.run(summed_by_hand(jnp.mean), g.batch)),
     Message("FactorOfReplicasWarning", "a root of a share", lambda g: g.run(
-        summed_by_hand(lambda x: jnp.sqrt(mr.losses.compute_average_loss(x))), g.batch), text="""
-* **Cause**: the loss is no sum of shares, but the root of one (RMSE), a logarithm, or `jnp.where(jnp.isfinite(share), share,
-  0)`.
-* **Cure**: the first line adds up the shares, computes the function of the whole, and counts it once.
-"""),
+        summed_by_hand(lambda x: jnp.sqrt(mr.losses.compute_average_loss(x))), g.batch)),
     Message("FactorOfReplicasWarning", "whole batch", lambda g: g.run(step_of(g, jnp.mean), np.ones(4, np.float32)),
         hide=r"(?<=all )2|2(?= times)"),
     Message("FactorOfReplicasWarning", "weight decay", lambda g: g.run(
         lambda w, x: ctx().all_reduce("sum", 0.1 * w + jax.grad(lambda w: jnp.mean(x * w))(w)), 1.0, g.batch)),
     Message("FactorOfReplicasWarning", "mean of shares", lambda g: g.run(
-        lambda x: ctx().all_reduce("mean", mr.losses.compute_average_loss(x)), g.batch), text="""
-* **Cause**: `ctx.all_reduce("mean", ...)`, or a variable with `aggregation="mean"`. A mean belongs to a loss that is a mean
-  over this replica's own rows.
-"""),
+        lambda x: ctx().all_reduce("mean", mr.losses.compute_average_loss(x)), g.batch)),
     Message("ReplicasDivergeWarning", "a state that differs", a_state_that_differs,
-        hide=r"a_state\S+|1(?= of)|result\[0\]\['w'\]", text="""
-* **Cause**: a step updates parameters and a state of optax with this replica's gradients.
-* **Cure**: the message's line before the update, or a state in a `mr.Variable`, which is proven equal.
-"""),
-    Message("SameNoiseWarning", "dropout", lambda g: g.run(lambda x: x + jax.random.normal(jax.random.key(0), x.shape), g.odd),
-        text="""
-* **Cause**: a key in the step's arguments or closure is the same everywhere, so dropout drops the same elements of each
-  replica's first row.
-* **Cure**: begin the step with the message's line ({doc}`recipes/random`).
-"""),
-    Message("UnevenReplicasWarning", "outside", lambda g: g.strategy.reduce("mean", g.run(jnp.mean, g.odd)), text="""
-* **Cause**: R does not divide the batch.
-* **Cure**: one of the lines. A sync-on-read variable with `aggregation="mean"` raises `UnevenReplicasError`.
-"""),
+        hide=r"a_state\S+|1(?= of)|result\[0\]\['w'\]"),
+    Message("SameNoiseWarning", "dropout", lambda g: g.run(lambda x: x + jax.random.normal(jax.random.key(0), x.shape), g.odd)),
+    Message("UnevenReplicasWarning", "outside", lambda g: g.strategy.reduce("mean", g.run(jnp.mean, g.odd))),
     Message("RecompilationWarning", "new shapes", lambda g: [
         g.run(step, np.ones(rows, np.float32)) for step in [lambda x: x.shape[0]] for rows in range(1, 30)],
-        hide=r"<lambda>\S+|9(?= times)|(?<=shape )\(.*?32|(?<=to )\(.*?32", text="""
-* **Cause**: arguments have new shapes, dtypes, strings, flags or functions, or the step's code names a new value, such as
-  `self.lr` ({doc}`concepts/compilation`).
-* **Cure**: pass numbers that change as arguments, and define the step outside the loop.
-"""),
+        hide=r"<lambda>\S+|9(?= times)|(?<=shape )\(.*?32|(?<=to )\(.*?32"),
     Message("RecompilationWarning", "new lengths", lambda g: [
         g.run(step, np.ones((2, length), np.float32)) for step in [lambda x: x.shape[1]] for length in range(1, 30)],
-        hide=r"<lambda>\S+|9(?= times)|(?<=shape )\(.*?32|(?<=to )\(.*?32", text="""
-* **Cause**: each batch is padded to its own longest row.
-* **Cure**: [buckets of lengths](recipes/padding.md#buckets-of-lengths).
-"""),
+        hide=r"<lambda>\S+|9(?= times)|(?<=shape )\(.*?32|(?<=to )\(.*?32"),
     Message("RecompilationWarning", "new transformations", lambda g: [
         g.run(step, State(optax.sgd(0.1))) for step in [lambda state: None] for _ in range(10)],
-        hide=r"<lambda>\S+|9(?= times)|(?<=shape )\(.*?32|(?<=to )\(.*?32", text="""
-* **Cause**: a search makes `optax.adam(rate)` for each model, in a train state or an `nnx.Optimizer`.
-* **Cure**: share one `tx`. With `inject_hyperparams`, set `state.opt_state.hyperparams["learning_rate"]` for each rate.
-"""),
+        hide=r"<lambda>\S+|9(?= times)|(?<=shape )\(.*?32|(?<=to )\(.*?32"),
 ]  # fmt: skip
 #: What is of the program in each message: places in files, the names of variables, and R.
 _HIDDEN = rf"{re.escape(__file__)}:\d+|(?<=')(w|made)(?=')|(?<=R = )\d+"
@@ -562,23 +333,12 @@ def raised(message: Message, monkeypatch: pytest.MonkeyPatch, folder: Path) -> s
     return "\n".join(lines)
 
 
-def page(texts: list[str]) -> str:
-    """Return the page, of the text of each message."""
-    parts, section = [HEAD], ""
-    for message, text in zip(MESSAGES, texts, strict=True):
-        if message.error != section:
-            parts.append(f"## {message.error}\n")
-        section = message.error
-        parts += [f"```text\n{text}\n```\n", message.text.removeprefix("\n")]
-    return "\n".join(part for part in parts if part)
-
-
 def main() -> None:
     texts = []
     for message in MESSAGES:
         with pytest.MonkeyPatch.context() as monkeypatch, tempfile.TemporaryDirectory() as folder:
             texts.append(raised(message, monkeypatch, Path(folder)))
-    PAGE.write_text(page(texts))
+    PAGE.write_text(BLOCK.sub(lambda _: texts.pop(0), PAGE.read_text()))
 
 
 if __name__ == "__main__":

@@ -9,40 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from programs import VECTOR, equations, only
 
 import mirrored as mr
 from mirrored._jax import user_code
 from mirrored._program import proof
-from mirrored._program.program import collectives_in
-from mirrored._typing import REPLICA_AXIS as AXIS
-
-
-def test_an_equation_knows_its_line():
-    def function(x):
-        y = jnp.sin(x)
-        return jax.jit(lambda z: jax.lax.scan(lambda c, _: (jax.lax.psum(c, AXIS), None), z, None, length=2)[0])(y)
-
-    first = function.__code__.co_firstlineno
-    lines = {e.primitive.name: user_code.equation_line(e) for e in equations(function)}
-    assert lines == {name: f"{__file__}:{first + n}" for name, n in {"sin": 1, "jit": 2, "scan": 2, "psum": 2}.items()}
-
-
-def test_an_equation_whose_line_jax_has_lost_has_none_and_the_pass_takes_the_one_around():
-    @jax.custom_vjp
-    def backwards(x):
-        return x
-
-    backwards.defvjp(lambda x: (x, None), lambda _, ct: (jax.lax.psum(ct, AXIS),))
-    for around in (lambda f, x, y: jax.lax.cond(x[0] > 0, f, jnp.sin, y), lambda f, x, y: jax.checkpoint(f)(y)):
-
-        def function(x, around=around):
-            return jax.grad(lambda y: around(backwards, x, y).sum())(x)
-
-        assert user_code.equation_line(only("psum", function)) == "<unknown>"
-        jaxpr = jax.make_jaxpr(function, axis_env=[(AXIS, 3)])(VECTOR).jaxpr
-        [collective] = collectives_in(jaxpr)
-        assert collective.where == f"{__file__}:{around.__code__.co_firstlineno}"
 
 
 def test_the_users_line_is_the_innermost_that_is_neither_ours_nor_jaxs():
@@ -56,16 +26,6 @@ def test_the_users_line_is_the_innermost_that_is_neither_ours_nor_jaxs():
         warnings.simplefilter("always")
         jax.tree.map(lambda x: warnings.warn("from inside", UserWarning, stacklevel=user_code.user_stacklevel()), [1])
     assert (caught[0].filename, caught[0].lineno) == (__file__, here + 8)
-
-
-def test_the_raising_line_is_the_innermost_of_the_users():
-    def fails(x):
-        return bool(x)
-
-    with pytest.raises(jax.errors.ConcretizationTypeError) as caught:
-        jax.jit(fails)(1.0)
-    assert user_code.raising_line(caught.value) == f"{__file__}:{fails.__code__.co_firstlineno + 1}"
-    assert user_code.raising_line(ValueError("never raised")) == user_code.user_line(), "that of the caller"
 
 
 def lines_of(error):
@@ -132,24 +92,6 @@ def test_a_public_function_shows_the_users_lines_only():
     assert lines_of(caught.value)[-1] == "check_dataset"
 
 
-def test_wrong_arguments_of_run_and_a_ctrl_c_show_the_users_lines_only():
-    strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
-    x = strategy.distribute_values_from_function(lambda ctx: np.ones(2))
-
-    def interrupted(*args):
-        raise KeyboardInterrupt
-
-    def called(verb):
-        with pytest.raises((TypeError, KeyboardInterrupt)) as caught:
-            verb()
-        return lines_of(caught.value)[1:]
-
-    assert called(lambda: strategy.run(len, args=x)) == ["<lambda>"]
-    assert called(lambda: strategy.run(interrupted, args=(x,))) == ["<lambda>", "interrupted"]
-    assert called(mr.function(interrupted)) == ["interrupted"]
-    assert called(lambda: next(iter(strategy.distribute_dataset([np.ones(4)]).map(interrupted)))) == ["<lambda>", "interrupted"]
-
-
 def test_in_a_notebook_a_per_replica_that_jax_was_given_hides_jaxs_lines():
     strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
     x = strategy.distribute_values_from_function(lambda ctx: np.ones(2))
@@ -163,14 +105,6 @@ def test_in_a_notebook_a_per_replica_that_jax_was_given_hides_jaxs_lines():
     assert shown() == ["shown"]
     with jax_config("jax_traceback_filtering", "off"):
         assert shown()[-1] == "_refuse"
-
-
-def test_what_shows_the_users_lines_keeps_its_signature_and_its_result():
-    assert list(inspect.signature(mr.Strategy.reduce).parameters) == ["self", "reduce_op", "value", "axis"]
-    assert mr.Strategy.reduce.__name__ == "reduce" and "Combine a value" in mr.Strategy.reduce.__doc__
-    assert user_code.shorten_errors(divmod)(7, 2) == (3, 1)
-    with pytest.raises(KeyboardInterrupt):
-        user_code.shorten_errors(exec)("raise KeyboardInterrupt")
 
 
 def test_a_bug_of_ours_shows_its_lines(monkeypatch):

@@ -1,118 +1,20 @@
-"""Keras in a loop of one's own: the numbers of one device, whatever the replicas and the batches."""
+"""Keras' layers, losses and metrics in a loop of one's own: what one device has, whatever the replicas and the batches."""
 
-import itertools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from parameters import nightly
 
 import mirrored as mr
 
 keras = pytest.importorskip("keras")
-load_digits = pytest.importorskip("sklearn.datasets").load_digits
 
 pytestmark = [
     pytest.mark.usefixtures("in_numpy"),
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # of Keras' variables
 ]
-
-#: Four steps, the last of which leaves some of four replicas without rows.
-SIZES = [32] * 3 + [3]
-OPTIMIZERS = {
-    # Nadam makes a slot in a way that no trace survives.
-    "nadam": lambda: keras.optimizers.Nadam(1e-2, global_clipnorm=1.0),
-    "all": lambda: keras.optimizers.AdamW(
-        keras.optimizers.schedules.ExponentialDecay(1e-2, 3, 0.5),
-        weight_decay=0.1,
-        clipnorm=0.1,
-        gradient_accumulation_steps=2,
-        use_ema=True,
-        ema_momentum=0.9,
-        ema_overwrite_frequency=2,
-    ),
-}
-
-
-each_loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
-
-
-def batches() -> list[tuple[np.ndarray, np.ndarray]]:
-    images, labels = load_digits(return_X_y=True)
-    images, ends = (images / 16).astype(np.float32), np.cumsum([0, *SIZES])
-    return [(images[a:b], labels[a:b].astype(np.int32)) for a, b in itertools.pairwise(ends)]
-
-
-def net() -> keras.Model:
-    keras.utils.set_random_seed(0)
-    layers = keras.layers
-    normalized = [layers.Dense(8, use_bias=False), layers.BatchNormalization(), layers.ReLU()]
-    return keras.Sequential([keras.Input((64,)), *normalized, layers.Dense(10)])
-
-
-def train_alone(make_optimizer: Callable[[], Any]) -> keras.Model:
-    """Train by Keras' stateless methods and `jax.jit`, as its guide for JAX does."""
-    model, optimizer = net(), make_optimizer()
-    optimizer.build(model.trainable_variables)
-    groups = model.trainable_variables, model.non_trainable_variables, optimizer.variables
-
-    @jax.jit
-    def step(trained: Any, others: Any, state: Any, x: Any, y: Any) -> Any:
-        def loss(trained: Any) -> Any:
-            logits, new = model.stateless_call(trained, others, x, training=True)
-            return jnp.mean(each_loss(y, logits)), new
-
-        gradients, new = jax.grad(loss, has_aux=True)(trained)
-        trained, state = optimizer.stateless_apply(state, gradients, trained)
-        return trained, new, state
-
-    values = [[variable.value for variable in group] for group in groups]
-    for x, y in batches():
-        values = step(*values, x, y)
-    for variable, value in zip(itertools.chain(*groups), itertools.chain(*values), strict=True):
-        variable.assign(value)
-    return model
-
-
-def train(strategy: mr.Strategy, make_optimizer: Callable[[], Any]) -> Any:
-    """Train in a loop of one's own, as TensorFlow's tutorial does; returns the model, the optimizer and the metric."""
-    with strategy.scope():
-        model, optimizer = net(), make_optimizer()
-        accuracy = keras.metrics.SparseCategoricalAccuracy()
-
-    def step(x: Any, y: Any) -> None:
-        def loss() -> Any:
-            logits = model(x, training=True)
-            accuracy.update_state(y, logits)
-            return mr.losses.compute_average_loss(each_loss(y, logits))
-
-        gradients = mr.grad(loss, model.trainable_variables)()
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-
-    for batch in strategy.distribute_dataset(batches()):
-        strategy.run(step, args=batch)
-    return model, optimizer, accuracy
-
-
-@pytest.mark.usefixtures("without_optimizations")
-@pytest.mark.parametrize("num_replicas, optimizer", [pytest.param(5, "nadam", marks=pytest.mark.slow), *nightly((4, "all"))])
-def test_a_net_learns_as_on_one_device(num_replicas: int, optimizer: str) -> None:
-    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
-    model, state, accuracy = train(strategy, OPTIMIZERS[optimizer])
-    for own, alone in zip(model.get_weights(), train_alone(OPTIMIZERS[optimizer]).get_weights(), strict=True):
-        np.testing.assert_allclose(own, alone, rtol=0, atol=1e-5)
-    assert int(state.iterations) == len(SIZES) // (state.gradient_accumulation_steps or 1)
-    assert float(accuracy.count.value) == sum(SIZES)
-    strategy.assert_mirrored()
-    variables = [*model.variables, *state.variables, *accuracy.variables]
-    assert {len(variable.value.devices()) for variable in variables} == {num_replicas}
-    if optimizer == "nadam":  # one collective for the statistics, one back, one for the gradients
-        programs = [line for line in strategy.explain().splitlines() if line.startswith("program")]
-        assert len(programs) == 2 and all("; 1 all-gather of 64 B" in line for line in programs), programs
-        assert all(line.count("all-reduce") == line.count("1 all-reduce of") == 1 for line in programs), programs
 
 
 def test_normalization_sees_the_global_batch_and_dropout_differs_by_replica(strategy3: mr.Strategy) -> None:
@@ -297,16 +199,14 @@ NO_SUMS = {
 }
 
 
-@pytest.mark.parametrize("num_replicas", [1, 3])
-def test_a_metric_whose_state_is_no_sum_is_refused(num_replicas: int) -> None:
-    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+def test_a_metric_whose_state_is_no_sum_is_refused(strategy3: mr.Strategy) -> None:
     rows = np.random.default_rng(0).uniform(1, 2, size=(9, 2)).astype(np.float32)
 
     def result(update: Any, **options: Any) -> float:
-        with strategy.scope():
+        with strategy3.scope():
             metric = Extreme(update, **options)
-        for batch in strategy.distribute_dataset([rows[:6], rows[6:8], rows[8:]]):  # in the last some replicas have no rows
-            strategy.run(lambda values, metric=metric: metric.update_state(values), args=(batch,))
+        for batch in strategy3.distribute_dataset([rows[:6], rows[6:8], rows[8:]]):  # in the last some replicas have no rows
+            strategy3.run(lambda values, metric=metric: metric.update_state(values), args=(batch,))
         assert float(metric.count.value) == rows.size
         return float(metric.result())
 
@@ -319,28 +219,13 @@ def test_a_metric_whose_state_is_no_sum_is_refused(num_replicas: int) -> None:
     assert result(largest, aggregation="only_first_replica") == rows.max()
 
 
-def test_a_metric_may_begin_again_within_a_step(strategy2: mr.Strategy) -> None:
-    with strategy2.scope():
-        metric = keras.metrics.Mean()
-
-    def step(values: Any) -> None:
-        metric.reset_state()
-        metric.update_state(values)
-
-    for batch in strategy2.distribute_dataset([np.float32([1, 2, 3]), np.float32([4, 6])]):
-        strategy2.run(step, args=(batch,))
-    assert float(metric.result()) == 5
-
-
-@pytest.mark.parametrize("num_replicas", [1, 3])
-def test_a_loss_of_keras_that_is_a_mean_takes_a_replica_without_rows(num_replicas: int) -> None:
-    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+def test_a_loss_of_keras_that_is_a_mean_takes_a_replica_without_rows(strategy3: mr.Strategy) -> None:
     x = np.random.default_rng(0).normal(size=(7, 4)).astype(np.float32)
 
     def loss_of(x: Any) -> Any:
         return keras.losses.MeanSquaredError()(jnp.ones((len(x), 1)), x.sum(1, keepdims=True))
 
-    for rows in (x, x[:2], x[:1]):
-        [batch] = strategy.distribute_dataset([rows])
-        loss = strategy.run(lambda x: mr.losses.mean_over_own_rows(loss_of(x)), args=(batch,))
-        np.testing.assert_allclose(strategy.reduce("sum", loss), loss_of(rows), rtol=1e-5)
+    for rows in (x, x[:2]):
+        [batch] = strategy3.distribute_dataset([rows])
+        loss = strategy3.run(lambda x: mr.losses.mean_over_own_rows(loss_of(x)), args=(batch,))
+        np.testing.assert_allclose(strategy3.reduce("sum", loss), loss_of(rows), rtol=1e-5)

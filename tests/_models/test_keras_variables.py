@@ -1,11 +1,7 @@
 """Keras variables outside of steps: they are read and written where plain Keras would, but not baked into a `jax.jit`."""
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import mirrored as mr
@@ -13,40 +9,6 @@ import mirrored as mr
 keras = pytest.importorskip("keras")
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
-ROWS = np.random.default_rng(0).standard_normal((4, 5, 3)).astype(np.float32)
-layers = keras.layers
-LAYERS: dict[str, Callable[[], Any]] = {
-    "stateful": lambda: layers.SimpleRNN(2, stateful=True),
-    "spectral": lambda: layers.SpectralNormalization(layers.Dense(2)),
-}
-
-
-def numbers(layer: Any, strategy: mr.Strategy | None = None) -> list[Any]:
-    """Call a layer twice, change its variables, and call it again; a stateful one goes on where it was."""
-    own = {"training": True} if isinstance(layer, layers.SpectralNormalization) else {}
-    outputs = [np.asarray(layer(ROWS, **own)), np.asarray(layer(ROWS, **own))]
-    if strategy is not None:
-        strategy.run(lambda: [v.assign(v * 0.5) for v in layer.trainable_variables])
-    else:
-        for variable in layer.trainable_variables:
-            variable.assign(variable * 0.5)
-    return [*outputs, np.asarray(layer(ROWS, **own))]
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_that_scans_is_called_outside_of_a_step(name: str, strategy3: mr.Strategy) -> None:
-    keras.utils.set_random_seed(0)
-    expected = numbers(LAYERS[name]())
-    keras.utils.set_random_seed(0)
-    with strategy3.scope():
-        layer = LAYERS[name]()
-        found = numbers(layer)  # in the scope
-    np.testing.assert_allclose(found, expected, atol=1e-6)
-    keras.utils.set_random_seed(0)
-    with strategy3.scope():
-        layer = LAYERS[name]()
-    np.testing.assert_allclose(numbers(layer, strategy3), expected, atol=1e-6)  # after it, and after a step
 
 
 def test_what_is_traced_for_one_call_sees_the_value_of_this_moment(strategy3: mr.Strategy) -> None:

@@ -8,12 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from strategies import strategy_of
 
 import mirrored as mr
-from mirrored import testing
-from mirrored._program.program import StepProgram
-from mirrored._replicas import division
 
 pytestmark = pytest.mark.usefixtures("in_numpy")
 
@@ -71,29 +67,6 @@ def batch_of(strategy: mr.Strategy, num_rows: int = 12) -> dict:
     return next(iter(dataset))
 
 
-def test_large_arrays_of_objects_are_and_stay_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first step takes parts already, and no later one gathers them before it begins."""
-    monkeypatch.setattr(division, "LEAST_BYTES", 256)
-    execute, taken = StepProgram.execute, []
-
-    def recording(program: StepProgram, arrays: list) -> list:
-        taken.append({a.sharding.shard_shape(a.shape) for a in arrays})
-        return execute(program, arrays)
-
-    monkeypatch.setattr(StepProgram, "execute", recording)
-    ended = []
-    for strategy in (strategy_of(4), strategy_of(4, storage="parts")):
-        model = nnx.Linear(12, 20, rngs=nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
-        for x in strategy.distribute_dataset([np.ones((4, 12), np.float32)] * 3):
-            strategy.run(lambda m, o, x: step(m, o, {"x": x, "y": np.zeros(1, int)}), args=(model, optimizer, x))
-        ended.append(state_of(model, optimizer))
-    assert [(12, 20) in shapes for shapes in taken] == [True] * 3 + [False] * 3
-    assert [(3, 20) in shapes for shapes in taken] == [False] * 3 + [True] * 3
-    for whole, parts in zip(*ended, strict=True):
-        np.testing.assert_allclose(parts, whole, rtol=1e-6)
-
-
 @pytest.fixture
 def no_collector() -> Iterator[None]:
     gc.collect()
@@ -136,22 +109,6 @@ def test_a_step_trains_as_nnx_jit_does_whatever_form_its_arguments_have(strategy
     assert wrong == []
 
 
-@pytest.mark.by_xla
-def test_copies_are_equal_and_one_program_serves_all_steps(strategy2: mr.Strategy, batch: dict) -> None:
-    model, optimizer = made()
-    with testing.count_programs() as programs:
-        for _ in range(3):
-            strategy2.run(step, args=(model, optimizer, batch))
-    assert programs.count == 1
-    kernel = model.inner.kernel.get_value()
-    assert len({shard.device for shard in kernel.addressable_shards}) == 2
-    first, second = (np.asarray(shard.data) for shard in kernel.addressable_shards)
-    np.testing.assert_array_equal(first, second)
-    model.eval()
-    out = strategy2.run(lambda model, batch: model(batch["x"]), args=(model, batch))  # changes nothing
-    np.testing.assert_allclose(strategy2.gather(out, axis=0), model(ROWS), atol=1e-6)  # outside of any step
-
-
 def test_what_would_differ_by_replica_is_refused_by_its_name_and_nothing_has_changed(strategy2: mr.Strategy, batch: dict) -> None:
     def forgotten(model: Net, optimizer: nnx.Optimizer, batch: dict) -> None:
         optimizer.update(model, nnx.grad(loss_of)(model, batch))
@@ -187,12 +144,8 @@ class Dropped(nnx.Module):
         return self.drop(self.inner(x))
 
 
-@pytest.mark.parametrize("num_replicas", [1, 3])
-@pytest.mark.parametrize("num_rows", [6, 7])
-def test_the_replicas_own_random_streams_are_named_where_they_are_the_cause(num_replicas: int, num_rows: int) -> None:
-    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
-    [batch] = strategy.distribute_dataset([{"x": ROWS[:num_rows], "y": LABELS[:num_rows]}])
-    model = Dropped()
+def test_the_replicas_own_random_streams_are_named_where_they_are_the_cause(strategy3: mr.Strategy) -> None:
+    model, batch = Dropped(), batch_of(strategy3, 7)
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
 
     def forgotten(model: Dropped, optimizer: nnx.Optimizer, batch: dict) -> None:
@@ -201,8 +154,8 @@ def test_the_replicas_own_random_streams_are_named_where_they_are_the_cause(num_
     with pytest.raises(
         mr.ReplicasDivergeError, match=r"ctx\.rng\) at the start of the step, where its nnx\.Rngs and metrics become"
     ):
-        strategy.run(forgotten, args=(model, optimizer, batch))
-    strategy.run(step, args=(model, optimizer, batch))
+        strategy3.run(forgotten, args=(model, optimizer, batch))
+    strategy3.run(step, args=(model, optimizer, batch))
 
 
 def test_a_step_leaves_no_old_state_to_the_cyclic_collector(strategy2: mr.Strategy, batch: dict, no_collector: None) -> None:
@@ -237,14 +190,6 @@ def test_layers_of_a_scan_draw_what_they_draw_on_one_device(strategy3: mr.Mirror
     assert np.asarray(model.drops.rngs.count[...]).tolist() == [2, 2, 2]
     keys = jax.random.key_data(alone.drops.rngs.key[...])
     np.testing.assert_array_equal(jax.random.key_data(model.drops.rngs.key[...]), keys)
-
-    def through(w: jax.Array, model: Scanned, x: jax.Array) -> jax.Array:
-        return mr.losses.compute_average_loss(model(x * w).sum((0, 2)))
-
-    for num_rows in (11, 2):  # of 2 rows a replica has none
-        gradient = lambda model, batch: nnx.grad(through)(jnp.float32(1), model, batch["x"])  # noqa: E731
-        strategy3.run(gradient, args=(model, batch_of(strategy3, num_rows)))
-    assert np.asarray(model.drops.rngs.count[...]).tolist() == [4, 4, 4]
 
 
 @pytest.mark.by_xla  # `lockstep` knows no scatter of one number
@@ -289,30 +234,8 @@ def test_a_single_variable_objects_that_share_one_trees_and_bare_arrays(strategy
         np.testing.assert_array_equal(array, np.full_like(array, 3))
 
 
-class Tower(nnx.Module):
-    def __init__(self, depth: int) -> None:
-        self.inner = Tower(depth - 1) if depth else nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.inner(x)
-
-
-def test_a_step_that_closes_over_a_model_reads_it_anew_however_deep_it_is(strategy2: mr.Strategy) -> None:
-    model, holder, x = Tower(6), {"models": [Tower(5)]}, np.ones((4, 2), np.float32)
-    jitted = nnx.jit(lambda x: model(x) + holder["models"][0](x) if jitted else x)  # it names itself
-    steps = [lambda x: model(x) + holder["models"][0](x), lambda x: jitted(x)]
-    for step in steps:
-        for scale in (1.0, 2.0):
-            for each in (model, holder["models"][0]):
-                nnx.update(each, jax.tree.map(lambda leaf, scale=scale: jnp.full_like(leaf, scale), nnx.state(each)))
-            np.testing.assert_allclose(strategy2.run(step, args=(x,)), 2 * (2 * scale + scale) * np.ones((4, 2)))
-            np.testing.assert_allclose(mr.function(lambda x, s=step: strategy2.run(s, args=(x,)))(x), 6 * scale * np.ones((4, 2)))
-
-
-@pytest.mark.parametrize("num_replicas", [1, 3])
-def test_a_variable_gets_the_array_of_another_as_a_target_network_does(num_replicas: int) -> None:
+def test_a_variable_gets_the_array_of_another_as_a_target_network_does(strategy3: mr.Strategy) -> None:
     """The new array is one that the step began with: what counts is whose it was."""
-    strategy = strategy_of(num_replicas)
     pair = nnx.Dict(a=nnx.Param(jnp.zeros(2)), b=nnx.Param(jnp.ones(2)), bare=jnp.full(2, 5.0), rngs=nnx.Rngs(0))
     online, target, seen = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.Linear(3, 2, rngs=nnx.Rngs(1)), nnx.metrics.Average()
     seen.update(values=jnp.ones(4))
@@ -324,14 +247,13 @@ def test_a_variable_gets_the_array_of_another_as_a_target_network_does(num_repli
         pair["bare"] = a
         nnx.update(target, nnx.state(online))
 
-    strategy.run(swap, args=(pair, online, target, seen))
+    strategy3.run(swap, args=(pair, online, target, seen))
     found = [pair["a"][...], pair["b"][...], pair["bare"], target.kernel[...], seen.compute()]
     for array, expected in zip(found, [[1, 1], [0, 0], [0, 0], online.kernel[...], 1], strict=True):
         np.testing.assert_array_equal(array, expected)
-    if num_replicas > 1:
-        wrong = nnx.Dict(a=nnx.Param(jnp.zeros(())), key=nnx.Param(jnp.zeros(())), seen=nnx.metrics.Average())
-        with pytest.raises(mr.ReplicasDivergeError, match=r"Dict\.a, which .* would differ by replica"):
-            strategy.run(lambda wrong: wrong["a"].set_value(wrong["seen"].total.get_value()), args=(wrong,))
+    wrong = nnx.Dict(a=nnx.Param(jnp.zeros(())), key=nnx.Param(jnp.zeros(())), seen=nnx.metrics.Average())
+    with pytest.raises(mr.ReplicasDivergeError, match=r"Dict\.a, which .* would differ by replica"):
+        strategy3.run(lambda wrong: wrong["a"].set_value(wrong["seen"].total.get_value()), args=(wrong,))
 
 
 def test_a_model_whose_variables_are_references_is_refused_with_the_line_to_write(strategy2: mr.Strategy) -> None:
@@ -345,17 +267,3 @@ def test_a_model_whose_variables_are_references_is_refused_with_the_line_to_writ
     model = nnx.with_vars(model, ref=False)
     strategy2.run(step, args=(model,))
     np.testing.assert_array_equal(model.bias[...], [1, 1])
-
-
-def test_jaxs_transformations_go_around_a_step_that_takes_a_model(strategy2: mr.Strategy) -> None:
-    model, many = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), jnp.array([1.0, 2.0])
-    [batch] = strategy2.distribute_dataset([ROWS])
-
-    def total(model: nnx.Module, k: jax.Array | float = 1.0) -> jax.Array:
-        return strategy2.reduce("sum", strategy2.run(lambda model, x: model(x).sum() * k, args=(model, batch)))
-
-    for around in (total, mr.function(total)):
-        gradient = nnx.grad(around)(model)
-        np.testing.assert_allclose(gradient["kernel"][...], np.stack([ROWS.sum(0)] * 2, 1), rtol=1e-5)
-        found = jax.vmap(lambda k, around=around: around(model, k))(many)
-        np.testing.assert_allclose(found, model(ROWS).sum() * many, rtol=1e-5)

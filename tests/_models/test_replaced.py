@@ -80,25 +80,6 @@ def test_the_table_is_in_place_inside_scopes_and_steps_and_undone_after_the_last
     assert methods() == before and _process.replaced == {}
 
 
-def test_a_scope_that_another_thread_is_in_keeps_the_table(strategy2: mr.Strategy, strategy3: mr.Strategy) -> None:
-    before, is_in, may_leave = methods(), threading.Event(), threading.Event()
-
-    def stay() -> None:
-        with strategy3.scope():
-            is_in.set()
-            may_leave.wait(60)
-
-    thread = threading.Thread(target=stay)
-    thread.start()
-    assert is_in.wait(60)
-    with strategy2.scope():
-        inside = methods()
-    assert methods() == inside != before, "the other thread is in its scope"
-    may_leave.set()
-    thread.join()
-    assert methods() == before
-
-
 def beside(enter: Callable[[], contextlib.AbstractContextManager[Any]], work: Callable[[], Any]) -> Any:
     """Do some work in a thread while this one is in a scope."""
     found = []
@@ -118,19 +99,6 @@ def test_a_model_of_no_strategy_is_trained_to_the_same_bits_beside_a_scope_and_a
     layer, state = equinox.nn.make_with_state(equinox.nn.BatchNorm)(3, "batch", mode="batch")
     call = equinox.filter_vmap(layer, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
     require_same_bits([beside(strategy2.scope, lambda: np.asarray(call(X, state)[0]))], [np.asarray(call(X, state)[0])])
-
-
-def test_models_of_two_strategies_know_them_after_the_scopes(strategy2: mr.Strategy, strategy3: mr.Strategy) -> None:
-    models = []
-    for strategy in (strategy2, strategy3):
-        with strategy.scope():
-            models.append(model())
-    before = methods()
-    for made, count in zip(models, (2, 3), strict=True):
-        for a, b in zip(trained(made), trained_alone(), strict=True):
-            np.testing.assert_allclose(a, b, atol=1e-4)
-        assert {len(variable.value.devices()) for variable in made.variables} == {count} and methods() == before
-    assert keras.models.clone_model(models[0]) not in _process.library_models
 
 
 def test_a_model_of_no_scope_that_a_step_has_taken_over_is_fitted_outside_with_a_warning(strategy2: mr.Strategy) -> None:

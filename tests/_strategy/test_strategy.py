@@ -2,7 +2,6 @@
 
 import collections
 import copy
-import dataclasses
 import pickle
 import re
 import threading
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from strategies import ctx, in_threads, strategy_of, variable
+from strategies import in_threads, variable
 
 import mirrored as mr
 
@@ -23,13 +22,6 @@ def number():
 
 
 # -- what it is, and nests
-
-
-def test_a_strategy_says_what_it_runs_on(strategy):
-    count = strategy.num_replicas_in_sync
-    assert strategy.devices == tuple(jax.devices("cpu")[:count])
-    assert (strategy.num_workers, strategy.is_chief, strategy.cluster) == (1, True, None)
-    assert repr(strategy).startswith(f"mr.MirroredStrategy({count} replica")
 
 
 def test_verbs_work_on_every_leaf_of_a_nest(strategy3, per_replica):
@@ -86,25 +78,6 @@ def test_a_per_replica_that_tree_map_has_changed_is_refused(strategy3, per_repli
 
 
 # -- several strategies
-
-
-def test_strategies_of_different_sizes_take_turns():
-    """TensorFlow breaks all collectives of the process at the first turn."""
-    pairs = []
-    for strategy in map(strategy_of, (2, 1, 3)):
-        pairs.append((strategy, variable(0.0, strategy, aggregation="sum")))
-
-    def step(own_sum, x):
-        own_sum.assign_add(number())
-        return mr.get_replica_context().all_reduce("sum", x * number()), number()[None]
-
-    for turn in range(1, 3):
-        for strategy, own_sum in pairs:
-            numbers = list(range(1, strategy.num_replicas_in_sync + 1))
-            total, own = strategy.run(step, args=(own_sum, np.float32(turn)))
-            assert total == own_sum.numpy() == turn * sum(numbers) and strategy.gather(own, axis=0).tolist() == numbers
-            assert strategy.reduce("mean", own)[0] == sum(numbers) / len(numbers)
-            strategy.assert_mirrored()
 
 
 def test_a_mirrored_value_of_one_strategy_may_be_given_to_another(strategy2, strategy3):
@@ -180,32 +153,6 @@ def test_explain_says_what_the_programs_communicate_and_how_data_is_split(strate
     assert len([line for line in text.splitlines() if line.startswith("dataset ")]) == 1
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class Odd:
-    """A setting that cannot be shown."""
-
-    number: int
-
-    def __repr__(self):
-        raise ArithmeticError("shown")
-
-
-def test_explain_says_why_a_function_was_compiled_again(strategy2):
-    """The reasons are in tests/_program/test_steps.py."""
-
-    def step(x, mode):
-        return x
-
-    for call in ((np.ones(2), Odd(1)), (np.ones(3), Odd(1)), (np.ones(3), Odd(2))):
-        strategy2.run(step, args=call)
-        strategy2.run(step, args=call)
-    _, first, second, shape, third, odd, *_ = strategy2.explain().splitlines()
-    name = "test_explain_says_why_a_function_was_compiled_again.<locals>.step"
-    assert all(line.startswith(f"program {name}: ") for line in (first, second, third))
-    assert "  compiled again, because the argument `x` changed from shape (2,) float32 to (3,) float32" in shape
-    assert re.search(r"because the argument `mode` changed from an object of type .*Odd to an object of type .*Odd", odd)
-
-
 def test_a_copy_of_a_strategy_is_the_strategy_and_pickling_says_what_to_do(strategy2):
     settings = {"strategy": strategy2, "rate": [0.1]}
     assert copy.deepcopy(settings)["strategy"] is strategy2 and copy.copy(strategy2) is strategy2
@@ -240,40 +187,3 @@ def test_a_scope_may_be_entered_again_and_inside_itself(strategy2):
     inside = threading.Barrier(3, timeout=60)
     entered_by_a_thread = scope(lambda: [inside.wait(), mr.get_strategy()][1])
     assert in_threads(*[entered_by_a_thread] * 3) == [strategy2] * 3
-
-
-def test_a_function_of_values_may_use_its_memory_again(strategy2):
-    buffer = np.zeros(2)
-
-    def value(context):
-        buffer[:] = context.replica_id_in_sync_group
-        return buffer
-
-    assert [v.tolist() for v in strategy2.distribute_values_from_function(value).values] == [[0, 0], [1, 1]]
-
-
-@pytest.mark.parametrize("num_replicas", [1, 3])
-def test_inside_jaxs_own_mesh_no_program_starts_and_nothing_has_changed(num_replicas):
-    strategy, x = strategy_of(num_replicas), np.arange(7, dtype=np.float32)
-    w = variable(0.0, strategy)
-    [batch] = strategy.distribute_dataset([x])
-
-    def step(batch):
-        return w.assign_add(ctx().all_reduce("sum", batch.sum()))
-
-    calls = {
-        "run": lambda: strategy.run(step, args=(batch,)),
-        "reduce": lambda: strategy.reduce("sum", batch, axis=0),
-        "gather": lambda: strategy.gather(batch, axis=0),
-        "local_results": lambda: strategy.local_results(batch),
-        "function": lambda: mr.function(lambda: w.assign_add(1.0))(),
-        "scan": lambda: mr.scan(lambda carry, _: (w.assign_add(carry), None), 0.0, length=2),
-    }
-    for mesh in (jax.make_mesh((1,), ("data",)), strategy.mesh):
-        for name, call in calls.items():
-            with jax.set_mesh(mesh), pytest.raises(mr.ContextError, match=r"inside jax\.set_mesh\(...\) of the axes"):
-                print(name, call())
-        strategy.run(step, args=(batch,))
-        with jax.set_mesh(mesh), pytest.raises(mr.ContextError, match="set_mesh"):
-            strategy.run(step, args=(batch,))  # also when it has a program
-    assert float(w) == 2 * x.sum() and float(strategy.reduce("sum", batch, axis=0)) == x.sum()

@@ -162,16 +162,6 @@ def test_a_variable_has_a_word_of_its_own() -> None:
             make()
 
 
-def test_what_a_step_may_not_do_is_refused_as_for_any_variable(parts: mr.MirroredStrategy) -> None:
-    v = variable(parts)
-    x = parts.distribute_values_from_function(lambda ctx: VALUE * ctx.replica_id_in_sync_group)
-    with pytest.raises(mr.ReplicasDivergeError, match="'w'"):
-        parts.run(lambda x: v.assign(x), args=(x,))
-    with pytest.raises(mr.StrategyMismatchError, match="'w'"):
-        strategy_of(4).run(lambda: v.assign_add(VALUE))
-    np.testing.assert_array_equal(v.numpy(), VALUE)
-
-
 def test_what_is_in_parts_is_said() -> None:
     gc.collect()  # variables of other tests
     strategy = strategy_of(8, storage="parts")

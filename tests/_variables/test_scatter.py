@@ -129,16 +129,3 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(strategy3: mr.Mirrored
     assert plain.scatter_add([], np.zeros((0, 2))) is plain
     strategy3.run(lambda rows: plain.scatter_update(rows, 0.0), args=(np.array([6, 100]),))
     np.testing.assert_array_equal(plain.numpy(), START, err_msg="an index outside that only the devices know writes nothing")
-
-
-def test_scatter_within_loops_and_merge_calls(strategy2: mr.MirroredStrategy) -> None:
-    plain, total = make(strategy2), make(strategy2, aggregation="sum")
-
-    def step(x):
-        mr.fori_loop(0, 3, lambda i, c: (plain.scatter_add(jnp.asarray([i]), 1.0), c)[1], 0.0)
-        mr.get_replica_context().merge_call(lambda strategy: [total.scatter_add([0], 1.0), None][1])
-        total.scatter_add([1], x[0])
-
-    strategy2.run(step, args=(np.ones(2, np.float32),))
-    np.testing.assert_array_equal(plain.numpy() - START, [[1, 1]] * 3 + [[0, 0]] * 3)
-    np.testing.assert_array_equal((total.numpy() - START)[:2], [[1, 1], [2, 2]])

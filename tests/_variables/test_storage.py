@@ -13,13 +13,11 @@ import numpy as np
 import optax
 import pytest
 from hypothesis import given, settings
-from processes import run_program
-from strategies import TWO, numbers, strategy_of, values_of
+from strategies import TWO, strategy_of
 
 import mirrored as mr
 from mirrored._program import cache
 from mirrored._variables import storage
-from mirrored._workers import joint_programs
 
 # Many steps here come from one factory.
 pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
@@ -123,40 +121,6 @@ def test_a_ctrl_c_at_any_call_of_steps_that_share_a_variable_loses_nothing():
     assert ctrl_c.after_each_call(steps, check) > 100
 
 
-def test_a_ctrl_c_at_any_call_of_a_step_of_several_workers_loses_nothing():
-    [a] = variables([0])
-    told = []
-    program = jax.jit(lambda arrays, read: ([], [array + 1 for array in arrays]), donate_argnums=0)
-    started = joint_programs.Announced(program, lambda: None, lambda *arguments: told.append(len(arguments)))
-    home = home_of(a)
-
-    def step():
-        storage.overwrite(started, home, [])
-
-    step()
-    assert ctrl_c.after_each_call(step, lambda: first(a)) > 3 and set(told) == {2}
-
-
-def test_what_a_handler_of_a_signal_takes_at_any_call_of_a_step_stays():
-    a, b, c = variables([0, 0, 0])
-    steps = [adding_one(a, b), adding_one(b, c)]  # b moves
-    taken = []
-
-    def work():
-        a.numpy(), b.value  # borrowed and taken: to be copied
-        for step in steps:
-            TWO.run(step)
-
-    def take():
-        taken.extend((variable.value, variable.numpy()) for variable in (a, b, c))
-
-    work()
-    assert ctrl_c.after_each_call(work, lambda: None, take) > 50
-    assert len(taken) > 150
-    for array, before in taken:
-        np.testing.assert_array_equal(array, before)
-
-
 # -- memory
 
 
@@ -179,42 +143,6 @@ def test_a_variable_that_dies_frees_its_array_while_others_of_its_home_live():
     assert first(b) == 2
     TWO.run(adding_one(b))
     assert first(b) == 3
-
-
-def test_programs_that_overwrite_the_same_variables_in_the_same_order_share_a_home():
-    a, b = variables([0, 0])
-
-    def step(x):
-        a.assign_add(jnp.sum(x) + jnp.zeros(3))
-        b.assign_add(jnp.ones(3))
-
-    homes = []
-    for size in (1, 2, 1):
-        TWO.run(step, args=(jnp.ones(size),))
-        homes.append(home_of(a))
-    assert homes[0] is homes[1] is homes[2] is home_of(b) and homes[0].is_whole
-    assert (first(a), first(b)) == (4, 3)
-
-
-def test_variables_that_live_to_the_end_of_a_program_end_without_a_word():
-    """After the names of our modules."""
-    code = "import mirrored as mr\nws = [mr.Variable(0.0) for _ in range(3)]\n"
-    ended = run_program(code, env={"JAX_PLATFORMS": "cpu"})
-    assert (ended.returncode, ended.stderr) == (0, "")
-
-
-def test_a_home_that_a_variable_has_left_holds_nothing_of_it():
-    a, b = variables([0, 0])
-    both = adding_one(a, b)
-    TWO.run(both)
-    home = home_of(a)
-    taken = b.value  # copied before it moves
-    TWO.run(adding_one(b))
-    assert home.arrays[1] is None
-    assert not home.is_whole
-    assert (home_of(a), first(a), first(b)) == (home, 1, 2) and taken.tolist() == [1] * 3
-    TWO.run(both)
-    assert (home_of(b), first(a), first(b)) == (home, 2, 3)
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
@@ -241,79 +169,6 @@ def test_a_first_step_overwrites_what_was_given_as_numpy_and_as_jax_and_what_an_
     assert [array.is_deleted() for array in before] == [array is not held for array in before]
     np.testing.assert_array_equal(held, np.full(20_000, 2.0))
     np.testing.assert_array_equal(given, np.full(20_000, 2.0))
-
-
-def test_state_that_an_optimizer_makes_of_one_array_is_several():
-    shared = jnp.ones(3)
-    same = optax.GradientTransformation(lambda params: (params, params, shared, shared), lambda u, s, params=None: (u, s))
-    [w] = variables([1])
-    optimizer = mr.Optimizer(same, [w])
-    TWO.run(lambda: optimizer.apply_gradients([jnp.ones(3)], aggregate=False))
-    TWO.run(lambda: optimizer.apply_gradients([jnp.ones(3)], aggregate=False))
-    leaves = jax.tree.leaves(optimizer.state, is_leaf=lambda leaf: isinstance(leaf, mr.Variable))
-    assert [leaf.numpy().tolist() for leaf in leaves] == [[1.0] * 3] * 4 and w.numpy().tolist() == [3.0] * 3
-    assert shared.tolist() == [1.0] * 3
-
-
-# -- the warm path is taken only where it is right
-
-
-def warmed():
-    """Make a step that reads a variable, and run it twice."""
-    [scale] = variables([3])
-
-    def step(x):
-        return x * scale
-
-    for _ in range(2):
-        TWO.run(step, args=(jnp.float32(1),))
-    return scale, step
-
-
-def test_a_warm_step_under_a_transformation_is_part_of_it():
-    _, step = warmed()
-    run = lambda x: TWO.reduce("mean", TWO.run(step, args=(x,)))[0]  # noqa: E731
-    with pytest.raises(mr.ContextError, match=r"Use mr\.function instead of jax\.jit"):
-        jax.jit(run)(jnp.float32(2))
-    assert float(mr.function(run)(jnp.float32(2))) == 6
-    assert float(jax.grad(run)(jnp.float32(2))) == 3
-    plain = lambda x: x * 3  # noqa: E731
-    assert float(TWO.run(plain, args=(jnp.float32(1),))) == 3
-
-    @jax.jit
-    def with_concrete_values(x):
-        with jax.ensure_compile_time_eval():
-            return TWO.run(plain, args=(x,))
-
-    assert float(with_concrete_values(jnp.float32(2))) == 6
-    assert jax.vmap(lambda x: TWO.run(plain, args=(x,)))(jnp.arange(3.0)).tolist() == [0, 3, 6]
-
-
-def test_a_warm_step_is_eager_in_a_block_takes_arrays_from_elsewhere_and_refuses_other_strategies_values(capsys):
-    scale, step = warmed()
-    with mr.eager():
-        TWO.run(lambda x: print("here", step(x)), args=(jnp.float32(1),))
-    assert capsys.readouterr().out.startswith("here On cpu:0")
-    for device in jax.devices()[:4]:
-        result = TWO.run(step, args=(jax.device_put(jnp.float32(1), device),))
-        assert result.sharding.device_set == set(TWO.devices)
-    for _ in range(2):
-        assert values_of(TWO.run(step, args=(numbers(TWO),))) == [[0] * 3, [3] * 3]
-        with pytest.raises(mr.StrategyMismatchError, match=r"`x` is a PerReplica whose values lie on \['"):
-            TWO.run(step, args=(numbers(mr.MirroredStrategy(["cpu:2", "cpu:3"])),))
-    assert first(scale) == 3
-
-
-def test_only_some_megabytes_are_copied_at_once(monkeypatch):
-    sizes = []
-    original = storage._copy
-    monkeypatch.setattr(storage, "_copy", lambda arrays: (sizes.append(len(arrays)), original(arrays))[1])
-    monkeypatch.setattr(storage, "MAX_COPIED_BYTES", 24)  # two of them
-    made = variables(range(5))
-    for variable in made:
-        variable.value  # taken
-    TWO.run(adding_one(*made))
-    assert sizes == [2, 2, 1] and [first(variable) for variable in made] == [1, 2, 3, 4, 5]
 
 
 # -- programs that fail late

@@ -6,7 +6,7 @@ MUTANTS = [
     ("data/_sources/numpy_dataset.py", "dataset._next_epoch[0] = first +", "first = first +",
      "tests/data/test_position.py::test_the_passes_after_a_restart_have_the_orders_of_the_unbroken_run"),
     ("data/_sharing/files.py", '"files": [first, None, step]', '"files": [first, None, step + 1]',
-     "tests/data/test_plan.py::test_each_worker_reads_its_own_files_and_no_other"),
+     "tests/data/test_plan.py::test_every_record_exactly_once_and_paired_whatever_the_pipeline"),
     ("data/_sharing/files.py", 'self._num_begun(mine, part["state"])', "self._num_begun(mine, self._before)",
      "tests/data/test_position.py::test_any_number_of_workers_goes_on_with_files"),
     ("data/_sharing/rows.py", "place[len(part) :] = 0", "place[len(part) :] = 1",

@@ -1,11 +1,10 @@
 """Several workers, one dataset: every record exactly once, pairs paired, all workers the same number of steps."""
 
-import gc
 import itertools
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grain
@@ -23,9 +22,7 @@ from mirrored.data._dataset import DistributedDataset
 from mirrored.data._sharing import agree
 from mirrored.data._sharing import rows as _rows
 from mirrored.data._sharing.agree import InputWorker, _checksum
-from mirrored.data._sharing.plan import SharingPlan, make_plan
-from mirrored.data._sharing.steps import LocalReplicas
-from mirrored.data._sources.open import open_source
+from mirrored.data._sharing.plan import make_plan
 
 few_examples = hypothesis.settings(deadline=None, max_examples=20, derandomize=True)
 
@@ -138,33 +135,6 @@ def test_drop_remainder_gives_all_replicas_equal_numbers(sizes, batch_size, num_
     assert max(records(batches).values(), default=0) <= (num_workers if policy == "off" else 1)
 
 
-def test_by_file_dropping_the_remainder_ends_with_the_first_worker_that_runs_out() -> None:
-    """The third row of each batch of three is no loss: it begins the next step. What other workers have left is."""
-    run = run_workers(lambda worker: pairs(Files([[1, 2, 3, 4, 5], [6, 7]])).batch(3), 2, policy="file", drop_remainder=True)
-    assert [batch["x"].tolist() for batch in run.global_batches()] == [[1, 6], [2, 7]]
-    assert run.dropped == 2  # as told on each of two workers: one row of the step in which worker 1 had none
-
-
-def test_each_worker_reads_its_own_files_and_no_other() -> None:
-    dataset = pairs(Files(make_files([3] * 5))).batch(4)
-    run = run_workers(lambda worker: dataset, 2, policy="file")
-    found = [{int(x) for step in steps for x in step.stacked["x"][0][: step.sizes[w]]} for w, steps in enumerate(run.steps)]
-    assert found == [{1, 2, 3, 7, 8, 9, 13, 14, 15}, {4, 5, 6, 10, 11, 12}]
-    assert len(list(dataset)) == 4, "the user's dataset is not changed"
-
-
-def test_by_file_a_pipeline_may_use_one_buffer_for_all_batches() -> None:
-    """Rows of a batch wait while the next is read."""
-
-    def make(worker: int) -> grain.IterDataset:
-        buffer = np.zeros(3, "int32")
-        ds = Files([range(1, 8), range(11, 16)]).map(np.int32).batch(3)
-        return ds.map(lambda batch: np.copyto(buffer[: len(batch)], batch) or buffer[: len(batch)])
-
-    run = run_workers(make, 2, policy="file")
-    assert [batch.tolist() for batch in run.global_batches()] == [[1, 2, 11], [3, 4, 12], [5, 6, 13], [7, 14], [15]]
-
-
 def test_a_worker_without_records_takes_part_in_every_step() -> None:
     """Its files hold records, but the filter leaves none: it learns the structure of a batch from the others."""
 
@@ -202,28 +172,12 @@ class Custom:
         return f"Custom {next(self.made)}"
 
 
-def test_rows_are_compared_by_what_they_hold_not_by_the_text_of_their_class() -> None:
-    batches = [Custom({"x": np.full(2, n)}) for n in range(3)]
-    assert _rows.join_rows(batches).fields["x"].tolist() == [0, 0, 1, 1, 2, 2]
-    with pytest.raises(ValueError, match="rows of different structure"):
-        _rows.join_rows([*batches, Custom({"y": np.full(2, 3)})])
-
-
 def test_workers_whose_batches_do_not_fit_are_told_so() -> None:
     message = r"workers yielded batches that do not fit together: worker 0 .*float32\[3\], worker 1 .*float32\[4\]"
     with pytest.raises(ValueError, match=message):
         run_workers(lambda worker: [np.ones((2, 3 + worker), "float32")], 2, policy="off")
     rows = {"structure": "evil\n\x1b[2J", "leaves": [["float32\x1b", [3]]]}
     assert agree._show(rows) == r"evil\n\x1b[2J of float32\x1b[3]", "what another worker says is escaped"
-
-
-def test_off_divides_each_workers_batches_among_its_own_replicas() -> None:
-    """A worker with fewer batches gives none in the last steps, and nobody waits."""
-    run = run_workers(lambda worker: [np.arange(5) + 10 * worker] * (3 - worker), 2, num_local=2, policy="off")
-    batches = [batch.tolist() for batch in run.global_batches()]
-    both = [0, 1, 2, 3, 4, 10, 11, 12, 13, 14]
-    assert batches == [both, both, [0, 1, 2, 3, 4]]
-    assert [step.sizes for step in run.steps[0]] == [(3, 2, 3, 2), (3, 2, 3, 2), (3, 2, 0, 0)]
 
 
 class Own(grain.IterDataset):
@@ -268,14 +222,10 @@ def test_auto_says_what_it_chose_and_why() -> None:
         assert (plan.kind, plan.dataset[0] is X) == ("DATA", True), "one worker takes all"
 
 
-def test_by_file_a_users_own_transformation_is_the_users_word() -> None:
-    """It is refused where it would lose records."""
-    for own in (Own(Files([[1]] * 4)), Files([[1]] * 4).batch(3, drop_remainder=True)):
-        assert make_plan(own, "file", InputWorker(0, 2), 2).kind == "FILE"
+def test_by_file_what_cannot_be_shared_out_is_refused_and_a_users_own_transformation_is_the_users_word() -> None:
+    assert make_plan(Own(Files([[1]] * 4)), "file", InputWorker(0, 2), 2).kind == "FILE"
     for dataset, message in [
         (Files([[1]]), r"cannot share this dataset out among 2 workers: there are 1 files for 2 workers\. Use mr\.Auto"),
-        (zipped_with_numbers([[1]] * 4), r"ZipIterDataset combines several datasets"),
-        ([X], r"list is no dataset of files"),
         (grain.MapDataset.range(9).batch(3), r"reads no files that can be shared out"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -312,65 +262,6 @@ def test_a_step_with_batches_of_two_datasets_of_which_auto_shares_one_by_file_wa
         (one, one),
     ):
         strategy2.run(lambda x, y: x - y, args=batches)
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_an_iterator_that_is_left_keeps_no_channel(prefetch: int, strategy2) -> None:
-    """Its keys would stay in the coordination service until the program ends."""
-    closed: list[int] = []
-    worker, plan = InputWorker(close=lambda: closed.append(1)), make_plan([X] * 3, "auto", InputWorker(), 2)
-    iterator = iter(DistributedDataset(strategy2._mesh, mr.InputOptions(prefetch=prefetch), worker, plan))
-    next(iterator)
-    assert not closed
-    del iterator
-    gc.collect()
-    assert closed
-
-
-def told_steps(dataset: Any, kind: str, **options: Any) -> tuple[list[Any], list[Any]]:
-    """The steps of one of two workers that read the same, and the messages that it sent."""
-    told: list[Any] = []
-
-    def exchange(value: Any) -> list[Any]:
-        told.append(value)
-        return [value, value]
-
-    layout = LocalReplicas(2, InputWorker(0, 2, exchange, is_noted=options.pop("is_noted", False)), **options)
-    plan = SharingPlan(dataset, kind, "")
-    return list(plan.steps(plan.open(), layout, {})), told
-
-
-def test_batches_that_are_noted_are_told_at_the_first_and_the_end_only() -> None:
-    first, second = [[*np.zeros((9, 4)), np.full(4, last)] for last in (1.0, 2.0)]
-    steps, told = told_steps(first, "DATA")
-    assert [step.place[2] for step in steps] == list(range(1, 11)) and len(told) == 11
-    steps, told = told_steps(first, "DATA", is_noted=True)
-    assert [value[:3] for value in told] == [[False, 1, 4], [True, 10, 0]]
-    others, told_of_others = told_steps(second, "DATA", is_noted=True)
-    assert told[-1] != told_of_others[-1]
-    assert [a.place == b.place for a, b in zip(steps, others, strict=True)] == [True] * 9 + [False]
-
-
-@pytest.mark.parametrize("policy", ["OFF", "FILE"])
-def test_workers_tell_of_several_batches_at_once(policy: str) -> None:
-    """The first is not kept waiting for others, and no message is needed for each."""
-    dataset = Files([list(range(40))]).batch(2) if policy == "FILE" else [np.arange(i, i + 2) for i in range(20)]
-    (one, _), (several, told) = told_steps(dataset, policy, lookahead=1), told_steps(dataset, policy, lookahead=4)
-    assert [step.stacked.tolist() for step in one] == [step.stacked.tolist() for step in several] and len(one) > 15
-    lengths = [len(message["steps"]) for message in told if isinstance(message, dict)]
-    assert lengths[:4] == [1, 2, 4, 4] and len(lengths) <= len(one) / 4 + 4
-
-
-def test_an_error_of_the_pipeline_comes_after_the_batches_before_it() -> None:
-    def batches() -> Iterator[np.ndarray]:
-        yield from [np.zeros(2)] * 5
-        raise OSError("no such disk")
-
-    layout = LocalReplicas(2, InputWorker(0, 2, lambda value: [value, value]), lookahead=4)
-    steps = SharingPlan(None, "OFF", "").steps(open_source(batches()), layout, {})
-    assert [next(steps).sizes for _ in range(5)] == [(2, 2)] * 5
-    with pytest.raises(OSError, match="no such disk"):
-        next(steps)
 
 
 def test_workers_that_read_different_batches_under_data_are_told_so() -> None:

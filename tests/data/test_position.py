@@ -13,13 +13,11 @@ from typing import Any
 
 import grain
 import hypothesis
-import jax
 import numpy as np
 import pytest
 from grain import experimental as gx
 from hypothesis import strategies as st
-from pipelines import STATE, STRATEGIES, Files, Reiterable, Tensor, batches_of, interleaved, make_files, pairs, resumed, rows_of
-from simulated_workers import run_workers
+from pipelines import STATE, STRATEGIES, Files, Reiterable, Tensor, batches_of, interleaved, make_files, resumed, rows_of
 
 import mirrored as mr
 from mirrored._checkpoint.state import Snapshot, restore_positions
@@ -120,22 +118,6 @@ def test_resuming_with_another_number_of_replicas_gives_every_example_once(sourc
         options, counts = mr.InputOptions(prefetch=2 * (number % 2)), (2, 3) if number % 2 else (3, 1)
         first, second = (STRATEGIES[count].distribute_dataset(SOURCES[source](), options) for count in counts)
         assert resumed(first, at, second) == whole
-
-
-def test_the_position_is_kept_when_the_iterator_goes_on_ends_or_is_closed() -> None:
-    iterator = iter(STRATEGIES[2].distribute_dataset(numpy_dataset()))
-    states = [iterator.get_state(), *(iterator.get_state() for _ in iterator)]
-    assert not [leaf for leaf in jax.tree.leaves(states) if not isinstance(leaf, int | str)]
-    assert [state["source"]["row"] for state in states] == [0, 4, 8, 11]
-    assert iterator.get_state() == states[-1]
-    iterator.set_state(states[1])
-    assert rows_of(next(iterator)) == [4, 5, 6, 7]
-    iterator.close()
-    assert iterator.get_state() == states[2]
-    with iter(STRATEGIES[2].distribute_dataset(numpy_dataset())) as iterator:
-        pass
-    with pytest.raises(ValueError, match="closed before it read anything"):
-        iterator.get_state()
 
 
 def test_a_position_in_rows_holds_for_batches_of_another_size() -> None:
@@ -288,39 +270,6 @@ def test_the_position_that_a_dataset_holds_is_changed_while_nothing_is_read_ahea
     with iter(distributed) as iterator, pytest.raises(ValueError, match=r"the state does not fit With"):
         iterator.set_state({**STATE, "source": {"wrong": 1}})
     assert batches_of(distributed) == whole
-
-
-@hypothesis.settings(deadline=None, max_examples=15, derandomize=True)
-@hypothesis.example(sizes=[7, 7, 7], num_taken=1, batch_sizes=(6, 6), num_local=(1, 2), policy="file", shuffled=False)
-@hypothesis.given(
-    sizes=st.lists(st.integers(0, 7), min_size=3, max_size=5),
-    num_taken=st.integers(0, 6),
-    batch_sizes=st.tuples(st.integers(1, 6), st.integers(1, 6)),
-    num_local=st.tuples(st.integers(1, 3), st.integers(1, 3)),
-    policy=st.sampled_from(["file", "data"]),
-    shuffled=st.booleans(),
-)
-def test_workers_go_on_where_each_of_them_was(sizes, num_taken, batch_sizes, num_local, policy, shuffled) -> None:
-    """Also in the middle of the batches that a worker's files yield, with other batch sizes and numbers of replicas."""
-
-    def make(batch_size: int) -> Callable[[int], Any]:
-        def of_worker(worker: int) -> Any:
-            ds: Any = Files(make_files(sizes))
-            ds = gx.WindowShuffleIterDataset(ds, window_size=3, seed=1) if shuffled else ds
-            return pairs(ds).batch(batch_size)
-
-        return of_worker
-
-    after = batch_sizes[0] if policy == "data" else batch_sizes[1]  # by DATA the state counts batches
-    first = run_workers(make(batch_sizes[0]), 3, num_local[0], policy, max_steps=num_taken or 1)
-    if not num_taken or not first.steps[0]:
-        return
-    positions = [(steps[-1].position, steps[-1].extra) for steps in first.steps]
-    if policy == "file" and after != batch_sizes[0]:  # as by `set_state`: the steps are of the new size
-        positions = [(text, {}) for text, _ in positions]
-    second = run_workers(make(after), 3, num_local[1], policy, positions=positions)
-    found = [int(x) for run in (first, second) for batch in run.global_batches() for x in batch["x"]]
-    assert sorted(found) == list(range(1, sum(sizes) + 1))
 
 
 def test_the_position_of_a_worker_is_for_that_worker_and_says_how_much_of_a_batch_was_taken(monkeypatch) -> None:

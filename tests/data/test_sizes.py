@@ -1,7 +1,5 @@
 """What is known of a dataset before its batches are read: the number of steps, and why there are none."""
 
-import contextlib
-import re
 import sys
 import threading
 import types
@@ -16,11 +14,6 @@ import pytest
 from pipelines import WITHOUT_THREAD, Reiterable
 
 import mirrored as mr
-from mirrored._testing.inputs import _make_workers, _run_together
-from mirrored.data._passes import Elements, Passes
-from mirrored.data._sharing.agree import InputWorker
-from mirrored.data._sharing.plan import make_plan
-from mirrored.data._sharing.steps import LocalReplicas
 
 DROP = mr.InputOptions(drop_remainder=True)
 X = np.ones((2, 3), "float32")
@@ -108,23 +101,6 @@ def test_a_pass_that_made_steps_before_or_was_ended_by_the_program_says_nothing(
     assert len(thread_said) == 1, "of a thread of the program, too"
 
 
-@pytest.mark.parametrize(
-    ("policy", "why"), [("data", "is empty, or its batches"), ("off", "drops .* 4 replicas .* dropped 2 rows")]
-)
-def test_all_workers_say_the_same(policy: str, why: str) -> None:
-    """Also where the data of one has ended before a step."""
-
-    def read(worker: InputWorker) -> str:
-        dataset = [X[:0]] if policy == "data" else [X] * worker.index
-        plan = make_plan(dataset, policy, worker, 4)
-        with contextlib.closing(Passes(Elements(plan), None, {})) as passes:
-            assert list(passes.steps(LocalReplicas(4, worker, drop_remainder=True))) == []
-        return passes.why_no_step
-
-    first, second = _run_together(read, _make_workers(2))
-    assert first == second and re.search(why, first), first
-
-
 @pytest.mark.parametrize("make", [lambda s: s.make_numpy_dataset(X).batch(2).repeat(), lambda s: source(2).repeat().batch(2)])
 def test_an_endless_dataset_whose_batches_are_all_dropped_is_an_error(strategy3: mr.MirroredStrategy, make: Any) -> None:
     with pytest.raises(
@@ -152,6 +128,7 @@ def test_the_length_is_the_number_of_steps(strategy3: mr.MirroredStrategy) -> No
         parts = [rows(num_rows)[start : start + 4] for start in range(0, num_rows, 4)]
         datasets = [
             strategy3.make_numpy_dataset(rows(num_rows)).batch(4),
+            strategy3.make_numpy_dataset(rows(num_rows)).batch(2),
             parts,
             tuple([part] for part in parts),
             [*parts, X[:0]],

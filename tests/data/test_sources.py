@@ -11,28 +11,11 @@ from typing import Any
 import grain
 import numpy as np
 import pytest
-from pipelines import OneBuffer, batches_of, resumed, rows_of
-from simulated_workers import run_workers
+from pipelines import batches_of, resumed, rows_of
 
 import mirrored as mr
-from mirrored.data._sharing.agree import InputWorker
-from mirrored.data._sharing.plan import SharingPlan, plan_of_function
 
 pytestmark = pytest.mark.usefixtures("grains_threads_end")
-
-
-def test_grain_datasets(strategy3: mr.MirroredStrategy) -> None:
-    records = grain.MapDataset.range(10).map(lambda n: {"x": np.int32(n), "y": np.full(2, n, "float32")}).batch(4)
-    by_number, stream = map(strategy3.distribute_dataset, (records, records.to_iter_dataset()))
-    whole = [{"x": list(xs), "y": [[x, x] for x in xs]} for xs in (range(4), range(4, 8), range(8, 10))]
-    assert batches_of(by_number) == batches_of(by_number) == batches_of(stream) == batches_of(stream) == whole
-    filtered = strategy3.distribute_dataset(grain.MapDataset.range(10).batch(2).filter(lambda batch: batch[0] != 4))
-    assert batches_of(filtered) == [[0, 1], [2, 3], [6, 7], [8, 9]] and len(by_number) == 3
-    for distributed in (stream, filtered):
-        with pytest.raises(TypeError, match=r"the length of \w+ is not known before it ends"):
-            len(distributed)
-    with iter(strategy3.distribute_dataset(grain.MapDataset.range(4).repeat().batch(3))) as iterator:  # left in the middle
-        assert batches_of(iterator, 3) == [[0, 1, 2], [3, 0, 1], [2, 3, 0]]
 
 
 def test_examples_that_nothing_batches_are_refused_where_that_is_known(strategy2: mr.MirroredStrategy, tmp_path: Path) -> None:
@@ -232,27 +215,6 @@ def test_each_replica_takes_the_next_element_and_none_is_dropped(strategy3: mr.M
         assert contexts == [mr.InputContext(1, 0, 3)] and str(*contexts) == "mr.InputContext(input pipeline id 0, total: 1)"
 
 
-def test_elements_may_have_different_numbers_of_rows(strategy2: mr.MirroredStrategy, strategy3: mr.MirroredStrategy) -> None:
-    def sizes(strategy: mr.MirroredStrategy, counts: tuple[int, ...], options: Any = None) -> list[list[int]]:
-        elements = [np.ones((n, 2)) for n in counts]
-        distributed = strategy.distribute_datasets_from_function(lambda context: elements, options)
-        return [[shape[0] for shape in batch.shapes] for batch in distributed]
-
-    assert sizes(strategy3, (2, 0, 3, 0, 0, 0, 1)) == [[2, 0, 3], [1, 0, 0]]  # a step without any row is none
-    assert sizes(strategy2, (3, 2, 2, 2, 4), mr.InputOptions(drop_remainder=True)) == [[2, 2], [2, 2]]
-
-
-@pytest.mark.parametrize("reuse", [False, True])
-def test_a_function_may_make_any_kind_of_dataset(reuse: bool, strategy2: mr.MirroredStrategy) -> None:
-    def make(context: mr.InputContext) -> Any:
-        size = context.get_per_replica_batch_size(4)
-        return OneBuffer(3, 2) if reuse else grain.MapDataset.range(6).batch(size).to_iter_dataset()
-
-    distributed = strategy2.distribute_datasets_from_function(make)
-    assert [[np.asarray(row).tolist() for row in batch.values] for batch in distributed] == [[[0, 1], [2, 3]], [[4, 5], []]]
-    assert "made by a function, called once: each replica takes the next element; every row is used" in strategy2.explain()
-
-
 def test_a_position_that_counts_per_replica_batches_of_another_size_is_refused(strategy2, strategy3) -> None:
     """The function divides a global batch, so that the fourth batch of two replicas begins elsewhere than that of three."""
 
@@ -280,38 +242,8 @@ def test_a_position_that_counts_per_replica_batches_of_another_size_is_refused(s
         assert rows_of(next(other)) == list(range(6))
 
 
-def test_workers_whose_functions_give_different_numbers_of_elements() -> None:
-    def planned(dataset: Any, policy: str, worker: InputWorker, num_replicas: int) -> SharingPlan:
-        return plan_of_function(dataset, worker)
-
-    for counts in ([3, 5], [0, 2], [4, 4], [5, 1]):
-
-        def make(worker: int, counts=counts) -> list[Any]:
-            return [np.array([[10 * worker + k]], "int32") for k in range(counts[worker])]
-
-        run = run_workers(make, 2, num_local=2, make=planned)
-        assert len(run.steps[0]) == -(-max(counts) // 2)
-        found = [int(x) for batch in run.global_batches() for x in batch.ravel()]
-        assert sorted(found) == [10 * w + k for w in (0, 1) for k in range(counts[w])]
-
-
 def test_elements_of_one_step_must_fit_together(strategy2: mr.MirroredStrategy) -> None:
     distributed = strategy2.distribute_datasets_from_function(lambda context: [np.ones((2, 3)), np.ones((2, 4))])
     message = r"elements of one step have rows of different structure, dtype or shape: float64\[3\], and number 1 float64\[4\]"
     with pytest.raises(ValueError, match=message):
         list(distributed)
-
-
-class Shuffled(list[Any]):
-    """Batches with a length and numbers, and an order of its own in each epoch."""
-
-    epoch = 0
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        self.epoch += 1
-        return iter([self[(i + self.epoch) % 3] for i in range(3)])
-
-
-def test_a_sequence_is_iterated_by_an_iter_of_its_own(strategy2: mr.MirroredStrategy) -> None:
-    dataset = strategy2.distribute_dataset(Shuffled(np.full(2, number) for number in range(3)))
-    assert [[batch[0] for batch in batches_of(dataset)] for _ in range(2)] == [[1, 2, 0], [2, 0, 1]]
