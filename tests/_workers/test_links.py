@@ -173,21 +173,12 @@ def table_line(remote: bytes, port: int, state: int, inode: int) -> str:
 
 
 def test_the_kernel_s_table_says_where_a_connection_without_an_answer_goes() -> None:
-    mapped, long = socket.inet_pton(socket.AF_INET6, "::ffff:10.0.0.7"), socket.inet_pton(socket.AF_INET6, "fd00::1:2")
-    table = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n" + "".join(
-        table_line(*line)
-        for line in (
-            (socket.inet_aton("10.0.0.1"), 41234, UNANSWERED, 11),
-            (socket.inet_aton("10.0.0.2"), 41234, ESTABLISHED, 12),
-            (bytes(4), 0, LISTENING, 13),
-            (mapped, 80, UNANSWERED, 14),
-            (long, 65535, UNANSWERED, 15),
-        )
+    mapped = socket.inet_pton(socket.AF_INET6, "::ffff:10.0.0.7")
+    lines = [(socket.inet_aton("10.0.0.1"), 41234, UNANSWERED, 11), (socket.inet_aton("10.0.0.2"), 41234, ESTABLISHED, 12)]
+    table = "header\n" + "".join(
+        table_line(*line) for line in (*lines, (bytes(4), 0, LISTENING, 13), (mapped, 80, UNANSWERED, 14))
     )
-    assert unanswered_ends(table) == {11: "10.0.0.1:41234", 14: "10.0.0.7:80", 15: "fd00::1:2:65535"}
-    header, line = table.splitlines()[:2]
-    for count, found in ((9, {}), (10, {11: "10.0.0.1:41234"})):  # of the fields that are there
-        assert unanswered_ends(f"{header}\n{' '.join(line.split()[:count])}") == found
+    assert unanswered_ends(table) == {11: "10.0.0.1:41234", 14: "10.0.0.7:80"}
     assert unanswered_ends("") == unanswered_ends("header\n\n  1: cut off") == {}
 
 
