@@ -90,6 +90,10 @@ def test_a_comparison_is_told_to_workers_that_do_not_come_and_may_be_made_again(
     with pytest.raises(KeyboardInterrupt):
         check(job.agreements[0], *TRAIN)
     assert progress.trail.last == before and not progress.phases
+    job.workers[0].exchange = lambda channel, own: [own, [*own[:2], "1", *own[3:]]]
+    with pytest.raises(ProgramMismatchError, match="worker 0: 0; worker 1: 1"):
+        check(job.agreements[0], *TRAIN)
+    assert progress.trail.last == before._replace(number=1), "no other entry has this number"
 
 
 def test_batches_that_differ_are_told_with_what_helps() -> None:
