@@ -190,10 +190,11 @@ def test_the_code_of_an_exception_says_what_it_was(make: Make) -> None:
         RuntimeError(f"INTERNAL: CpuCallback error calling callback: {TRACEBACK}RuntimeError: Timed out waiting for NCCL"),
     ],
 )
-def test_an_error_of_the_program_is_no_loss_whatever_it_speaks_of(make: Make, error: Exception) -> None:
+def test_an_error_of_the_program_is_no_loss_whatever_it_speaks_of(make: Make, caplog: Log, error: Exception) -> None:
     guarded = make(worker=1)
     assert guarded.fails(error) == 1
     assert guarded.verdict().title.startswith(f"worker 1 failed at step 0 with {type(error).__name__}: ")
+    assert guarded.printed == [error] and "  | " not in caplog.text, "its traceback is printed once"
 
 
 @pytest.mark.parametrize("is_alike", [True, False])
