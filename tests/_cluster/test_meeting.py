@@ -200,13 +200,13 @@ def test_what_an_ended_run_left_on_the_port_does_not_take_it(start: Start) -> No
 
 
 def test_a_missing_worker_is_named_everywhere(start: Start, caplog: Log, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(_gathering, "PROGRESS_SECONDS", 0.15)
+    monkeypatch.setattr(_gathering, "PROGRESS_SECONDS", 0.2)
     workers, lonely, shell = addresses(4), addresses(2), addresses(2)
     with caplog.at_level(logging.WARNING, logger="mirrored"):
-        futures = [start(worker(workers, i), timeout=0.45) for i in (0, 1, 3)]
-        futures.append(start(worker(lonely, 1, found_in="torchrun's variables"), timeout=0.45))
-        futures.append(start(worker(shell, 0, found_in="Slurm's variables"), timeout=0.45))
-        *errors, of_lonely, of_shell = outcomes(futures, at_least=0.4)
+        futures = [start(worker(workers, i), timeout=0.7) for i in (0, 1, 3)]
+        futures.append(start(worker(lonely, 1, found_in="torchrun's variables"), timeout=0.7))
+        futures.append(start(worker(shell, 0, found_in="Slurm's variables"), timeout=0.7))
+        *errors, of_lonely, of_shell = outcomes(futures, at_least=0.6)
     assert all(isinstance(error, ClusterStartError) for error in (*errors, of_lonely, of_shell))
     by_srun = "which srun starts (a shell of `srun --pty` is one task alone: in it, write `srun --overlap python train.py`)"
     assert str(of_shell).startswith(f"waiting for worker 1 ({shell[1]}), {by_srun}; 1 of 2 present after ")
@@ -221,7 +221,7 @@ def test_a_missing_worker_is_named_everywhere(start: Start, caplog: Log, monkeyp
         (f"waiting for worker 1 ({shell[1]}), {by_srun}; 1 of 2 present after ", 1),
         (f"waiting for the chief ({workers[0]}): it knows this worker, and is waiting for others", 2),
         (f"worker 1 is waiting for the chief ({lonely[0]}): Connection refused", 1),
-    ):  # after 0.15 s and 0.3 s; 0.6 s would be the next
+    ):  # after 0.2 s and 0.4 s; 0.8 s would be the next
         assert count <= sum(line.startswith(says) for line in lines) <= 2 * count, lines
 
 
