@@ -77,8 +77,7 @@ def _no_socket_and_no_thread_is_left(monkeypatch: Patch) -> Iterator[None]:
         return sum(link.startswith("socket:") for link in links)
 
     before, threads = sockets(), threading.active_count()
-    for module in (_gathering, meeting):
-        monkeypatch.setattr(module, "LINGER_SECONDS", 0.05)
+    monkeypatch.setattr(_gathering, "LINGER_SECONDS", 0.2)
     yield
     assert sockets() <= before
     assert threading.active_count() <= threads
@@ -393,8 +392,9 @@ def test_what_a_chief_says_of_many_missing_workers_and_of_an_address_that_only_i
 
 @pytest.mark.parametrize(("bound_to", "share"), [("127.0.0.1", False), ("", True), ("::", True)])
 def test_a_port_that_stays_taken_is_an_error_in_time_and_whoever_has_it_keeps_it(
-    bound_to: str, share: bool, start: Start, caplog: Log
+    bound_to: str, share: bool, start: Start, caplog: Log, monkeypatch: Patch
 ) -> None:
+    monkeypatch.setattr(meeting, "LINGER_SECONDS", 0.1)
     with socket.socket(socket.AF_INET6 if bound_to == "::" else socket.AF_INET) as listener:
         if bound_to == "::":
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
@@ -405,7 +405,7 @@ def test_a_port_that_stays_taken_is_an_error_in_time_and_whoever_has_it_keeps_it
         listener.listen()
         port = listener.getsockname()[1]
         with caplog.at_level(logging.WARNING, logger="mirrored"):
-            (error,) = outcomes([start(worker([f"127.0.0.1:{port}", *addresses(1)], 0), timeout=0.2)], at_least=0.2)
+            (error,) = outcomes([start(worker([f"127.0.0.1:{port}", *addresses(1)], 0), timeout=0.3)], at_least=0.3)
         assert isinstance(error, ClusterStartError)
         assert f"port {port} on 127.0.0.1 is taken by another program or job, after " in str(error)
         assert f"worker 0 is waiting for port {port} on 127.0.0.1, which another run or program has; after 0 s" in caplog.messages
@@ -574,7 +574,10 @@ def test_a_program_that_is_not_the_chief_is_an_error_at_once(start: Start) -> No
         assert f"what answers at {address} is not the chief of this cluster: it says '" in str(error)
 
 
-def test_a_program_that_says_nothing_is_waited_for_and_what_a_false_chief_says_is_escaped(start: Start) -> None:
+def test_a_program_that_says_nothing_is_waited_for_and_what_a_false_chief_says_is_escaped(
+    start: Start, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(meeting, "LINGER_SECONDS", 0.1)
     _, error = answered(b"", start, timeout=0.1)
     assert isinstance(error, ClusterStartError) and "it accepts connections but says nothing" in str(error)
     _, error = answered(_hello.encode_answer(ClusterConfigError("evil\n\x1b[2Jtext \u202e é")), start)
