@@ -568,7 +568,8 @@ def test_a_silent_worker_whose_heartbeats_cease_is_lost_unless_all_have_come_to_
     for _ in range(8):
         guarded.guard._round(1.0)
     assert set(guarded.guard._listening) == {frozenset({1}), frozenset({2})} and guarded.codes.empty()
-    assert caplog.text.count("has been silent for 4 s: it is stopped, cut off, dead, or in one long call") == 2, "once for each"
+    assert caplog.text.count("has been silent for 4 s: it is stopped, cut off, dead, or in one long call") == 2
+    assert caplog.text.count("it was last seen so") == 2, "once for each"
     if end:
         guarded.says("call", end)
     guarded.service.die(2)
