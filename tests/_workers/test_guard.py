@@ -679,6 +679,30 @@ def test_a_round_of_a_healthy_job_is_three_calls_whatever_the_number_of_workers(
             assert guarded.service.counted.total() == 3
 
 
+def test_a_chief_that_does_not_speak_while_its_service_answers_is_named_to_all(make: Make, caplog: Log) -> None:
+    """One call that holds Python's lock is enough; who leaves first is not to be taken for the lost one."""
+    guarded = make(worker=1, num_workers=3, stall_seconds=4.0, is_started=False)
+    guarded.says("position/0", OWN_CODE)
+    guarded.enter("train")
+    rounds = 0
+    while not guarded.guard._round(1.0):
+        rounds += 1
+        guarded.says("position/2", OWN_CODE._replace(beat=rounds, waits=True))
+    assert rounds == 4 and guarded.codes.get(timeout=5) == 75
+    assert "worker 0 has not entered step 1 (program 'train') for 4 s" in guarded.verdict().title
+    assert "it has been silent for 4 s" in caplog.text and guarded.verdict().lost == (), "the others are told, and waited for"
+    assert "worker 0: in its own code after step 12" in caplog.text and "worker 1 was here:\nMainThread" in caplog.text
+
+
+def test_worker_0_finds_who_waits_in_vain_for_another(make: Make, caplog: Log) -> None:
+    guarded = make(num_workers=4, is_started=False)
+    guarded.says("position/1", OWN_CODE._replace(started=13, waits=True, still=0.3))
+    guarded.says("position/2", OWN_CODE._replace(has_ended=True, still=0.0))
+    guarded.says("position/3", OWN_CODE)
+    assert guarded.guard._round(0.02) is True and guarded.codes.get(timeout=5) == 75
+    assert "worker 2 has ended its program after step 12 (program 'train'), and worker 1 waits in step 13" in caplog.text
+
+
 def test_the_others_name_worker_0_and_leave_the_rest_to_it(make: Make, caplog: Log) -> None:
     for of_chief, code in ((OWN_CODE, 75), (OWN_CODE._replace(started=13, waits=True), None)):
         guarded = make(worker=1, num_workers=3, stall_seconds=1.0, is_started=False)

@@ -24,7 +24,7 @@ def unanswered(address: Any, timeout: float) -> NoReturn:
 if (kind, worker) == ("wrong", "1"):
     os.environ["JAX_PLATFORMS"] = ""
     versions, usage, clock = check_host.versions(), shutil.disk_usage, time.time
-    check_host.versions = lambda: {**versions, "nvidia-nccl-cu13": "2.1"}
+    check_host.versions = lambda: {**versions, "nvidia-nccl-cu13": "2.1", "triton": "3"}
     check_host.num_gpus = lambda devices="/dev": 1
     check_host.gpus = lambda: check_host.Finding("1 NVIDIA GPU, driver 570.1")
     shutil.disk_usage = lambda path: usage("/")._replace(free=64 << 20) if path == "/dev/shm" else usage(path)
