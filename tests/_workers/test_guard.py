@@ -509,8 +509,18 @@ def ending(guarded: Guarded) -> threading.Thread:
     return thread
 
 
-def test_an_end_waits_for_the_others_and_says_so_and_how_it_came(make: Make, caplog: Log, monkeypatch: Patch) -> None:
-    monkeypatch.setattr("mirrored._workers.guard._END_WARNING_SECONDS", 0.05)
+def test_waiting_at_the_end_is_told(make: Make, caplog: Log, monkeypatch: Patch) -> None:
+    monkeypatch.setattr("mirrored._workers.guard._END_WARNING_SECONDS", 0.1)
+    guarded = make()
+    thread = ending(guarded)
+    wait_until(lambda: caplog.messages)
+    guarded.other_ends(1)
+    thread.join(10)
+    assert not thread.is_alive() and guarded.codes.empty()
+    assert caplog.messages[0].startswith("worker 0 has come to the end of its program, and has waited for worker 1 for 0 s")
+
+
+def test_an_end_waits_for_the_others_and_says_how_it_came(make: Make) -> None:
     for argument, code in [(3, 3), ("a message", 1), (2.5, 1), (256 + 7, 7), (None, 0), (False, 0)]:
         guarded = make(num_workers=3)
         with pytest.raises(SystemExit) as caught:
@@ -518,9 +528,6 @@ def test_an_end_waits_for_the_others_and_says_so_and_how_it_came(make: Make, cap
         assert caught.value.code == argument
         thread, position = ending(guarded), decode(guarded.of_key("position/0") or "")
         assert position is not None and position.has_ended
-        wait_until(lambda: caplog.messages)
-        assert caplog.messages[0].startswith("worker 0 has come to the end of its program, and has waited for workers 1, 2 for")
-        caplog.clear()
         assert str(position).endswith(f", by sys.exit({code})" if code else "before its first step")
         for worker in (1, 2):
             guarded.other_ends(worker)
