@@ -18,7 +18,7 @@ from mirrored._report import profile as profile_module
 from mirrored._report import traced
 from mirrored._report.facts import facts_of, load, save
 from mirrored._report.page import page
-from mirrored._report.traced import kind_of, seconds_of
+from mirrored._report.traced import Stretch, kind_of, of_device, seconds_of
 
 Event = tuple[str, int, int, dict[str, object]]
 
@@ -103,6 +103,15 @@ def test_kinds_are_those_of_xla_and_of_kernels() -> None:
     assert [name for names, kind in kinds.items() for name in names.split() if kind_of(name) != kind] == []
     assert kind_of("x", "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(x)") == "reduce-scatter"
     assert kind_of("x", "ncclKernel_AllGather_RING_LL_Sum_int8_t(x)") == "all-gather"
+
+
+def test_each_moment_counts_for_the_operation_that_began_last() -> None:
+    sum_, work = "all-reduce", COMPUTATION
+    assert of_device([]) == {}
+    assert of_device([Stretch(5, 9, sum_), Stretch(0, 2, work)]) == {sum_: 4, work: 2}
+    assert of_device([Stretch(0, 10, sum_), Stretch(3, 6, work)]) == {sum_: 7, work: 3}  # work goes on beside it
+    assert of_device([Stretch(0, 5, work), Stretch(3, 8, sum_), Stretch(4, 6, work)]) == {work: 5, sum_: 3}
+    assert of_device([Stretch(0, 4, work), Stretch(0, 10, sum_)]) == {sum_: 6, work: 4}  # the inner one began with it
 
 
 def test_what_cannot_be_read_has_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
