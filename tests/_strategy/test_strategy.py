@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from strategies import in_threads, variable
+from strategies import ctx, in_threads, variable
 
 import mirrored as mr
 
@@ -187,3 +187,29 @@ def test_a_scope_may_be_entered_again_and_inside_itself(strategy2):
     inside = threading.Barrier(3, timeout=60)
     entered_by_a_thread = scope(lambda: [inside.wait(), mr.get_strategy()][1])
     assert in_threads(*[entered_by_a_thread] * 3) == [strategy2] * 3
+
+
+def test_inside_jaxs_own_mesh_no_program_starts_and_nothing_has_changed(strategy3):
+    strategy, x = strategy3, np.arange(7, dtype=np.float32)
+    w = variable(0.0, strategy)
+    [batch] = strategy.distribute_dataset([x])
+
+    def step(batch):
+        return w.assign_add(ctx().all_reduce("sum", batch.sum()))
+
+    calls = {
+        "run": lambda: strategy.run(step, args=(batch,)),
+        "reduce": lambda: strategy.reduce("sum", batch, axis=0),
+        "gather": lambda: strategy.gather(batch, axis=0),
+        "local_results": lambda: strategy.local_results(batch),
+        "function": lambda: mr.function(lambda: w.assign_add(1.0))(),
+        "scan": lambda: mr.scan(lambda carry, _: (w.assign_add(carry), None), 0.0, length=2),
+    }
+    for mesh in (jax.make_mesh((1,), ("data",)), strategy.mesh):
+        for call in calls.values():
+            with jax.set_mesh(mesh), pytest.raises(mr.ContextError, match=r"inside jax\.set_mesh\(...\) of the axes"):
+                call()
+        strategy.run(step, args=(batch,))
+        with jax.set_mesh(mesh), pytest.raises(mr.ContextError, match="set_mesh"):
+            strategy.run(step, args=(batch,))  # also when it has a program
+    assert float(w) == 2 * x.sum() and float(strategy.reduce("sum", batch, axis=0)) == x.sum()
