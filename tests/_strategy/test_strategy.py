@@ -21,9 +21,6 @@ def number():
     return mr.get_replica_context().replica_id_in_sync_group + 1.0
 
 
-# -- what it is, and nests
-
-
 def test_verbs_work_on_every_leaf_of_a_nest(strategy3, per_replica):
     values = per_replica(strategy3, [1, 2.0], [2, 4.0], [3, 6.0])
     tree = {"a": values, "b": [Point(values, 3.0), (), None]}
@@ -77,9 +74,6 @@ def test_a_per_replica_that_tree_map_has_changed_is_refused(strategy3, per_repli
     use(doubled)
 
 
-# -- several strategies
-
-
 def test_a_mirrored_value_of_one_strategy_may_be_given_to_another(strategy2, strategy3):
     three = strategy3.reduce("sum", np.ones(2, np.float32))
     assert strategy2.reduce("sum", three).tolist() == [6, 6]
@@ -89,9 +83,6 @@ def test_a_mirrored_value_of_one_strategy_may_be_given_to_another(strategy2, str
     assert mr.function(lambda: strategy2.reduce("sum", three))().tolist() == [6, 6]
     merge = lambda: mr.get_replica_context().merge_call(lambda s: s.reduce("sum", three))  # noqa: E731
     assert [x.tolist() for x in strategy2.run(lambda: [merge(), strategy2.reduce("sum", three)])] == [[6, 6]] * 2
-
-
-# -- distribute_values_from_function
 
 
 def test_the_function_is_called_once_for_each_replica_in_order_and_may_return_every_kind_of_leaf(strategy2):
@@ -114,16 +105,10 @@ def test_the_function_is_called_once_for_each_replica_in_order_and_may_return_ev
     assert [float(x) for x in drawn.values] == [float(jax.random.uniform(jax.random.key(i))) for i in range(2)]
 
 
-# -- TensorFlow's names
-
-
 def test_a_name_of_tensorflow_warns_at_the_users_line(strategy2):
     with pytest.warns(DeprecationWarning, match=r"experimental_local_results is called strategy\.local_results") as caught:
         assert strategy2.experimental_local_results(7) == (7,)
     assert caught[0].filename == __file__
-
-
-# -- explain
 
 
 def test_explain_says_what_the_programs_communicate_and_how_data_is_split(strategy2):
@@ -160,9 +145,6 @@ def test_a_copy_of_a_strategy_is_the_strategy_and_pickling_says_what_to_do(strat
         TypeError, match=r"2 replicas \(cpu:0, cpu:1\)\) cannot be pickled: its devices are those of this process"
     ):
         pickle.dumps(settings)
-
-
-# -- barrier
 
 
 def test_barrier_waits_for_what_was_dispatched(strategy3):
