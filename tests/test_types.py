@@ -104,6 +104,7 @@ _MYPY = "mypy", "--ignore-missing-imports"
 _PYRIGHT = "basedpyright", "--level=error", "--pythonpath", sys.executable
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [_PYRIGHT, *nightly((_MYPY,))], ids=["pyright", "mypy"])
 def test_a_right_program_is_accepted_and_each_wrong_line_is_found(command: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard"}')

@@ -27,9 +27,6 @@ def of_toy(kind: type) -> type:
     return kind
 
 
-# -- the library: models are objects that hold arrays, or cells whose values a strategy may keep
-
-
 @of_toy
 class Param:
     def __init__(self, value: Any) -> None:
@@ -58,9 +55,6 @@ class Cell:
 @of_toy
 class CellError(Exception):
     pass
-
-
-# -- its record
 
 
 def params_in(models: list[Any]) -> dict[Any, Param]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from strategies import in_threads, variable
+from strategies import ctx, in_threads, variable
 
 import mirrored as mr
 
@@ -19,9 +19,6 @@ Point = collections.namedtuple("Point", "x y")
 
 def number():
     return mr.get_replica_context().replica_id_in_sync_group + 1.0
-
-
-# -- what it is, and nests
 
 
 def test_verbs_work_on_every_leaf_of_a_nest(strategy3, per_replica):
@@ -77,9 +74,6 @@ def test_a_per_replica_that_tree_map_has_changed_is_refused(strategy3, per_repli
     use(doubled)
 
 
-# -- several strategies
-
-
 def test_a_mirrored_value_of_one_strategy_may_be_given_to_another(strategy2, strategy3):
     three = strategy3.reduce("sum", np.ones(2, np.float32))
     assert strategy2.reduce("sum", three).tolist() == [6, 6]
@@ -89,9 +83,6 @@ def test_a_mirrored_value_of_one_strategy_may_be_given_to_another(strategy2, str
     assert mr.function(lambda: strategy2.reduce("sum", three))().tolist() == [6, 6]
     merge = lambda: mr.get_replica_context().merge_call(lambda s: s.reduce("sum", three))  # noqa: E731
     assert [x.tolist() for x in strategy2.run(lambda: [merge(), strategy2.reduce("sum", three)])] == [[6, 6]] * 2
-
-
-# -- distribute_values_from_function
 
 
 def test_the_function_is_called_once_for_each_replica_in_order_and_may_return_every_kind_of_leaf(strategy2):
@@ -114,16 +105,10 @@ def test_the_function_is_called_once_for_each_replica_in_order_and_may_return_ev
     assert [float(x) for x in drawn.values] == [float(jax.random.uniform(jax.random.key(i))) for i in range(2)]
 
 
-# -- TensorFlow's names
-
-
 def test_a_name_of_tensorflow_warns_at_the_users_line(strategy2):
     with pytest.warns(DeprecationWarning, match=r"experimental_local_results is called strategy\.local_results") as caught:
         assert strategy2.experimental_local_results(7) == (7,)
     assert caught[0].filename == __file__
-
-
-# -- explain
 
 
 def test_explain_says_what_the_programs_communicate_and_how_data_is_split(strategy2):
@@ -162,9 +147,6 @@ def test_a_copy_of_a_strategy_is_the_strategy_and_pickling_says_what_to_do(strat
         pickle.dumps(settings)
 
 
-# -- barrier
-
-
 def test_barrier_waits_for_what_was_dispatched(strategy3):
     w = variable(np.ones((200, 200), np.float32), strategy3)
     strategy3.run(lambda: w.assign(w @ w.value))
@@ -187,3 +169,29 @@ def test_a_scope_may_be_entered_again_and_inside_itself(strategy2):
     inside = threading.Barrier(3, timeout=60)
     entered_by_a_thread = scope(lambda: [inside.wait(), mr.get_strategy()][1])
     assert in_threads(*[entered_by_a_thread] * 3) == [strategy2] * 3
+
+
+def test_inside_jaxs_own_mesh_no_program_starts_and_nothing_has_changed(strategy3):
+    strategy, x = strategy3, np.arange(7, dtype=np.float32)
+    w = variable(0.0, strategy)
+    [batch] = strategy.distribute_dataset([x])
+
+    def step(batch):
+        return w.assign_add(ctx().all_reduce("sum", batch.sum()))
+
+    calls = {
+        "run": lambda: strategy.run(step, args=(batch,)),
+        "reduce": lambda: strategy.reduce("sum", batch, axis=0),
+        "gather": lambda: strategy.gather(batch, axis=0),
+        "local_results": lambda: strategy.local_results(batch),
+        "function": lambda: mr.function(lambda: w.assign_add(1.0))(),
+        "scan": lambda: mr.scan(lambda carry, _: (w.assign_add(carry), None), 0.0, length=2),
+    }
+    for mesh in (jax.make_mesh((1,), ("data",)), strategy.mesh):
+        for call in calls.values():
+            with jax.set_mesh(mesh), pytest.raises(mr.ContextError, match=r"inside jax\.set_mesh\(...\) of the axes"):
+                call()
+        strategy.run(step, args=(batch,))
+        with jax.set_mesh(mesh), pytest.raises(mr.ContextError, match="set_mesh"):
+            strategy.run(step, args=(batch,))  # also when it has a program
+    assert float(w) == 2 * x.sum() and float(strategy.reduce("sum", batch, axis=0)) == x.sum()

@@ -128,9 +128,6 @@ def test_all_mirrored_variables_that_a_program_reads_or_writes_are_watched(strat
         evaluate()
 
 
-# -- how often
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch):
     """Make a run take 1 ms and a comparison what the test says, in seconds; return that, and when there were comparisons."""
@@ -163,9 +160,6 @@ def test_copies_are_compared_so_seldom_that_it_costs_one_percent_and_every_twent
     assert {every for _, every in clock.run_until(watch, 20_000)} == {500}, "5 ms in 500 runs of 1 ms"
     clock.run = 1.0
     assert [count for count, _ in clock.run_until(of_long, 100)] == [20, 40, 60, 80, 100]
-
-
-# -- several workers
 
 
 def test_programs_that_run_in_turns_share_one_percent(strategy2, clock) -> None:

@@ -78,6 +78,7 @@ def test_it_is_assigned_outside_of_steps_as_a_whole(parts: mr.MirroredStrategy) 
     np.testing.assert_array_equal(v.numpy(), whole)
 
 
+@pytest.mark.parametrize("parts", [3, 8], indirect=True)
 def test_steps_functions_and_eager_mode_give_the_numbers_of_whole_storage(parts: mr.MirroredStrategy) -> None:
     found = []
     for strategy in (strategy_of(parts.num_replicas_in_sync), parts):

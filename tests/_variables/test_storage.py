@@ -48,8 +48,6 @@ def first(variable):
     return float(values[0])
 
 
-# -- programs that share some variables
-
 #: What each step writes, of four variables; the last one is a counter of all.
 WRITTEN = [(0, 3), (1, 3), (0, 1, 2, 3), (3, 0)]
 
@@ -121,9 +119,6 @@ def test_a_ctrl_c_at_any_call_of_steps_that_share_a_variable_loses_nothing():
     assert ctrl_c.after_each_call(steps, check) > 100
 
 
-# -- memory
-
-
 def test_a_variable_that_dies_frees_its_array_while_others_of_its_home_live():
     strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
     a, b = variables([0, 0], strategy)
@@ -169,9 +164,6 @@ def test_a_first_step_overwrites_what_was_given_as_numpy_and_as_jax_and_what_an_
     assert [array.is_deleted() for array in before] == [array is not held for array in before]
     np.testing.assert_array_equal(held, np.full(20_000, 2.0))
     np.testing.assert_array_equal(given, np.full(20_000, 2.0))
-
-
-# -- programs that fail late
 
 
 @pytest.mark.parametrize("num_replicas", [1, 3])

@@ -20,9 +20,6 @@ def variables(strategy, *names, **how):
         return [mr.Variable(np.zeros(3, np.float32), name=name, **how) for name in names]
 
 
-# -- threads
-
-
 def test_readers_see_whole_values_and_writers_take_turns(strategy2, tmp_path):
     """Steps, functions, assignments and saves of several threads; each adds one to all elements, so no value is mixed."""
     w, u, seen = variables(strategy2, "w", "u", "seen")
@@ -101,9 +98,6 @@ def test_what_a_reader_holds_is_not_overwritten_and_costs_a_copy_only_meanwhile(
     assert before.is_deleted()  # so no copy was made
 
 
-# -- host callbacks
-
-
 def test_a_host_callback_reads_all_variables_and_writes_those_that_its_step_does_not(strategy2):
     w, u, best = variables(strategy2, "w", "u", "best")
     read = []
@@ -179,9 +173,6 @@ def test_a_callback_that_raises_changes_nothing(strategy2, kind):
         assert w.numpy().tolist() == u.numpy().tolist() == z.numpy().tolist() == [number] * 3
     assert taken.tolist() == [0] * 3
     jax.effects_barrier()
-
-
-# -- programs that fail otherwise
 
 
 def test_what_a_failing_program_has_overwritten_is_named_at_each_use_until_it_is_restored(strategy2, tmp_path):

@@ -34,18 +34,12 @@ def adding(v, delta=1.0):
     return bump
 
 
-# -- a SUM that is assigned from outside is kept exactly
-
-
 def test_a_sum_that_is_assigned_is_read_to_the_bit():
     """The parts are in tests/_replicas/test_cross_replica.py."""
     floats = np.float32([math.inf, -math.inf, math.nan, 0.0, 2e-38, 3.4e38, 0.1, 1e-40, -1e-45])
     for value in (floats, np.int32([2**31 - 1, 7, -7]), np.uint8([255, 7])):
         v = variable(np.zeros_like(value), strategy_of(3), synchronization="on_read", aggregation="sum")
         assert np.asarray(v.assign(value).value).tobytes() == value.tobytes(), "bytes: numpy may take subnormals for zero"
-
-
-# -- what a user holds stays as it was
 
 
 #: What can be taken out of a variable.
@@ -132,9 +126,6 @@ def test_two_variables_never_share_what_a_step_overwrites():
         assert (float(a[0]), float(b[0])) == (before + 200, before)
 
 
-# -- dtypes
-
-
 def test_a_random_key_is_state(strategy2):
     key = variable(jax.random.key(0), strategy2, name="dropout")
     own = variable(jax.random.key(1), strategy2, synchronization="on_read", aggregation="only_first_replica")
@@ -188,19 +179,6 @@ def test_a_value_is_converted_to_a_kind_that_holds_it_and_refused_where_it_would
         assert v.numpy() == 1, (dtype, value)
 
 
-# -- creating
-
-
-def test_the_dtype_is_the_values_own_unless_given():
-    for value, dtype, expected in [
-        (1, None, "int32"), (1.0, None, "float32"), (True, None, "bool"), (1j, None, "complex64"), ([1, 2.5], None, "float32"),
-        (np.float64(1), None, "float32"), (np.arange(3), None, "int32"), (jnp.ones(2, jnp.bfloat16), None, "bfloat16"),
-        (1, "float16", "float16"), (np.ones(2), jnp.bfloat16, "bfloat16"), (jnp.ones(2), "int8", "int8"),
-        (lambda: np.int8(3), None, "int8"),
-    ]:  # fmt: skip
-        assert variable(value, dtype=dtype).dtype == jnp.dtype(expected), (value, dtype)
-
-
 def test_names_and_hints():
     named, first, second = variable(0.0, name="w"), variable(0.0), variable(0, synchronization="on_read")
     assert named.name == "w" and first.name != second.name
@@ -217,8 +195,6 @@ def test_arrays_of_another_strategy_are_moved():
     here = variable(there)
     assert float(here.assign_add(there.value)) == 6.0 and here.devices() == set(TWO.devices)
 
-
-# -- used as an array
 
 W = np.arange(1, 7, dtype=np.float32).reshape(2, 3)
 X = np.ones((4, 2), np.float32)

@@ -1,5 +1,6 @@
 """Several workers, one dataset: every record exactly once, pairs paired, all workers the same number of steps."""
 
+import gc
 import itertools
 import logging
 import re
@@ -135,6 +136,18 @@ def test_drop_remainder_gives_all_replicas_equal_numbers(sizes, batch_size, num_
     assert max(records(batches).values(), default=0) <= (num_workers if policy == "off" else 1)
 
 
+def test_by_file_a_pipeline_may_use_one_buffer_for_all_batches() -> None:
+    """Rows of a batch wait while the next is read."""
+
+    def make(worker: int) -> grain.IterDataset:
+        buffer = np.zeros(3, "int32")
+        ds = Files([range(1, 8), range(11, 16)]).map(np.int32).batch(3)
+        return ds.map(lambda batch: np.copyto(buffer[: len(batch)], batch) or buffer[: len(batch)])
+
+    run = run_workers(make, 2, policy="file")
+    assert [batch.tolist() for batch in run.global_batches()] == [[1, 2, 11], [3, 4, 12], [5, 6, 13], [7, 14], [15]]
+
+
 def test_a_worker_without_records_takes_part_in_every_step() -> None:
     """Its files hold records, but the filter leaves none: it learns the structure of a batch from the others."""
 
@@ -262,6 +275,19 @@ def test_a_step_with_batches_of_two_datasets_of_which_auto_shares_one_by_file_wa
         (one, one),
     ):
         strategy2.run(lambda x, y: x - y, args=batches)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_iterator_that_is_left_keeps_no_channel(prefetch: int, strategy2) -> None:
+    """Its keys would stay in the coordination service until the program ends."""
+    closed: list[int] = []
+    worker, plan = InputWorker(close=lambda: closed.append(1)), make_plan([X] * 3, "auto", InputWorker(), 2)
+    iterator = iter(DistributedDataset(strategy2._mesh, mr.InputOptions(prefetch=prefetch), worker, plan))
+    next(iterator)
+    assert not closed
+    del iterator
+    gc.collect()
+    assert closed
 
 
 def test_workers_that_read_different_batches_under_data_are_told_so() -> None:

@@ -331,7 +331,7 @@ def shuffled(ds: Any) -> Any:
     return ds.batch(3)
 
 
-@hypothesis.settings(deadline=None, max_examples=12, derandomize=True)
+@hypothesis.settings(deadline=None, max_examples=8, derandomize=True)
 @hypothesis.example(sizes=[5, 7, 3], runs=[(3, 2), (2, 1), (3, 9)], batch_size=6, pipeline="records")
 @hypothesis.example(sizes=[4, 4], runs=[(1, 1), (2, 1), (3, 1), (1, 1)], batch_size=4, pipeline="records")
 @hypothesis.given(

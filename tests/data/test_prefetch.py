@@ -221,6 +221,14 @@ def test_no_batch_is_kept_by_an_exception_or_a_closed_iterator(strategy2: mr.Mir
     gc.collect()
     assert batch() is None
     iterator.close()
+    source = Endless()
+    ahead = _prefetch.Ahead(source, iter(source), lambda: None, 2, lambda: None)
+    batch = weakref.ref(next(ahead))
+    source.wait_until(lambda: source.num_taken == 3)
+    waiting = weakref.ref(ahead._ready[0])
+    ahead.close()
+    gc.collect()
+    assert batch() is None and waiting() is None
 
 
 def test_garbage_collected_in_the_thread_itself_ends_it(strategy2: mr.MirroredStrategy) -> None:

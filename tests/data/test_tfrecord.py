@@ -80,7 +80,8 @@ def test_every_record_of_every_file_in_order(tmp_path: Path) -> None:
 
 
 def test_batches_go_across_the_borders_of_files_and_on_from_any_state(tmp_path: Path) -> None:
-    for compression, batch_size, drop_remainder in itertools.product(CODINGS, (None, 1, 10, 93, 500), (False, True)):
+    sizes = [(None, False), (1, False), (10, False), (10, True), (93, True), (500, True)]
+    for compression, (batch_size, drop_remainder) in itertools.product(CODINGS, sizes):
         dataset = mr.data.tfrecord_dataset(make(tmp_path, *split(RECORDS), compression=compression), compression)
         elements = RECORDS
         if batch_size is not None:
@@ -232,7 +233,7 @@ def test_damaged_compression_says_where(tmp_path: Path, monkeypatch: pytest.Monk
         list(mr.data.tfrecord_dataset(path, "ZLIB"))
 
 
-@settings(deadline=None, max_examples=80, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=50, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from(CODINGS),
     st.integers(0, 10**4),
@@ -275,7 +276,7 @@ def real_chunks(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.usefixtures("small_chunks", "real_chunks")
 def test_no_file_takes_more_memory_than_chunks_and_its_longest_record(tmp_path: Path) -> None:
     path = tmp_path / "hostile.tfrecord"
-    for compression, length in itertools.product(CODINGS, (2**62, 2**40, 2**28 + 1, 200 << 20)):  # lengths that are only claimed
+    for compression, length in itertools.product(CODINGS, (2**62, 200 << 20)):  # lengths that are only claimed
         assert peak(path, COMPRESS[compression](framed(b"small", length)), compression) < 5 << 20
     for compression, wbits in (("GZIP", 31), ("ZLIB", 15)):
         deflate = zlib.compressobj(wbits=wbits)
