@@ -10,7 +10,8 @@ OFFERS = {
         distributed.listen_at distributed.place distributed.swallows_sigterm distributed.without_warnings forks.leave_to_parent
         interpreter.Analysis interpreter.Evaluation interpreter.Flattening interpreter.Interpreter interpreter.evaluate
         interpreter.run_parts interrupts.send_ignored_again jaxprs.Atom jaxprs.ClosedJaxpr jaxprs.Equation jaxprs.Jaxpr
-        jaxprs.Literal jaxprs.Loop jaxprs.Part jaxprs.Var jaxprs.callee jaxprs.has_collective jaxprs.has_replica_number
+        jaxprs.Literal jaxprs.Loop jaxprs.Part jaxprs.Var jaxprs.callee jaxprs.donated_inputs jaxprs.has_collective
+        jaxprs.has_replica_number
         jaxprs.held_operands jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside jaxprs.inside_of jaxprs.is_backward
         jaxprs.is_collective jaxprs.is_function_of_operands jaxprs.is_ordered_print jaxprs.is_over_groups jaxprs.is_plain
         jaxprs.is_replica_number jaxprs.is_scan jaxprs.is_sum jaxprs.levels_of jaxprs.linear_operands jaxprs.loop_of

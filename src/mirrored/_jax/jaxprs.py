@@ -285,6 +285,14 @@ def _is_local_and_plain(equation: Equation) -> bool:
     return is_known or (is_plain(equation) and not is_collective(equation))
 
 
+def donated_inputs(jaxpr: Jaxpr) -> tuple[int, ...]:
+    """Return the positions of the inputs that a program gives to a `jax.jit` with `donate_argnums`, but of no numbers."""
+    calls = [equation for equation in jaxpr.eqns if True in equation.params.get("donated_invars", ())]
+    pairs = [pair for call in calls for pair in zip(call.invars, call.params["donated_invars"], strict=True)]
+    donated = {id(atom) for atom, is_donated in pairs if is_donated}
+    return tuple(position for position, var in enumerate(jaxpr.invars) if id(var) in donated and _rank(var))
+
+
 def primitives_in(jaxpr: Jaxpr) -> set[str]:
     """Return the names of a program's primitives, at any depth."""
     return {equation.primitive.name for equation in all_equations(jaxpr)}

@@ -106,12 +106,12 @@ class Program(abc.ABC):
     mesh: ReplicaMesh
     lifted: Lifted
     home: storage.Home  # has the arrays of the variables that it writes
-    mapped: Callable[..., Any]  # of `(written, read_only, arrays, constants)`, before it is compiled
+    mapped: Callable[..., Any]  # of `(written, read_only, constants, *arrays)`, before it is compiled
     compiled: Callable[..., Any]
     jax_name: str  # of what is compiled
     constants: list[Any]  # the arrays that the function closes over, placed on the mesh
     watch: equal_copies.Watch | None  # compares the copies of the written variables now and then
-    calls_host: bool  # may raise when it runs, so the arrays of written variables are not donated
+    calls_host: bool  # may raise when it runs, so nothing is donated
     refused_maps: ClassVar[frozenset[str]] = frozenset()  # primitives that the program may not have on several devices
     has_run: bool = dataclasses.field(default=False, init=False)  # so that JAX starts it without Python code
 
@@ -126,7 +126,7 @@ class Program(abc.ABC):
         out_shardings: Any = None,
         **more: Any,
     ) -> Self:
-        """Make the program of a function of `(written, read_only, arrays, constants)`; `more` are further fields.
+        """Make the program of a function of `(written, read_only, constants, *arrays)`; `more` are further fields.
 
         Only workers whose `describe()` gives the same text run it together.
         """
@@ -134,7 +134,9 @@ class Program(abc.ABC):
         if not names.isdisjoint(PRINTS | cls.refused_maps):
             mistakes.refuse_devices(lifted.shown.jaxpr, cls.refused_maps, len(mesh.devices))
         calls_host = not names.isdisjoint(HOST_CALLBACKS)
-        options: dict[str, Any] = {} if calls_host else {"donate_argnums": 0}
+        options: dict[str, Any] = {}
+        if not calls_host:
+            options["donate_argnums"] = (0, *(3 + position for position in lifted.donated))
         if out_shardings is not None:
             options["out_shardings"] = out_shardings
         if mesh.storage is not Storage.WHOLE or any(spec_of(variable).division for variable in lifted.variables):
@@ -162,14 +164,14 @@ class Program(abc.ABC):
         outputs: Any = [[]]
         try:
             if self.calls_host:
-                outputs = storage.overwrite_when_done(self._until_done, self.home, read_only, arrays, self.constants)
+                outputs = storage.overwrite_when_done(self._until_done, self.home, read_only, self.constants, *arrays)
                 self.has_run = True
             elif self.has_run:
-                outputs = storage.overwrite(self.compiled, self.home, read_only, arrays, self.constants)
+                outputs = storage.overwrite(self.compiled, self.home, read_only, self.constants, *arrays)
             else:
                 self._refuse_too_large(arrays)
                 with _delaying_ctrl_c():
-                    outputs = storage.overwrite(self.compiled, self.home, read_only, arrays, self.constants)
+                    outputs = storage.overwrite(self.compiled, self.home, read_only, self.constants, *arrays)
                 self.has_run = True
         except Exception as error:
             if jax.config.jax_debug_nans or jax.config.jax_debug_infs:
@@ -196,7 +198,7 @@ class Program(abc.ABC):
             is_trained = [spec_of(variable).trainable for variable in self.lifted.variables]
             with storage.lent([*self.lifted.writes.slots, *self.lifted.reads.slots]) as values:
                 count = len(self.lifted.writes.slots)
-                arguments = values[:count], values[count:], arrays, self.constants
+                arguments = values[:count], values[count:], self.constants, *arrays
                 memory.refuse_too_large(self.name, self.compiled, has, is_trained, arguments)
 
     def _until_done(self, *arguments: Any) -> Any:
