@@ -16,7 +16,7 @@ import numpy as np
 from jax._src import core, source_info_util
 from jax._src.interpreters import ad
 
-from .._typing import REPLICA_AXIS
+from .._typing import DEVICE_AXIS, REPLICA_AXIS
 from .marks import mark_p
 from .primitives import AGAIN, CALLS, CONTROL_FLOW, DEVICE_MAPS, LOCAL, POWERS, PRINTS, PURE, SIMPLE, SUMS
 
@@ -190,9 +190,10 @@ def solver_of(equation: Equation) -> tuple[Jaxpr, list[int]]:
 
 
 def axis_names(equation: Equation) -> tuple[Any, ...]:
-    """Return the mesh axes that an equation names; a `vmap`'s axes are numbers."""
+    """Return the mesh axes that an equation names, all devices as all replicas; a `vmap`'s axes are numbers."""
     names = equation.params.get("axes", equation.params.get("axis_name", ()))
-    return names if isinstance(names, tuple) else (names,)
+    names = names if isinstance(names, tuple) else (names,)
+    return tuple([REPLICA_AXIS if str(name).startswith(DEVICE_AXIS) else name for name in names])
 
 
 def is_collective(equation: Equation) -> bool:

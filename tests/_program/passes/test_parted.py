@@ -48,7 +48,7 @@ def counted(strategy: mr.Strategy, step: Callable[[Any], Any], rows: np.ndarray 
         return jax.ShapeDtypeStruct(shape, spec.dtype, sharding=placement_of(spec.mesh, spec.division))
 
     lifted = program.lifted
-    arguments = list(map(stored, lifted.written)), list(map(stored, lifted.read_only)), [stack_of(batch)], program.constants
+    arguments = list(map(stored, lifted.written)), list(map(stored, lifted.read_only)), program.constants, stack_of(batch)
     sent = collectives_in(program.compiled.lower(*arguments).compile().as_text())
     return Counter(itertools.chain.from_iterable([each.kind] * each.times for each in sent if each.num_bytes > 300))
 
@@ -76,9 +76,10 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_layer_is_gathered_twice_and_its_gradient_is_scattered(in_parts: mr.MirroredStrategy, name: str) -> None:
+@pytest.mark.parametrize(("name", "num_replicas"), [*((name, 3) for name in MODELS), ("checkpoint", 6), ("scan", 6)])
+def test_a_layer_is_gathered_twice_and_its_gradient_is_scattered(name: str, num_replicas: int) -> None:
     model, gathers, scatters = MODELS[name]
+    in_parts = strategy_of(3, storage="parts", num_replicas=num_replicas)
     assert counted(in_parts, trained(in_parts, model)) == {"all-gather": gathers, "reduce-scatter": scatters}
 
 
