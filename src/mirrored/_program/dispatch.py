@@ -191,7 +191,7 @@ def _call_traced(program: Program, call: Call) -> PyTree:
     with claimed(lifted.written):
         written = [spec_of(variable).stored(load(variable)) for variable in lifted.written]
         read_only = [spec_of(variable).stored(load(variable)) for variable in lifted.read_only]
-        results, new, _ = program.mapped(written, read_only, program.constants, *call.arrays)
+        results, new, _ = program.mapped(written, read_only, call.arrays, program.constants)
         for variable, stored in zip(lifted.written, new, strict=True):
             store(variable, spec_of(variable).whole(stored))
     return program.rebuild(results)

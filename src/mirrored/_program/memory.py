@@ -45,7 +45,7 @@ class Memory:
     ) -> Memory:
         """Measure what a compiled program needs; without one (XLA could not make it) results and temporaries are 0.
 
-        `is_trained` tells which variables are trained in `arguments`, `(written, read_only, constants, *arrays)`. There are
+        `is_trained` tells which variables are trained in `arguments`, `(written, read_only, arrays, constants)`. There are
         `num_copies` of an array in parts.
         """
         written, read_only, *others = arguments

@@ -114,7 +114,7 @@ class CompiledOnly:
         self.work = Work(0.0, 0.0, 0.0, 0.0)
 
     def __call__(self, *arguments: PyTree) -> PyTree:
-        """Return the results' shapes; `arguments` are `(written, read_only, constants, *arrays)`."""
+        """Return the results' shapes; `arguments` are `(written, read_only, arrays, constants)`."""
         self._num_calls += 1
         if self._results is None:
             self._compile(arguments)

@@ -131,7 +131,7 @@ _in_scope: weakref.WeakKeyDictionary[Any, _Functions] = weakref.WeakKeyDictionar
 
 
 def _pure(lifted: Lifted, mesh: ReplicaMesh, specs: list[VariableSpec], *inputs: Any) -> Any:
-    written, read_only, constants, *arrays = inputs
+    written, read_only, arrays, constants = inputs
     values = [spec.whole(stored) for spec, stored in zip(specs, [*written, *read_only], strict=True)]
     outputs = interpreter.evaluate(lifted.closed, constants, [*values, *arrays])
     new = [spec.stored(value) for spec, value in zip(specs, outputs[lifted.num_results :], strict=False)]

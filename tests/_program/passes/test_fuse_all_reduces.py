@@ -34,7 +34,7 @@ def num_all_reduces(strategy):
     """Return how many all-reduces the last program has, and how many arrays they send."""
     *_, program = strategy._steps.programs
     arrays = [jax.ShapeDtypeStruct((strategy.num_replicas_in_sync, *leaf), np.float32) for leaf in [(16 // 2, 3)]]
-    text = program.compiled.lower([], [], program.constants, *arrays).compile().as_text()
+    text = program.compiled.lower([], [], arrays, program.constants).compile().as_text()
     calls = [line.split(" all-reduce(")[1].split(")")[0] for line in text.splitlines() if " all-reduce(" in line]
     return len(calls), sum(call.count(",") + 1 for call in calls)
 

@@ -48,7 +48,7 @@ def counted(strategy: mr.Strategy, step: Callable[[Any], Any], rows: np.ndarray 
         return jax.ShapeDtypeStruct(shape, spec.dtype, sharding=placement_of(spec.mesh, spec.division))
 
     lifted = program.lifted
-    arguments = list(map(stored, lifted.written)), list(map(stored, lifted.read_only)), program.constants, stack_of(batch)
+    arguments = list(map(stored, lifted.written)), list(map(stored, lifted.read_only)), [stack_of(batch)], program.constants
     sent = collectives_in(program.compiled.lower(*arguments).compile().as_text())
     return Counter(itertools.chain.from_iterable([each.kind] * each.times for each in sent if each.num_bytes > 300))
 

@@ -54,7 +54,7 @@ def text_of(make, schedule="together"):
     strategy.run(step, args=args)
     [program] = strategy._steps.programs
     with storage.lent(program.lifted.reads.slots) as values:
-        return program.compiled.lower([], values, program.constants, *[arg._array for arg in args]).as_text()
+        return program.compiled.lower([], values, [arg._array for arg in args], program.constants).as_text()
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def with_replicas(model, num_replicas):
     with storage.lent([*written, *read]) as values:
         count = len(written)
         arrays = [leaf._array for leaf in jax.tree.leaves(rows, is_leaf=lambda leaf: isinstance(leaf, mr.PerReplica))]
-        return program.compiled.lower(values[:count], values[count:], program.constants, *arrays)
+        return program.compiled.lower(values[:count], values[count:], arrays, program.constants)
 
 
 def price_of(lowered):

@@ -39,7 +39,7 @@ def mapped(step: Proven) -> Callable[..., Any]:
     mesh, lifted = step.mesh, step.lifted
     num_results, num_outputs = lifted.num_results, len(step.own_outputs)
 
-    def body(written: list[Any], read_only: list[Any], constants: list[Any], *arrays: Any) -> Any:
+    def body(written: list[Any], read_only: list[Any], arrays: list[Any], constants: list[Any]) -> Any:
         outputs = step.run(step, constants, [*written, *read_only, *arrays])
         results, totals = outputs[:num_results], outputs[num_outputs:]
         results += totals
@@ -50,7 +50,7 @@ def mapped(step: Proven) -> Callable[..., Any]:
     first, rest = len(lifted.written), len(lifted.variables)
     inputs, outputs, replicated = list(step.in_specs), list(step.out_specs), PartitionSpec()
     carried = [replicated] * (len(step.joined.carried) * min(mesh.num_replicas, 2))
-    in_specs = (inputs[:first], inputs[first:rest], replicated, *inputs[rest:])
+    in_specs = (inputs[:first], inputs[first:rest], inputs[rest:], replicated)
     out_specs = ([*outputs[:num_results], *carried], outputs[num_results:], replicated)
     # check_vma=False: gradients are local, and `_program/proof` takes the place of JAX's own check.
     return jax.shard_map(body, mesh=mesh.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
