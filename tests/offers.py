@@ -4,13 +4,15 @@ OFFERS = {
     "_jax": """
         along_axes.CONCATENATIONS along_axes.NEUTRAL along_axes.SLICES callbacks.forget_failed compilations.heard
         complaints.NEEDS_A_VALUE complaints.complaint_of complaints.needed_arguments costs.Work costs.costs_of costs.work_in
-        dead_code.all_of dead_code.computing dead_code.is_undivided dead_code.opened distributed.before_shutdown
+        dead_code.all_of dead_code.computing dead_code.is_undivided dead_code.left_out dead_code.opened
+        distributed.before_shutdown
         distributed.choose_cpu_collectives distributed.clear_backends distributed.client distributed.has_backend
         distributed.is_known_platform distributed.is_recoverable distributed.known_devices distributed.late_devices
         distributed.listen_at distributed.place distributed.swallows_sigterm distributed.without_warnings forks.leave_to_parent
         interpreter.Analysis interpreter.Evaluation interpreter.Flattening interpreter.Interpreter interpreter.evaluate
         interpreter.run_parts interrupts.send_ignored_again jaxprs.Atom jaxprs.ClosedJaxpr jaxprs.Equation jaxprs.Jaxpr
-        jaxprs.Literal jaxprs.Loop jaxprs.Part jaxprs.Var jaxprs.callee jaxprs.has_collective jaxprs.has_replica_number
+        jaxprs.Literal jaxprs.Loop jaxprs.Part jaxprs.Var jaxprs.callee jaxprs.donated_inputs jaxprs.has_collective
+        jaxprs.has_replica_number
         jaxprs.held_operands jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside jaxprs.inside_of jaxprs.is_backward
         jaxprs.is_collective jaxprs.is_function_of_operands jaxprs.is_ordered_print jaxprs.is_over_groups jaxprs.is_plain
         jaxprs.is_replica_number jaxprs.is_scan jaxprs.is_sum jaxprs.levels_of jaxprs.linear_operands jaxprs.loop_of

@@ -10,6 +10,8 @@ import numpy as np
 
 #: The name of the only mesh axis. Inside `strategy.run`, every `jax.lax` collective takes it.
 REPLICA_AXIS = "replica"
+#: With this the axis' name begins where each device has several replicas: a collective over the devices has it.
+DEVICE_AXIS = "device_of_"
 
 #: A nest of dicts, lists, tuples and registered classes.
 PyTree: TypeAlias = Any

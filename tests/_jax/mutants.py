@@ -11,4 +11,6 @@ MUTANTS = [
      _HERE.format("tracing", "inner_caches_are_shared_without_and_apart_with_a_token")),
     ("_jax/marks.py", "[tangent] = tangents", "tangent = 2 * tangents[0]",
      _HERE.format("marks", "a_mark_does_not_change_derivatives_or_batches")),
+    ("_jax/jaxprs.py", "id(var) in donated and _rank(var)", "id(var) in donated", "tests/_program/test_program.py::"
+     "test_what_a_jit_inside_a_step_gets_from_the_step_and_numbers_and_programs_with_callbacks_donate_nothing"),
 ]  # fmt: skip

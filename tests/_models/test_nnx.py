@@ -67,6 +67,25 @@ def batch_of(strategy: mr.Strategy, num_rows: int = 12) -> dict:
     return next(iter(dataset))
 
 
+@pytest.mark.by_xla
+def test_objects_are_overwritten_in_place_where_the_steps_own_jit_says_so(strategy2: mr.Strategy, batch: dict) -> None:
+    """Else who has taken their arrays keeps them, also as `jax.device_put` takes them, which shares memory without a trace."""
+    ended = []
+    for jit in (nnx.jit, nnx.jit(donate_argnums=(0, 1))):
+        model, optimizer = made()
+        train, failing = jit(step), jit(lambda model, optimizer, batch: step(model, optimizer, batch) / (1 // 0))
+        strategy2.run(train, args=(model, optimizer, batch))
+        old = jax.tree.leaves(nnx.state(model))
+        shared = jax.device_put(old, strategy2.devices[0])
+        with pytest.raises(ZeroDivisionError):
+            strategy2.run(failing, args=(model, optimizer, batch))
+        assert not any(array.is_deleted() for array in old)
+        strategy2.run(train, args=(model, optimizer, batch))
+        assert {array.is_deleted() for array in (*old, *shared)} == {jit is not nnx.jit}
+        ended.append(state_of(model, optimizer))
+    assert [array.tolist() for array in ended[0]] == [array.tolist() for array in ended[1]]
+
+
 @pytest.fixture
 def no_collector() -> Iterator[None]:
     gc.collect()

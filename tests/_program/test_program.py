@@ -7,7 +7,9 @@ import threading
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from strategies import all_reduce, divide_small_arrays, strategy_of, variable
 
 import mirrored as mr
 from mirrored._program import program
@@ -82,3 +84,74 @@ def test_an_error_of_jaxs_search_for_nans_says_how_its_line_is_found(strategy2: 
         strategy2.run(step, args=(bad,))
     assert "jnp.log(x)" in str(caught.traceback[-1].statement)
     assert not getattr(caught.value, "__notes__", []) and w.numpy().tolist() == [0, 0]
+
+
+# -- arguments that the step's own jit donates
+
+TX = optax.adam(0.1)
+
+
+def train(w, state, x):
+    """Return the new weights and Adam's state; a result takes the place of each."""
+    loss_of = lambda w: mr.losses.compute_average_loss(jnp.sum((x @ w) ** 2, axis=1))  # noqa: E731
+    updates, state = TX.update(all_reduce("sum", jax.grad(loss_of)(w)), state)
+    return optax.apply_updates(w, updates), state
+
+
+@pytest.mark.parametrize(("num_devices", "options"), [(1, {}), (3, {"storage": "parts"}), (2, {"num_replicas": 4})])
+def test_what_the_steps_own_jit_donates_is_gone_after_it_and_the_numbers_are_the_same(
+    num_devices: int, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    divide_small_arrays(monkeypatch, 64)
+    strategy = strategy_of(num_devices, **options)
+    trained: list[list[list[float]]] = []
+    for step, is_donated in ((train, False), (jax.jit(train, donate_argnums=(0, 1)), True)):
+        w, state = jnp.ones((12, 12)), TX.init(jnp.ones((12, 12)))
+        for rows in strategy.distribute_dataset([np.arange(84, dtype=np.float32).reshape(7, 12)] * 3):
+            old = jax.tree.leaves((w, state))
+            w, state = strategy.run(step, args=(w, state, rows))
+        assert [array.is_deleted() for array in old] == [is_donated and array.ndim > 0 for array in old]  # no number is
+        trained.append(w.tolist())
+    assert trained[0] == trained[1]
+
+
+def test_an_argument_that_was_donated_says_so_when_it_is_used_again(strategy2: mr.Strategy) -> None:
+    v, w = variable(np.zeros(3), strategy2), jnp.ones(3)
+    subtract = jax.jit(jnp.subtract, donate_argnums=0)
+
+    def step(w, other):
+        v.assign_add(np.ones(3))
+        return subtract(w, v.value), other * 2
+
+    new, _ = strategy2.run(step, args=(w, np.ones(3)))
+    assert new.tolist() == [0, 0, 0] and w.is_deleted()
+    with pytest.raises(RuntimeError, match="deleted") as caught:
+        strategy2.run(step, args=(w, np.ones(3)))
+    assert "`donate_argnums`" in "".join(caught.value.__notes__) and v.numpy().tolist() == [1, 1, 1]
+    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="donate the same buffer twice"):  # JAX's
+        strategy2.run(lambda a, b: (subtract(a, v.value), subtract(b, v.value)), args=(new, new))
+    assert new.tolist() == [0, 0, 0] and v.numpy().tolist() == [1, 1, 1]
+
+
+def test_what_a_jit_inside_a_step_gets_from_the_step_and_numbers_and_programs_with_callbacks_donate_nothing(
+    strategy2: mr.Strategy,
+) -> None:
+    double = jax.jit(lambda x: 2 * x, donate_argnums=0)
+    same = jax.jit(lambda x: jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct((3,), jnp.float32), x), donate_argnums=0)
+    for step in (lambda x: double(x + 1), same, lambda x: jax.lax.scan(lambda x, _: (double(x), None), x, length=2)[0]):
+        x = strategy2.run(lambda: jnp.ones(3))
+        strategy2.run(step, args=(x,))
+        assert x.tolist() == [1, 1, 1]
+    for _ in range(2):  # a number's array is kept for the next step
+        assert float(strategy2.run(double, args=(0.5,))) == 1
+    with mr.eager():  # nothing is donated where nothing is compiled
+        x = strategy2.run(lambda: jnp.ones(3))
+        assert strategy2.run(double, args=(x,)).tolist() == [2, 2, 2] and x.tolist() == [1, 1, 1]
+
+
+def test_a_function_of_steps_donates_as_its_own_jit_says(strategy2: mr.Strategy) -> None:
+    double = lambda x: 2 * x  # noqa: E731
+    twice = lambda x: strategy2.run(double, args=(strategy2.run(double, args=(x,)),))  # noqa: E731
+    for function, is_donated in ((mr.function(twice), False), (mr.function(jax.jit(twice, donate_argnums=0)), True)):
+        x = strategy2.run(lambda: jnp.ones(3))
+        assert function(x).tolist() == [4, 4, 4] and x.is_deleted() is is_donated

@@ -242,9 +242,14 @@ def test_float64() -> None:
         check(lambda: by_hand(with_typed_numbers), 3, 6)
 
 
-@pytest.mark.parametrize("num_replicas", [4, *nightly(6)])
-def test_several_replicas_on_a_device(num_replicas: int) -> None:
-    check(MADE["clip"], 2, 7, num_replicas=num_replicas)
+@pytest.mark.parametrize(("name", "num_replicas"), [("clip", 4), ("scan, checkpoint", 4), *nightly(("reduced", 6), ("tied", 4))])
+def test_several_replicas_on_a_device(name: str, num_replicas: int) -> None:
+    check(MADE[name], 2, 7, num_replicas=num_replicas)
+
+
+@pytest.mark.nightly("tests/parity/test_parts.py::test_several_replicas_on_a_device")
+def test_several_replicas_one_by_one() -> None:
+    check(MADE["checkpoint"], 2, 8, num_replicas=4, schedule="one_by_one")
 
 
 def test_functions_and_loops_around_steps() -> None:

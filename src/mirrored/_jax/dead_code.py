@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax._src import core
@@ -52,6 +52,12 @@ def computing(equation: Equation, results: Collection[int]) -> Smaller | None:
     if not all(atom in operands for atom in found.invars) or not all(variable in places for variable in found.outvars):
         return None
     return Smaller(found, [operands.index(atom) for atom in found.invars], [places[variable] for variable in found.outvars])
+
+
+def left_out(closed: ClosedJaxpr) -> tuple[Jaxpr, list[Any]]:
+    """Return a program without what no result needs, and its constants."""
+    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+    return jaxpr, closed.consts
 
 
 def opened(equation: Equation) -> Equation:

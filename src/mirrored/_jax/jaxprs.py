@@ -16,7 +16,7 @@ import numpy as np
 from jax._src import core, source_info_util
 from jax._src.interpreters import ad
 
-from .._typing import REPLICA_AXIS
+from .._typing import DEVICE_AXIS, REPLICA_AXIS
 from .marks import mark_p
 from .primitives import AGAIN, CALLS, CONTROL_FLOW, DEVICE_MAPS, LOCAL, POWERS, PRINTS, PURE, SIMPLE, SUMS
 
@@ -190,9 +190,10 @@ def solver_of(equation: Equation) -> tuple[Jaxpr, list[int]]:
 
 
 def axis_names(equation: Equation) -> tuple[Any, ...]:
-    """Return the mesh axes that an equation names; a `vmap`'s axes are numbers."""
+    """Return the mesh axes that an equation names, all devices as all replicas; a `vmap`'s axes are numbers."""
     names = equation.params.get("axes", equation.params.get("axis_name", ()))
-    return names if isinstance(names, tuple) else (names,)
+    names = names if isinstance(names, tuple) else (names,)
+    return tuple([REPLICA_AXIS if str(name).startswith(DEVICE_AXIS) else name for name in names])
 
 
 def is_collective(equation: Equation) -> bool:
@@ -283,6 +284,14 @@ def is_function_of_operands(equation: Equation) -> bool:
 def _is_local_and_plain(equation: Equation) -> bool:
     is_known = equation.primitive is mark_p or equation.primitive.name == "axis_index"
     return is_known or (is_plain(equation) and not is_collective(equation))
+
+
+def donated_inputs(jaxpr: Jaxpr) -> tuple[int, ...]:
+    """Return the positions of the inputs that a program gives to a `jax.jit` with `donate_argnums`, but of no numbers."""
+    calls = [equation for equation in jaxpr.eqns if True in equation.params.get("donated_invars", ())]
+    pairs = [pair for call in calls for pair in zip(call.invars, call.params["donated_invars"], strict=True)]
+    donated = {id(atom) for atom, is_donated in pairs if is_donated}
+    return tuple(position for position, var in enumerate(jaxpr.invars) if id(var) in donated and _rank(var))
 
 
 def primitives_in(jaxpr: Jaxpr) -> set[str]:

@@ -62,6 +62,10 @@ def user_stacklevel() -> int:
 
 
 _MAX_WARNED = 100
+_WHERE_IT_WENT = (
+    "It was donated to an earlier step, by the `donate_argnums` of its jit, so that a new array has its memory. Go on with what "
+    "that step returned, pass it a copy (jnp.copy), or leave the argument out of donate_argnums."
+)
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
@@ -106,6 +110,8 @@ def show_users_lines(error: BaseException) -> None:
     This also removes JAX's note about hidden lines. A bug of ours keeps all lines, and under JAX_TRACEBACK_FILTERING=off,
     with which JAX shows its own lines, every exception does.
     """
+    if str(error).startswith("Array has been deleted"):
+        error.add_note(_WHERE_IT_WENT)
     if jax.config.jax_traceback_filtering == "off":
         return
     waiting: list[BaseException | None] = [error]

@@ -71,6 +71,7 @@ class Lifted:
     writes: WeakVariables
     write_lines: tuple[str, ...]  # the user's line of each written variable's last write
     reads: WeakVariables  # those that it only reads
+    donated: tuple[int, ...]  # the positions of the arrays that the user's own `jax.jit` donates
     plan: ResultPlan
 
     def bare(self) -> Lifted:
@@ -146,7 +147,8 @@ class Traced(NamedTuple):
         closed = jaxprs.ClosedJaxpr(jaxpr, self.closed.consts)
         lines = tuple(self.written.get(variable, "<unknown>") for variable in written)
         shown = tracing.lowered(closed, self.frame.axis)
-        return Lifted(closed, shown, WeakVariables(tuple(written)), lines, WeakVariables(tuple(read_only)), self.plan)
+        writes, reads = WeakVariables(tuple(written)), WeakVariables(tuple(read_only))
+        return Lifted(closed, shown, writes, lines, reads, jaxprs.donated_inputs(self.closed.jaxpr), self.plan)
 
 
 def _aval(variable: Variable, frame: frames.Frame) -> jax.core.ShapedArray:

@@ -111,7 +111,7 @@ class Program(abc.ABC):
     jax_name: str  # of what is compiled
     constants: list[Any]  # the arrays that the function closes over, placed on the mesh
     watch: equal_copies.Watch | None  # compares the copies of the written variables now and then
-    calls_host: bool  # may raise when it runs, so the arrays of written variables are not donated
+    calls_host: bool  # may raise when it runs, so nothing is donated
     refused_maps: ClassVar[frozenset[str]] = frozenset()  # primitives that the program may not have on several devices
     has_run: bool = dataclasses.field(default=False, init=False)  # so that JAX starts it without Python code
 
@@ -134,12 +134,14 @@ class Program(abc.ABC):
         if not names.isdisjoint(PRINTS | cls.refused_maps):
             mistakes.refuse_devices(lifted.shown.jaxpr, cls.refused_maps, len(mesh.devices))
         calls_host = not names.isdisjoint(HOST_CALLBACKS)
-        options: dict[str, Any] = {} if calls_host else {"donate_argnums": 0}
+        options: dict[str, Any] = {}
+        if not calls_host:
+            options["donate_argnums"] = (0, *(3 + position for position in lifted.donated))
         if out_shardings is not None:
             options["out_shardings"] = out_shardings
         if mesh.storage is not Storage.WHOLE or any(spec_of(variable).division for variable in lifted.variables):
             options["compiler_options"] = platform_of(mesh.mesh).options_of_parts
-        jitted = jax.jit(function, **options)
+        jitted = jax.jit(_spread(function) if lifted.donated else function, **options)
         compiled: Any = mesh.executable(jitted, name, lambda: [spec_of(variable).trainable for variable in lifted.variables])
         jax_name = compiled.__name__
         if not mesh.is_alone:
@@ -158,18 +160,21 @@ class Program(abc.ABC):
         """Run on placed arrays, keep the new values of the variables, and return the arrays of the result."""
         in_flight.require_threads()
         read_only = self.lifted.reads.slots
+        given: tuple[Any, ...] = arrays, self.constants
+        if self.lifted.donated:
+            given = self.constants, *arrays
         end_mark = begin(self) if (begin := annotate) is not None else None
         outputs: Any = [[]]
         try:
             if self.calls_host:
-                outputs = storage.overwrite_when_done(self._until_done, self.home, read_only, arrays, self.constants)
+                outputs = storage.overwrite_when_done(self._until_done, self.home, read_only, *given)
                 self.has_run = True
             elif self.has_run:
-                outputs = storage.overwrite(self.compiled, self.home, read_only, arrays, self.constants)
+                outputs = storage.overwrite(self.compiled, self.home, read_only, *given)
             else:
-                self._refuse_too_large(arrays)
+                self._refuse_too_large(given)
                 with _delaying_ctrl_c():
-                    outputs = storage.overwrite(self.compiled, self.home, read_only, arrays, self.constants)
+                    outputs = storage.overwrite(self.compiled, self.home, read_only, *given)
                 self.has_run = True
         except Exception as error:
             if jax.config.jax_debug_nans or jax.config.jax_debug_infs:
@@ -190,13 +195,13 @@ class Program(abc.ABC):
                 watch.compare()
         return results
 
-    def _refuse_too_large(self, arrays: list[Any]) -> None:
+    def _refuse_too_large(self, given: tuple[Any, ...]) -> None:
         """Raise an error, before the first run, if the program does not fit into the memory of a device."""
         if (has := self.mesh.memory_limit()) is not None:
             is_trained = [spec_of(variable).trainable for variable in self.lifted.variables]
             with storage.lent([*self.lifted.writes.slots, *self.lifted.reads.slots]) as values:
                 count = len(self.lifted.writes.slots)
-                arguments = values[:count], values[count:], arrays, self.constants
+                arguments = values[:count], values[count:], *given
                 memory.refuse_too_large(self.name, self.compiled, has, is_trained, arguments)
 
     def _until_done(self, *arguments: Any) -> Any:
@@ -206,6 +211,16 @@ class Program(abc.ABC):
         except jax.errors.JaxRuntimeError:
             callbacks.forget_failed()
             raise
+
+
+def _spread(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a function its arrays one by one, so that `jax.jit` donates some of them; a list costs less in each call."""
+
+    def program(written: list[Any], read_only: list[Any], constants: list[Any], *arrays: Any) -> Any:
+        return function(written, read_only, list(arrays), constants)
+
+    program.__name__ = getattr(function, "__name__", "function")
+    return program
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from .._errors import ClusterConfigError, DeviceError
 from .._jax import distributed, interrupts, topologies
 from .._options import Storage
 from .._text import counted, shown
-from .._typing import REPLICA_AXIS, ArrayLike, PyTree
+from .._typing import DEVICE_AXIS, REPLICA_AXIS, ArrayLike, PyTree
 from .._workers import verdict
 from . import planned
 
@@ -35,7 +35,7 @@ _NVIDIA_DRIVER = "/proc/driver/nvidia/version"
 #: The most virtual CPU devices that a strategy makes: each takes threads, and a slip such as "cpu:88888" would take all.
 MAX_CPU_DEVICES = 1024
 #: The name of the mesh's axis when each device has several replicas.
-_SEVERAL = re.compile(r"device_of_(\d+)_replicas")
+_SEVERAL = re.compile(DEVICE_AXIS + r"(\d+)_replicas")
 _ONE_BY_ONE = "_one_by_one"
 
 
@@ -204,7 +204,7 @@ def with_replicas(mesh: ReplicaMesh, num_replicas: int | None, schedule: str) ->
         )
     if num_replicas == count:
         return mesh
-    axis = f"device_of_{num_replicas // count}_replicas"
+    axis = f"{DEVICE_AXIS}{num_replicas // count}_replicas"
     if schedule == "one_by_one":
         axis += _ONE_BY_ONE
     return make_mesh(mesh.devices, axis, mesh.storage)

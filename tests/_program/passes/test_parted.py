@@ -76,9 +76,10 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_layer_is_gathered_twice_and_its_gradient_is_scattered(in_parts: mr.MirroredStrategy, name: str) -> None:
+@pytest.mark.parametrize(("name", "num_replicas"), [*((name, 3) for name in MODELS), ("checkpoint", 6), ("scan", 6)])
+def test_a_layer_is_gathered_twice_and_its_gradient_is_scattered(name: str, num_replicas: int) -> None:
     model, gathers, scatters = MODELS[name]
+    in_parts = strategy_of(3, storage="parts", num_replicas=num_replicas)
     assert counted(in_parts, trained(in_parts, model)) == {"all-gather": gathers, "reduce-scatter": scatters}
 
 

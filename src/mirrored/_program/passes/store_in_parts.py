@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from ..._jax import dead_code
 from ..._jax.jaxprs import Atom
 from ..._replicas.division import Division, division_of_array, placement_of
 from ..._variables.variable import spec_of
@@ -43,7 +44,7 @@ class Divisions(NamedTuple):
 
 
 def store_in_parts(step: Proven) -> Proven:
-    """Let a step take and return large arrays in parts. Devices with several replicas gather them at its begin."""
+    """Let a step take and return large arrays in parts."""
     divisions = Divisions.of(step)
     if not any((*divisions.inputs, *divisions.outputs)):
         return step
@@ -53,22 +54,26 @@ def store_in_parts(step: Proven) -> Proven:
         return tuple([spec if division is None else placement_of(step.mesh, division).spec for spec, division in pairs])
 
     new = {"in_specs": specs(step.in_specs, divisions.inputs), "out_specs": specs(step.out_specs, divisions.outputs)}
-    if step.mesh.per_device > 1:
-        return dataclasses.replace(step, run=functools.partial(_run_gathered, step.run, divisions), **new)
     atoms = [*step.closed.jaxpr.invars, *step.closed.jaxpr.outvars[: len(divisions.outputs)]]  # no sums that it carries
     stored = zip(atoms, (*divisions.inputs, *divisions.outputs), strict=True)
     known = Known(step.mesh.axis, {shape_of(atom): division for atom, division in stored if division is not None})
-    return dataclasses.replace(step, run=functools.partial(_run_on_parts, known, divisions), **new)
+    return dataclasses.replace(step, run=functools.partial(_run_on_parts, step.run, known, divisions), **new)
 
 
-def _run_on_parts(known: Known, divisions: Divisions, step: Proven, constants: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-    """Run a step on a device with one replica: per-replica values have a leading axis of size 1."""
-    jaxpr, given = step.closed.jaxpr, list[Value]()
+def _run_on_parts(
+    run: Run, known: Known, divisions: Divisions, step: Proven, constants: Sequence[Any], inputs: Sequence[Any]
+) -> list[Any]:
+    """Run a step on a device. Per-replica values have a leading axis, of size 1 if the device has one replica."""
+    jaxpr, given, is_alone = step.closed.jaxpr, list[Value](), step.mesh.per_device == 1
+    if not is_alone:  # what `run` does for all replicas of a device is the program of a device
+        pairs = zip(inputs, divisions.inputs, jaxpr.invars, strict=True)
+        whole = [array if division is None else jax.ShapeDtypeStruct(shape_of(v), array.dtype) for array, division, v in pairs]
+        jaxpr, constants = dead_code.left_out(jax.make_jaxpr(functools.partial(run, step, constants))(whole))
     for var, array, division, is_own in zip(jaxpr.invars, inputs, divisions.inputs, step.own_inputs, strict=True):
         if division is not None:
             given.append(DevicePart(array, division, shape_of(var)))
         elif is_own:
-            given.append(Whole(jnp.squeeze(array, 0), False))
+            given.append(Whole(jnp.squeeze(array, 0) if is_alone else array, False))
         else:
             given.append(Whole(array, True))
     walk = Parted(known)
@@ -80,16 +85,5 @@ def _run_on_parts(known: Known, divisions: Divisions, step: Proven, constants: S
             outputs.append(walk.gathers.real(part, division, 0))
         else:
             array = walk.whole(value)
-            outputs.append(jnp.expand_dims(array, 0) if is_own else array)
+            outputs.append(jnp.expand_dims(array, 0) if is_own and is_alone else array)
     return [*outputs, *map(walk.whole, results[len(outputs) :])]
-
-
-def _run_gathered(run: Run, divisions: Divisions, step: Proven, constants: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-    """Run a step by `run` on whole arrays: gather its inputs first, and divide its outputs at the end."""
-    name = step.mesh.axis
-    pairs = zip(inputs, divisions.inputs, strict=True)
-    outputs = run(step, constants, [array if division is None else division.gathered(array, name) for array, division in pairs])
-    for k, division in enumerate(divisions.outputs):
-        if division is not None:
-            outputs[k] = division.own_part(outputs[k], name)
-    return outputs
