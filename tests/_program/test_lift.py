@@ -167,6 +167,12 @@ def lifted_of(step):
     return lift.trace(take_apart(step, (), {}), [], Frame(None, None)).lifted()
 
 
+def test_a_variable_is_an_operand_once_whether_a_step_reads_it_or_writes_it_too():
+    read, written, unused = (variable(float(i)) for i in range(3))
+    lifted = lifted_of(lambda: [written.assign(jax.jit(lambda: written + read)()), unused.shape][1:])
+    assert (lifted.written, lifted.read_only, len(lifted.closed.jaxpr.invars)) == ((written,), (read,), 2)
+
+
 def test_an_assignment_from_anywhere_does_not_compile_again(strategy2):
     v, count = variable(np.zeros(4, np.float32), strategy2), variable(0, strategy2, synchronization="on_read", aggregation="sum")
 

@@ -8,6 +8,7 @@ from strategies import strategy_of, variable
 
 import mirrored as mr
 from mirrored import testing
+from mirrored._program.memory import Memory
 from mirrored._replicas.mesh import ReplicaMesh
 
 ROWS, WIDTH = 64, 512
@@ -24,6 +25,16 @@ def train(strategy, **options):
 
     [batch] = strategy.distribute_dataset([np.ones((ROWS * strategy.num_replicas_in_sync, WIDTH), np.float32)])
     return w, lambda: strategy.reduce("sum", strategy.run(step, args=(batch,)))
+
+
+def test_what_is_in_parts_and_what_may_be_is_counted():
+    strategy = strategy_of(4, storage="parts")
+    kinds = ((WIDTH, "parts"), (WIDTH, "whole"), (1, "parts"))
+    variables = [variable(np.zeros((WIDTH, columns), np.float32), strategy, storage=how) for columns, how in kinds]
+    parts, whole, small = (v._slot.array for v in variables)
+    found = Memory.of(None, [True, False, False], ([parts, whole], [small], [], []))
+    each = 4 * WIDTH * WIDTH
+    assert (found.variables, found.whole, found.saved) == (each // 4, each, each - each // 4)
 
 
 @pytest.mark.parametrize("num_replicas", [1, 3])

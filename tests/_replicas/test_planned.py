@@ -37,6 +37,7 @@ def test_what_is_computed_of_shapes_is_a_shape() -> None:
         total += x * 2
     assert isinstance(total, Planned) and total.shape == (2, 3) and total.dtype == jnp.float32 and total.sharding == x.sharding
     assert (x @ np.ones((3, 5), np.float32)).shape == (2, 5) and (1 - x).shape == (-x).shape == abs(x).shape == (2, 3)
+    assert x.astype(jnp.bfloat16).nbytes == 12 and not hasattr(x, "no_such_name")
     assert (x > 1).dtype == bool and (x / x).shape == (2, 3) and (stand_in(()) + x).shape == (2, 3)
     with pytest.raises(ValueError, match="Incompatible shapes for broadcasting"):
         x + stand_in((5,))
