@@ -458,8 +458,8 @@ def test_sizes() -> None:
 #: was not there. The ground is together, and so are small wings that stand for one thing. `python tests/test_house.py` prints
 #: today's.
 BUDGETS = {
-    "_program": 6394,  # 4,000
-    "_jax": 1795,  # 1,300
+    "_program": 6405,  # 4,000
+    "_jax": 1816,  # 1,300
     "_replicas": 3339,  # 2,100
     "_variables": 2178,  # 1,700
     "_models": 1534,  # 1,050
@@ -476,7 +476,7 @@ BUDGETS = {
     "_command launch": 1826,  # 1,000
     "__init__ __main__ _public testing": 127,
     "_process": 142,  # was in _replicas, _jax, _strategy and _models
-    "_env _errors _html _libraries _options _text _tf_names _typing": 1093,  # 950
+    "_env _errors _html _libraries _options _text _tf_names _typing": 1095,  # 950
 }
 #: So much smaller a wing may be before its budget is to be lowered.
 MAX_SLACK = 30
