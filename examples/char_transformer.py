@@ -25,14 +25,13 @@ import matplotlib.pyplot as plt
 LENGTH, WIDTH, NUM_HEADS, NUM_LAYERS = 64, 96, 4, 2
 
 
-def initial_weights(key: jax.Array, num_characters: int) -> dict[str, jax.Array]:
+def initial_weights(random: np.random.Generator, num_characters: int) -> dict[str, np.ndarray]:
     """Return embeddings, and for each layer the matrices of attention and of the MLP."""
     shapes = {"embedding": (num_characters, WIDTH), "position": (LENGTH, WIDTH), "logits": (WIDTH, num_characters)}
     for layer in range(NUM_LAYERS):
         shapes |= {f"qkv{layer}": (WIDTH, 3 * WIDTH), f"out{layer}": (WIDTH, WIDTH)}
         shapes |= {f"up{layer}": (WIDTH, 4 * WIDTH), f"down{layer}": (4 * WIDTH, WIDTH)}
-    keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
-    return {name: jax.random.normal(keys[name], shape) * shape[0] ** -0.5 for name, shape in shapes.items()}
+    return {name: random.normal(scale=shape[0] ** -0.5, size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
 def logits_of(weights: dict, characters: jax.Array) -> jax.Array:
@@ -88,7 +87,7 @@ def main() -> None:
 
     strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(4)])  # leave the list out to take all GPUs
     with strategy.scope():
-        weights = {name: mr.Variable(value) for name, value in initial_weights(jax.random.key(0), len(alphabet)).items()}
+        weights = {name: mr.Variable(value) for name, value in initial_weights(np.random.default_rng(0), len(alphabet)).items()}
         schedule = optax.warmup_cosine_decay_schedule(0, 6e-3, min(40, arguments.steps // 2), arguments.steps)
         optimizer = mr.Optimizer(optax.adamw(schedule), weights)
 

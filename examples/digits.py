@@ -48,7 +48,7 @@ def main() -> None:
     strategy.barrier("the shards are written")
     shards = write_shards(arguments.out / "digits")
     with strategy.scope():
-        weights = {name: mr.Variable(value, name=name) for name, value in initial_weights(jax.random.key(0)).items()}
+        weights = {name: mr.Variable(value, name=name) for name, value in initial_weights(np.random.default_rng(2)).items()}
         optimizer = mr.Optimizer(optax.adam(optax.cosine_decay_schedule(4e-3, arguments.epochs * STEPS_PER_EPOCH)), weights)
         num_right, num_seen = (mr.Variable(0, synchronization="on_read", aggregation="sum") for _ in range(2))
 

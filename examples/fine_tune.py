@@ -1,8 +1,8 @@
 """Train on four replicas; go on with other images on three: the checkpoint does not know the number of replicas.
 
-    python examples/fine_tune.py             # half a minute on two cores; writes out/fine_tune.png
+    python examples/fine_tune.py             # a quarter of a minute on two cores; writes out/fine_tune.png
 
-A network learns handwritten digits from 900 images. Then another camera comes, whose images are one pixel to the right, and 50
+A network learns handwritten digits from 900 images. Then another camera comes, whose images are one pixel to the right, and 48
 of them have labels. On three replicas, with a new optimizer, the weights go on from the checkpoint; beside it they start anew.
 """
 
@@ -28,9 +28,9 @@ DEVICES = [f"cpu:{i}" for i in range(4)]  # or "gpu:0" to "gpu:3"
 def make_weights(seed: int) -> dict[str, mr.Variable]:
     """Make the variables of two convolutions and two dense layers. Call it in a scope."""
     shapes = {"conv1": (3, 3, 1, 16), "conv2": (3, 3, 16, 32), "dense1": (4 * 4 * 32, 64), "dense2": (64, 10)}
-    weights = {}
-    for (name, shape), key in zip(shapes.items(), jax.random.split(jax.random.key(seed), len(shapes)), strict=True):
-        weights[name] = mr.Variable(jax.random.normal(key, shape) * np.sqrt(2 / np.prod(shape[:-1])), name=name)
+    weights, random = {}, np.random.default_rng(seed)
+    for name, shape in shapes.items():
+        weights[name] = mr.Variable(np.float32(random.normal(size=shape) * np.sqrt(2 / np.prod(shape[:-1]))), name=name)
         weights[f"{name}_bias"] = mr.Variable(np.zeros(shape[-1], np.float32), name=f"{name}_bias")
     return weights
 
@@ -41,13 +41,13 @@ def logits_of(weights: dict, images: jax.Array) -> jax.Array:
     for name in ("conv1", "conv2"):
         x = jax.lax.conv_general_dilated(x, weights[name], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
         x = jax.nn.relu(x + weights[f"{name}_bias"])
-    x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+    x = x.reshape(-1, 4, 2, 4, 2, 32).max(axis=(2, 4))
     x = jax.nn.relu(x.reshape(-1, 4 * 4 * 32) @ weights["dense1"] + weights["dense1_bias"])
     return x @ weights["dense2"] + weights["dense2_bias"]
 
 
-def train(strategy: mr.Strategy, weights: dict, optimizer: mr.Optimizer, rows: tuple, held_out: tuple) -> list[float]:
-    """Train 20 epochs; return the share of held-out images that are right, before the first epoch and after each."""
+def train(strategy: mr.Strategy, weights: dict, optimizer: mr.Optimizer, rows: tuple, size: int, held_out: tuple) -> list[float]:
+    """Train 20 epochs in batches of a size; return the share of held-out images that are right before and after each."""
 
     def train_step(images: jax.Array, labels: jax.Array) -> None:
         def loss() -> jax.Array:
@@ -60,7 +60,7 @@ def train(strategy: mr.Strategy, weights: dict, optimizer: mr.Optimizer, rows: t
         predicted = jnp.argmax(logits_of(jax.tree.map(jnp.asarray, weights), images), axis=1)
         return mr.losses.compute_average_loss((predicted == labels).astype(jnp.float32))
 
-    batches = strategy.distribute_dataset(strategy.make_numpy_dataset(rows).shuffle(seed=0).batch(25))
+    batches = strategy.distribute_dataset(strategy.make_numpy_dataset(rows).shuffle(seed=0).batch(size))
     [test] = strategy.distribute_dataset([held_out])
     accuracies = [strategy.reduce("sum", strategy.run(test_step, args=test))]
     for _ in range(20):
@@ -83,9 +83,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         with four.scope():
             weights = make_weights(seed=0)
-            optimizer = mr.Optimizer(optax.adam(1e-3), weights)
+            optimizer = mr.Optimizer(optax.adam(2e-3), weights)
             checkpoint = mr.Checkpoint(folder, weights=weights, optimizer=optimizer)
-        first = train(four, weights, optimizer, (images[:900], labels[:900]), (images[950:], labels[950:]))
+        first = train(four, weights, optimizer, (images[:900], labels[:900]), 60, (images[950:], labels[950:]))
         with checkpoint:
             checkpoint.save(1)
 
@@ -94,9 +94,9 @@ def main() -> None:
                 weights = make_weights(seed=1)
                 if start == "from the checkpoint":
                     mr.Checkpoint(folder, weights=weights).restore_latest(partial=True)  # leaves the old optimizer there
-                optimizer = mr.Optimizer(optax.adam(1e-3), weights)
-            few, held_out = (moved[900:950], labels[900:950]), (moved[950:], labels[950:])
-            accuracies[start] = train(three, weights, optimizer, few, held_out)
+                optimizer = mr.Optimizer(optax.adam(2e-3), weights)
+            few, held_out = (moved[900:948], labels[900:948]), (moved[950:], labels[950:])
+            accuracies[start] = train(three, weights, optimizer, few, 24, held_out)
 
     ends = ", ".join(f"{values[-1]:.1%} {start}" for start, values in accuracies.items())
     print(f"on 4 replicas {first[-1]:.1%} of the held-out images right; moved, on 3 replicas: {ends}")
@@ -108,7 +108,7 @@ def draw(accuracies: dict[str, list[float]], folder: Path) -> Path:
     figure, axes = plt.subplots(figsize=(6, 3.4), layout="constrained")
     for start, values in accuracies.items():
         axes.plot([100 * value for value in values], marker="o", markersize=3, label=start)
-    axes.set(xlabel="epoch", ylabel="images right (%)", title="50 images of another camera, 3 replicas", xticks=range(0, 21, 5))
+    axes.set(xlabel="epoch", ylabel="images right (%)", title="48 images of another camera, 3 replicas", xticks=range(0, 21, 5))
     axes.legend(frameon=False)
     axes.grid(alpha=0.3)
     folder.mkdir(parents=True, exist_ok=True)

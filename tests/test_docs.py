@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from parameters import nightly
 from processes import run_program
 
 import mirrored as mr
@@ -24,6 +25,8 @@ ROOT = Path(__file__).parent.parent
 MODULES = sorted(info.name for info in pkgutil.walk_packages(mr.__path__, "mirrored."))
 _HAS_CODE = re.compile(r"^ *```(\{code-block\} )?(python|pycon)\b", re.MULTILINE)
 PAGES = sorted(page for page in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")] if _HAS_CODE.search(page.read_text()))
+#: Its programs are the examples, and test_model_libraries.py runs one of them against its twin for one device.
+MODELS = ROOT / "docs" / "model-libraries.md"
 #: As in conftest.py: what is compiled quickly, or was compiled before.
 _ENVIRONMENT = {name: value for name, value in os.environ.items() if name.startswith("JAX_")}
 _PROGRAM = (ROOT / "tests" / "page_program.py").read_text()
@@ -49,7 +52,9 @@ def _run(page: Path, **options: Any) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", [*(page for page in PAGES if page != MODELS), *nightly(MODELS)], ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_page_examples(page: Path) -> None:
     """Run a page as a reader does who copies its blocks into a file: in order, in a new process, with nothing before them."""
     for library in re.findall(r"^(?:import|from) (keras|flax|equinox)\b", page.read_text(), re.MULTILINE):

@@ -14,7 +14,7 @@ MUTANTS = [
     ("_workers/same_program.py", "len(set(batches)) > 1", "len(set(batches)) > 2", _MISTAKE.format("batch of the chief")),
     ("_variables/equal_copies.py", "column != usual", "column < 0", _MISTAKE.format("flipped bit")),
     ("_replicas/placement.py", "jax.lax.axis_index(mesh.axis) == 0", "jax.lax.axis_index(mesh.axis) == 1",
-     _HERE + "same_results.py::test_three_workers_give_in_64_bits_what_one_gives_without_a_warning"),
+     _HERE + "same_results.py::test_workers_give_in_64_bits_what_one_gives_without_a_warning[2]"),
     ("_checkpoint/same_on_workers.py", "if kinds != every[0]:", "if False:", _SAVES + "what_fails_fails_on_all_workers"),
     ("_checkpoint/preemption.py", "self._checkpoint.save(step)", "pass",
      _SAVES + "a_signal_to_one_worker_lets_all_leave_at_one_step"),

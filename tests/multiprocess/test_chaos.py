@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chaos_job import Event, Fault, Hit, job
+from parameters import nightly
 
 NUM_WORKERS, NUM_ROWS, NUM_EPOCHS = 2, 27, 3
 #: One kind of moment each; those around saves and ends of epochs are where positions and steps could part. Of five files of 2 to
@@ -58,9 +59,12 @@ def check_restart(events: Sequence[Event], hit: Hit) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("storage", "num_devices"), [("whole", 1), ("parts", 1), ("parts_of_worker", 2)])
+@pytest.mark.parametrize(("storage", "num_devices"), [("parts_of_worker", 2), *nightly(("whole", 1), ("parts", 1))])
 def test_kills_at_any_moment_leave_no_trace(tmp_path: Path, storage: str, num_devices: int) -> None:
-    """What was restored wrong, or used twice, would show in the last bits, or in the rows of a step."""
+    """What was restored wrong, or used twice, would show in the last bits, or in the rows of a step.
+
+    `parts_of_worker` has values of each kind: in the parts of a worker's devices, and whole the small ones and those of steps.
+    """
     what = NUM_WORKERS, num_devices, NUM_ROWS, NUM_EPOCHS, storage
     alone, folder, hits = tmp_path / "undisturbed", tmp_path / "disturbed", list[Hit]()
     with job(alone, *what) as running:

@@ -36,9 +36,10 @@ def assert_same(several: list[dict[str, np.ndarray]], one: dict[str, np.ndarray]
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_three_workers_give_in_64_bits_what_one_gives_without_a_warning(tmp_path: Path) -> None:
-    [one] = found(tmp_path, 1, 3)
-    assert_same(found(tmp_path, 3, 1), one)
+@pytest.mark.parametrize("num_workers", [2, *nightly(3)])
+def test_workers_give_in_64_bits_what_one_gives_without_a_warning(num_workers: int, tmp_path: Path) -> None:
+    [one] = found(tmp_path, 1, num_workers)
+    assert_same(found(tmp_path, num_workers, 1), one)
 
 
 @pytest.mark.slow

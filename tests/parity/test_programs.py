@@ -150,24 +150,32 @@ def run(names: tuple[str, ...], way: Way) -> tuple[mr.Strategy, dict[str, Progra
         return strategy, program.programs, *way.call(strategy, program, batches(list(way.sizes)))
 
 
-def check(names: tuple[str, ...], way: str) -> None:
-    """Run programs in one way, and compare each with the same by hand; those that are refused there run alone."""
+def check(names: tuple[str, ...], way: str, is_compared: bool = True) -> list[Any]:
+    """Run programs in one way, and compare each with the same by hand; those that are refused there run alone.
+
+    Return what they have found. A worker's need not be compared if they have the bits of another worker's, which are.
+    """
     known = [(name, *each) for name in names for each in PROGRAMS[name].refuses.items()]
     refused = {name: refusal for name, word, refusal in known if word in way}
     for name, (error, message) in refused.items():
         with pytest.raises(error, match=message):
             run((name,), WAYS[way])
     if not (names := tuple(name for name in names if name not in refused)):
-        return
+        return []
     strategy, programs, carry, results = run(names, WAYS[way])
     carry = collected(strategy, carry)
+    read = {name: program.read() for name, program in programs.items()}
+    strategy.assert_mirrored()
+    found = [results, read, carry]
+    if not is_compared:
+        return found
     params, alone_carry, alone = by_hand(names, WAYS[way].sizes, WAYS[way].num_replicas)
     for name, program in programs.items():
         assert_same([result[name] for result in results], [result[name] for result in alone], program.rtol, f"{name}: result ")
-        assert_same(program.read(), params[name], program.rtol, f"{name}: variable ")
+        assert_same(read[name], params[name], program.rtol, f"{name}: variable ")
         if program.carry is not None:
             assert_same(carry[name], alone_carry[name], program.rtol, f"{name}: carried ")
-    strategy.assert_mirrored()
+    return found
 
 
 def in_groups(names: list[str], size: int = 7) -> list[tuple[str, ...]]:
