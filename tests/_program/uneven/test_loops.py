@@ -177,6 +177,62 @@ def key_and_counter(x):
     return (h, sums.T), (jax.random.key_data(key), n, squares)
 
 
+def fori_loop(x):
+    if x.shape[0] > 2:  # a loop that only some replicas have does not come between those that all have
+        x = x + jax.lax.fori_loop(0, 2, lambda i, zero: zero * 2, 0.0)
+    h, n = jax.lax.fori_loop(0, 3, lambda i, own: (jnp.tanh(own[0] * 2), own[1] + i), (x, jnp.float32(1)))
+    return h, jax.lax.fori_loop(0, 2, lambda i, n: jnp.sin(n) * 2, n)
+
+
+def checkpointed(x):
+    return jax.checkpoint(lambda h, n: (jnp.tanh(h @ LAYERS[0]), 2 * n))(x, jnp.float32(1))
+
+
+def time_of_a_recurrent_net(x):
+    cell = lambda carry, x: ((jnp.tanh(carry[0] + x * carry[1]), carry[1] + 1), None)  # noqa: E731
+    return jax.lax.scan(cell, (x[:, 0], jnp.float32(0)), x.T)[0]
+
+
+def nested(x):
+    def outer(carry, w):
+        own = jax.lax.scan(lambda own, _: ((jnp.tanh(own[0] @ w), own[1] + w.sum()), None), carry, None, length=2)[0]
+        return own, own[1]
+
+    (h, n), each = jax.lax.scan(outer, (x, jnp.float32(0)), LAYERS)
+    return h, (n, each)
+
+
+def condition(x):
+    return jax.lax.cond(LAYERS.sum() > 0, lambda h, n: (jnp.tanh(h), n + 1), lambda h, n: (h * 2, n - 1), x, jnp.float32(3))
+
+
+def collectives(x):
+    def layer(carry, w):
+        h, n = carry
+        return (jnp.tanh(h @ w) - total(h.sum(0)) / total(jnp.float32(h.shape[0])), n + 1), None
+
+    return jax.lax.scan(layer, (x, jnp.float32(0)), LAYERS)[0]
+
+
+def gradients(x, wrap=lambda layer: layer):
+    def layer(carry, w):
+        h, key, n = carry
+        key, own = jax.random.split(key)
+        return (jnp.tanh(h @ w) * jax.random.bernoulli(own, 0.8, (COLUMNS,)) + n, key, n + w.mean()), (w**2).sum()
+
+    def share(layers):
+        (h, key, n), squares = jax.lax.scan(wrap(layer), (x, KEY, jnp.float32(0)), layers)
+        penalty = mr.losses.scale_regularization_loss(squares.sum() + n)
+        return mr.losses.compute_average_loss(h.sum(1) ** 2) + penalty, (jax.random.key_data(key), n, squares)
+
+    gradient, states = jax.grad(share, has_aux=True)(LAYERS)
+    return x, (total(gradient), states)
+
+
+def gradients_of_checkpoints(x):
+    return gradients(x, jax.checkpoint)
+
+
 def gradients_with_masks(x):
     """Masks of the rows' shape are made of what the loop carries, and the gradient keeps them."""
 
@@ -250,7 +306,10 @@ def while_loops(x):
     return h, (i, n, last, jax.random.key_data(key))
 
 
-BESIDE_ROWS = [key_and_counter, gradients_with_masks, while_loops, gradients_of_own_derivatives]
+BESIDE_ROWS = [
+    key_and_counter, fori_loop, checkpointed, time_of_a_recurrent_net, nested, condition, collectives, gradients,
+    gradients_of_checkpoints, gradients_with_masks, while_loops, own_derivatives, gradients_of_own_derivatives,
+]  # fmt: skip
 
 
 def assigned(strategy, compute, rows):
