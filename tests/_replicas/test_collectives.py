@@ -194,7 +194,7 @@ def test_merge_call_hands_each_replica_its_own_part_and_may_use_variables_and_ru
         return {"own": tree["x"], "nested": [ran, {"flag": tree["flag"]}], "same": [7, None, variable.assign_add(1.0)]}
 
     def step():
-        result = merge_call(merge, args=(w, {"x": number(), "flag": number() > 1}))
+        result = merge_call(merge, args=(w,), kwargs={"tree": {"x": number(), "flag": number() > 1}})
         assert result["same"] == [7, None, w]
         return result["own"], *result["nested"], w.value, seen.value
 
