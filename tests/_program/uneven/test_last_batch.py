@@ -133,6 +133,16 @@ def test_datasets_that_know_of_an_odd_batch_say_so(name, strategy3):
     assert "of 4 rows" in note_of(error)
 
 
+def test_values_with_rows_that_are_of_no_dataset_are_left_alone(strategy3):
+    """Nobody knows how many rows they will have then."""
+    batch = next(iter(batches(strategy3, 6)))
+    other = strategy3.run(lambda x: x + 1, args=(batch,))
+    assert strategy3.run(lambda x, y: rows_joined(x + y), args=(batch, other)).shape == (2, 2)
+    scale = strategy3.distribute_values_from_function(lambda ctx: np.float32(ctx.replica_id_in_sync_group))
+    with pytest.raises(mr.UnevenReplicasError):
+        strategy3.run(lambda x, scale, w: rows_joined(x * scale @ w), args=(batch, scale, np.eye(2, dtype=np.float32)))
+
+
 def test_a_replica_without_rows_is_named_first_with_the_line_to_write(strategy3):
     dataset = strategy3.distribute_dataset(strategy3.make_numpy_dataset(X[:8]).batch(6))
     message = r"-1, at .*test_last_batch\.py:\d+, and .*\. Write x\.reshape\(x\.shape\[0\], math\.prod\(x\.shape\[1:\]\)\)"
