@@ -35,7 +35,7 @@ MUTANTS = [
     ("_program/uneven/traces.py", "if lengths == tuple([times * num_rows for num_rows in rows]):", "if False:",
      "tests/test_losses.py::test_lengths_in_the_ratio_of_rows_and_the_lines_for_others_are_those_of_one_device"),
     ("_program/uneven/value_numbering.py", "alone.results.index(position)", "0",
-     LOOPS + "what_needs_no_rows_beside_them_in_a_loop_may_be_assigned"),
+     LOOPS + "what_needs_no_rows_beside_them_in_a_loop_may_be_assigned[swapped]"),
     ("_program/advice.py", "curved = curved or advice.curved", "curved = curved",
      REFUSALS + "what_is_not_linear_in_a_share_is_said_with_the_shares_line_and_the_lines_to_write_are_right"),
     # -- stale values

@@ -158,6 +158,90 @@ class MixedPrecision(Program):
         return (linear(half, {"x": b["x"].astype(jnp.bfloat16)}).astype(jnp.float32) - b["y"]) ** 2
 
 
+class Convolution(Program):
+    params = {"kernel": normal(2, 1, 4), "out": normal(4, 3)}
+    is_slow = True
+
+    def losses(self, p: Any, b: Batch) -> jax.Array:
+        x = jax.lax.conv_general_dilated(b["x"][..., None], p["kernel"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+        return cross_entropy(jnp.max(jax.nn.relu(x), axis=1) @ p["out"], b)
+
+
+class Lstm(Program):
+    params = {"embedding": normal(6, 2), "gates": normal(4, 8), "out": normal(2, 3)}
+    is_slow = True
+
+    def losses(self, p: Any, b: Batch) -> jax.Array:
+        def cell(carry: Any, token: jax.Array) -> Any:
+            h, c = carry
+            i, f, g, o = jnp.split(jnp.concatenate([p["embedding"][token], h], axis=1) @ p["gates"], 4, axis=1)
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            return (jax.nn.sigmoid(o) * jnp.tanh(c), c), None
+
+        zeros = jnp.zeros((b["tokens"].shape[0], 2))
+        (h, _), _ = jax.lax.scan(cell, (zeros, zeros), b["tokens"].T)
+        return cross_entropy(h @ p["out"], b)
+
+
+class Attention(Program):
+    params = {"embedding": normal(6, 4), "qkv": normal(4, 12), "out": normal(4, 6)}
+    is_slow = True
+
+    def losses(self, p: Any, b: Batch) -> jax.Array:
+        q, k, v = jnp.split(jax.nn.standardize(p["embedding"][b["tokens"]]) @ p["qkv"], 3, axis=-1)
+        scores = jnp.where(jnp.tril(jnp.ones((4, 4), bool)), q @ jnp.swapaxes(k, 1, 2), -1e9)
+        logits = jax.nn.softmax(scores) @ v @ p["out"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], b["tokens"][:, 1:]).mean(axis=1)
+
+
+class Remat(Program):
+    params = MLP
+
+    def losses(self, p: Any, b: Batch) -> jax.Array:
+        hidden = jax.checkpoint(lambda w, x: jax.nn.gelu(x @ w))
+        return cross_entropy(hidden(p["first"], b["x"]) @ p["second"], b)
+
+
+@jax.custom_vjp
+def clipped(x: jax.Array) -> jax.Array:
+    """Return x, whose gradient is cut off."""
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.05, 0.05),))
+
+
+class CustomVjp(Program):
+    def losses(self, p: Any, b: Batch) -> jax.Array:
+        return (clipped(linear(p, b)) - b["y"]) ** 2
+
+
+class Conditions(Program):
+    def losses(self, p: Any, b: Batch) -> jax.Array:
+        is_large = jnp.abs(p["w"]).sum() > 0.1
+        error = linear(p, b) - b["y"]
+        return jax.lax.cond(is_large, lambda e: jnp.abs(e), lambda e: jnp.where(jnp.abs(e) < 1, e**2, jnp.abs(e)), error)
+
+
+class FixedPoint(Program):
+    def losses(self, p: Any, b: Batch) -> jax.Array:
+        def body(state: Any) -> Any:
+            return state[0] + 1, jnp.tanh(state[1] * 0.5 + b["x"][:, 0])
+
+        _, z = jax.lax.while_loop(lambda state: state[0] < 5, body, (0, jnp.zeros(b["x"].shape[0])))
+        return (linear(p, b) - jax.lax.stop_gradient(z)) ** 2
+
+
+class GradientPenalty(Program):
+    params = MLP
+    is_slow = True
+
+    def losses(self, p: Any, b: Batch) -> jax.Array:
+        judge = lambda x: jnp.sum(jnp.tanh(x @ p["first"]) @ p["second"])  # noqa: E731
+        slopes = jax.vmap(jax.grad(judge))(b["x"])
+        return jax.vmap(judge)(b["x"]) + (jnp.sum(slopes**2, axis=1) - 1) ** 2
+
+
 class NnxInPieces(Program):
     params = {"kernel": normal(3, 3), "bias": normal(3)}
 
@@ -189,6 +273,18 @@ class Keras(Program):
     def losses(self, p: Any, b: Batch) -> jax.Array:
         logits, _ = self.layer().stateless_call([p["kernel"], p["bias"]], [], b["x"])
         return cross_entropy(logits, b)
+
+
+class DropoutOfRows(Program):
+    """Noise that goes with the row: the same on any number of replicas."""
+
+    params = MLP
+    is_slow = True
+
+    def losses(self, p: Any, b: Batch) -> jax.Array:
+        keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(3), i))(b["id"])
+        keep = jax.vmap(lambda key: jax.random.bernoulli(key, 0.5, (8,)))(keys)
+        return cross_entropy(jnp.where(keep, jax.nn.relu(b["x"] @ p["first"]) * 2, 0) @ p["second"], b)
 
 
 # -- a loss with a step of its own
@@ -306,6 +402,37 @@ class GlobalMoments(Program):
         self.update(s, gradients)
         s["params"]["stats"] = stats
         return {"loss": value}
+
+
+class LinenNorm(GlobalMoments):
+    is_slow = True
+
+    def more(self) -> None:
+        import flax.linen  # noqa: F401  (a step looks for layers of what is imported before it)
+
+    def normalized(self, p: Any, h: jax.Array, average: Callable[[Any], Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
+        import flax.linen as nn
+
+        own = {name: p["trained"][name] for name in ("scale", "bias")}
+        variables = {"params": own, "batch_stats": p["stats"]}
+        h, new = nn.BatchNorm(use_running_average=False).apply(variables, h, mutable=["batch_stats"])
+        return h, new["batch_stats"]
+
+
+class EquinoxNorm(GlobalMoments):
+    is_slow = True
+
+    def more(self) -> None:
+        import equinox  # noqa: F401
+
+    def normalized(self, p: Any, h: jax.Array, average: Callable[[Any], Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
+        import equinox as eqx
+
+        layer, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, "rows", mode="batch")
+        layer = eqx.tree_at(lambda m: (m.weight, m.bias), layer, (p["trained"]["scale"], p["trained"]["bias"]))
+        state = state.set(layer.batch_state_index, (p["stats"]["mean"], p["stats"]["var"]))
+        h, state = jax.vmap(layer, axis_name="rows", in_axes=(0, None), out_axes=(0, None))(h, state)
+        return h, dict(zip(("mean", "var"), state.get(layer.batch_state_index), strict=True))
 
 
 class CentredWithAMeanLoss(Program):
