@@ -63,8 +63,8 @@ def user_stacklevel() -> int:
 
 _MAX_WARNED = 100
 _WHERE_IT_WENT = (
-    "It was donated to an earlier step, by the `donate_argnums` of its jit, so that a new array has its memory. Go on with what "
-    "that step returned, pass it a copy (jnp.copy), or leave the argument out of donate_argnums."
+    "A step whose jit has `donate_argnums` takes the memory of those arguments for new arrays. Go on with what it returned, pass "
+    "it a copy (jnp.copy), or leave the argument out of donate_argnums."
 )
 
 
