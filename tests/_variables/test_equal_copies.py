@@ -170,6 +170,17 @@ def test_copies_are_compared_so_seldom_that_it_costs_one_percent_and_every_twent
     assert [count for count, _ in clock.run_until(of_long, 100)] == [20, 40, 60, 80, 100]
 
 
+@pytest.mark.parametrize("slow", [0, 1, 5])
+def test_one_slow_comparison_puts_nothing_off(strategy2, clock, slow: int) -> None:
+    watch = equal_copies.Watch(strategy2._mesh, [])
+    intervals = []
+    for number in range(10):
+        clock.cost = 1000.0 if number == slow else 0.005  # the machine slept
+        [(_, every)] = clock.run_until(watch, watch.next)
+        intervals.append(every)
+    assert intervals == pytest.approx([20, 20] + [500] * 8, abs=1)
+
+
 def test_programs_that_run_in_turns_share_one_percent(strategy2, clock) -> None:
     costs = (0.001, 0.02, 0.1)
     early, *turns = [equal_copies.Watch(strategy2._mesh, []) for _ in range(1 + len(costs))]
