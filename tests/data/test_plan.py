@@ -312,6 +312,17 @@ def told_steps(dataset: Any, kind: str, **options: Any) -> tuple[list[Any], list
     return list(plan.steps(plan.open(), layout, {})), told
 
 
+def test_batches_that_are_noted_are_told_at_the_first_and_the_end_only() -> None:
+    first, second = [[*np.zeros((9, 4)), np.full(4, last)] for last in (1.0, 2.0)]
+    steps, told = told_steps(first, "DATA")
+    assert [step.place[2] for step in steps] == list(range(1, 11)) and len(told) == 11
+    steps, told = told_steps(first, "DATA", is_noted=True)
+    assert [value[:3] for value in told] == [[False, 1, 4], [True, 10, 0]]
+    others, told_of_others = told_steps(second, "DATA", is_noted=True)
+    assert told[-1] != told_of_others[-1]
+    assert [a.place == b.place for a, b in zip(steps, others, strict=True)] == [True] * 9 + [False]
+
+
 def test_workers_tell_of_several_batches_at_once() -> None:
     """The first is not kept waiting for others, and no message is needed for each."""
     dataset = [np.arange(i, i + 2) for i in range(20)]
