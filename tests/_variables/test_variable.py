@@ -211,6 +211,16 @@ def test_an_initial_value_is_computed_once_and_is_the_same_everywhere(strategy3)
     assert (len(calls), len(values)) == (1, 3) and values[0] == values[1] == values[2]
 
 
+def test_the_dtype_is_the_values_own_unless_given():
+    for value, dtype, expected in [
+        (1, None, "int32"), (1.0, None, "float32"), (True, None, "bool"), (1j, None, "complex64"), ([1, 2.5], None, "float32"),
+        (np.float64(1), None, "float32"), (np.arange(3), None, "int32"), (jnp.ones(2, jnp.bfloat16), None, "bfloat16"),
+        (1, "float16", "float16"), (np.ones(2), jnp.bfloat16, "bfloat16"), (jnp.ones(2), "int8", "int8"),
+        (lambda: np.int8(3), None, "int8"),
+    ]:  # fmt: skip
+        assert variable(value, dtype=dtype).dtype == jnp.dtype(expected), (value, dtype)
+
+
 def test_names_and_hints():
     named, first, second = variable(0.0, name="w"), variable(0.0), variable(0, synchronization="on_read")
     assert named.name == "w" and first.name != second.name
