@@ -144,6 +144,14 @@ def test_a_change_of_a_variable_or_of_the_state_between_steps_is_seen():
     assert optimizer.note == "mine"
 
 
+def test_the_state_is_named_and_not_trainable():
+    a, b = pair()
+    optimizer = mr.Optimizer(optax.adam(0.1), {"a": a, "b": b})
+    state = jax.tree.leaves(optimizer.state, is_leaf=is_variable)
+    assert [v.name for v in state][:2] == ["optimizer[0].count", "optimizer[0].mu['a']"]
+    assert not any(v.trainable for v in (*state, optimizer.iterations))
+
+
 # -- no factor R (the refusals are in test_refusals)
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from strategies import variable
+from strategies import in_threads, variable
 
 import mirrored as mr
 from mirrored import testing
@@ -74,6 +74,11 @@ def test_assert_compiles_fails_with_the_reasons(strategy2: mr.Strategy) -> None:
     for count, error in ((1.0, TypeError), (True, TypeError), (-1, ValueError)):
         with pytest.raises(error, match="count is"), testing.assert_compiles(count):  # type: ignore[arg-type]
             pass
+
+
+def test_programs_of_all_threads_are_counted(strategy2: mr.Strategy) -> None:
+    with testing.assert_compiles(2):
+        in_threads(*(lambda size=size: strategy2.run(double, args=(np.ones(size),)) for size in (20, 21)))
 
 
 def test_copies_are_those_of_the_devices_and_stay(strategy3: mr.Strategy) -> None:

@@ -69,6 +69,16 @@ def test_literals_and_constants_are_told_apart_and_those_of_functions_inside_are
     assert [np.asarray(constant).tolist() for constant in jaxprs.inner_constants(around.jaxpr)] == [[0, 1, 2]]
 
 
+def test_meshes_are_found_at_any_depth():
+    mesh, other = (jax.sharding.Mesh(jax.devices()[:n], (AXIS,)) for n in (3, 2))
+    spec = jax.sharding.PartitionSpec(AXIS)
+    mapped = jax.shard_map(lambda x: x, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    placed = jax.jit(lambda x: x, out_shardings=jax.sharding.NamedSharding(other, jax.sharding.PartitionSpec()))
+    for function, expected in ((jax.jit(mapped), {mesh}), (placed, {other}), (jnp.sin, set())):
+        closed = jax.make_jaxpr(lambda x, f=function: scan(lambda c, _: (f(c), None), x, None, length=2)[0])(VECTOR)
+        assert set(jaxprs.meshes_in(closed.jaxpr)) == expected
+
+
 def test_what_an_equation_depends_on_and_sends():
     # The parameter `name` of this operation may be the name of the axis.
     named = only("name", lambda x: checkpoint_name(x, AXIS))

@@ -36,6 +36,13 @@ def test_inner_caches_are_shared_without_and_apart_with_a_token():
     assert num_traced() == 3, "leaving the block restores the caches"
 
 
+def test_trace_speaks_of_the_users_function():
+    def users_step(x): ...
+
+    with pytest.raises(jax.errors.TracerBoolConversionError, match="function users_step at"):
+        tracing.trace(lambda x: 1 if x[0] else 2, (VECTOR,), None, users_step)
+
+
 class Doubled(getattr(hijax, "HiPrim", None) or hijax.VJPHiPrimitive):
     """A high-level primitive of a user, of which the jaxpr shows no more than the name."""
 

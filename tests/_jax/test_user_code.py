@@ -92,6 +92,24 @@ def test_a_public_function_shows_the_users_lines_only():
     assert lines_of(caught.value)[-1] == "check_dataset"
 
 
+def test_wrong_arguments_of_run_and_a_ctrl_c_show_the_users_lines_only():
+    strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
+    x = strategy.distribute_values_from_function(lambda ctx: np.ones(2))
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    def called(verb):
+        with pytest.raises((TypeError, KeyboardInterrupt)) as caught:
+            verb()
+        return lines_of(caught.value)[1:]
+
+    assert called(lambda: strategy.run(len, args=x)) == ["<lambda>"]
+    assert called(lambda: strategy.run(interrupted, args=(x,))) == ["<lambda>", "interrupted"]
+    assert called(mr.function(interrupted)) == ["interrupted"]
+    assert called(lambda: next(iter(strategy.distribute_dataset([np.ones(4)]).map(interrupted)))) == ["<lambda>", "interrupted"]
+
+
 def test_in_a_notebook_a_per_replica_that_jax_was_given_hides_jaxs_lines():
     strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
     x = strategy.distribute_values_from_function(lambda ctx: np.ones(2))

@@ -164,6 +164,20 @@ def test_the_twin_of_a_step_in_eager_mode_and_in_a_function_is_the_same(strategy
         np.testing.assert_allclose(model.weights.value, models[0].weights.value, rtol=1e-6)
 
 
+def test_objects_of_two_libraries_are_in_one_call(strategy3: mr.Strategy) -> None:
+    nnx = pytest.importorskip("flax.nnx")
+    linear, counter = Linear(), nnx.Variable(jnp.float32(1))
+
+    def step(both: dict[str, Any], x: jax.Array) -> jax.Array:
+        both["nnx"][...] += 1.0
+        return train(both["toy"], x)
+
+    [batch] = strategy3.distribute_dataset([ROWS])
+    for _ in range(2):
+        strategy3.run(step, args=({"nnx": counter, "toy": linear}, batch))
+    assert (float(counter[...]), int(linear.num_seen.value)) == (3.0, 12)
+
+
 def test_wrong_steps_are_refused_in_the_words_of_the_library_and_change_nothing(strategy2: mr.Strategy) -> None:
     def forgotten(model: Linear, x: jax.Array) -> None:
         model.weights.value += x[0]

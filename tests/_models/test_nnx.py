@@ -8,8 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from strategies import strategy_of
 
 import mirrored as mr
+from mirrored._program.program import StepProgram
+from mirrored._replicas import division
 
 pytestmark = pytest.mark.usefixtures("in_numpy")
 
@@ -65,6 +68,25 @@ def state_of(*objects: object) -> list[np.ndarray]:
 def batch_of(strategy: mr.Strategy, num_rows: int = 12) -> dict:
     dataset = strategy.distribute_dataset([{"x": ROWS[:num_rows], "y": LABELS[:num_rows]}])
     return next(iter(dataset))
+
+
+def test_large_arrays_of_objects_are_and_stay_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step takes parts already, and no later one gathers them before it begins."""
+    monkeypatch.setattr(division, "LEAST_BYTES", 256)
+    execute, taken = StepProgram.execute, []
+
+    def recording(program: StepProgram, arrays: list) -> list:
+        taken.append({a.sharding.shard_shape(a.shape) for a in arrays})
+        return execute(program, arrays)
+
+    def add(model: nnx.Linear) -> None:
+        model.kernel[...] += 1
+
+    monkeypatch.setattr(StepProgram, "execute", recording)
+    model, strategy = nnx.Linear(12, 20, rngs=nnx.Rngs(0)), strategy_of(4, storage="parts")
+    for _ in range(2):
+        strategy.run(add, args=(model,))
+    assert [((12, 20) in shapes, (3, 20) in shapes) for shapes in taken] == [(False, True)] * 2
 
 
 @pytest.mark.by_xla
@@ -286,3 +308,14 @@ def test_a_model_whose_variables_are_references_is_refused_with_the_line_to_writ
     model = nnx.with_vars(model, ref=False)
     strategy2.run(step, args=(model,))
     np.testing.assert_array_equal(model.bias[...], [1, 1])
+
+
+def test_jaxs_transformations_go_around_a_step_that_takes_a_model(strategy2: mr.Strategy) -> None:
+    model, many = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), jnp.array([1.0, 2.0])
+    [batch] = strategy2.distribute_dataset([ROWS])
+
+    def total(model: nnx.Module, k: jax.Array | float = 1.0) -> jax.Array:
+        return strategy2.reduce("sum", strategy2.run(lambda model, x: model(x).sum() * k, args=(model, batch)))
+
+    np.testing.assert_allclose(nnx.grad(total)(model)["kernel"][...], np.stack([ROWS.sum(0)] * 2, 1), rtol=1e-5)
+    np.testing.assert_allclose(jax.vmap(lambda k: total(model, k))(many), model(ROWS).sum() * many, rtol=1e-5)

@@ -212,3 +212,20 @@ def test_a_step_that_counts_its_traces_is_compiled_once():
     for _ in range(3):
         STRATEGY.run(step)
     assert num_traces == own == Traces.number == 1
+
+
+def test_each_change_of_what_a_function_is_made_of_is_seen():
+    def step(x, y):
+        return x
+
+    changes = {
+        "__defaults__": [(1,), (2,), (2, 3), None],
+        "__kwdefaults__": [{"a": 1}, {"b": 1}, {"b": 2}, {"b": 2, "c": 3}, None],
+        "__code__": [step.__code__.replace(co_name="other")],
+    }
+    for attribute, values in changes.items():
+        for value in values:
+            before = sight(step)
+            assert match(before, (step,))
+            setattr(step, attribute, value)
+            assert not match(before, (step,)), (attribute, value)

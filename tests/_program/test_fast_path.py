@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from strategies import in_threads
 
+import mirrored as mr
 from mirrored._program import dispatch
 from mirrored._program.cache import MAX_FAST_PATHS
 
@@ -171,3 +172,12 @@ def test_threads_share_a_step_and_take_each_their_own(strategy2, total, x):
 
     in_threads(*(functools.partial(work, factor) for factor in (1.0, 2.0, 3.0)))
     assert not wrong and len(list(strategy2._steps.programs)) == 4
+
+
+def test_values_of_other_devices_are_refused_by_a_step_that_has_run(strategy2, total, x):
+    other = rows(mr.MirroredStrategy(["cpu:2", "cpu:3"]), 3)
+    step = lambda x: x * 2  # noqa: E731
+    assert total(step, x) == 18
+    for _ in range(2):
+        with pytest.raises(mr.StrategyMismatchError, match=r"`x` is a PerReplica whose values lie on \['"):
+            total(step, other)

@@ -187,6 +187,22 @@ def test_what_is_not_named_and_what_is_made_anew_each_time_compiles_nothing(stra
     assert dict(items) == {"a": 1}
 
 
+def test_functions_that_differ_in_their_bound_arguments_are_each_looked_at(strategy2):
+    """As two layers of one class."""
+
+    def both(f, g):
+        return lambda x: f(x) + g(x)
+
+    layers = [Trainer() for _ in range(3)]
+    for number, layer in enumerate(layers, 1):
+        layer.lr = float(number)
+    of_methods = [both(layers[0].step, layer.step) for layer in layers[1:]]
+    of_partials = [both(functools.partial(Trainer.step, layers[0]), functools.partial(Trainer.step, t)) for t in layers[1:]]
+    for one, other in (of_methods, of_partials):
+        with testing.assert_compiles(2):
+            assert [float(strategy2.run(step, args=(ONE,))) for step in (one, other, one)] == [6, 8, 6]
+
+
 def test_an_object_among_the_arguments_is_looked_at_as_a_bound_one_is(strategy2):
     """As in a method that is an `mr.function`, and for `strategy.run(step, args=(trainer, x))`."""
 

@@ -279,3 +279,8 @@ def test_an_ordered_print_is_refused_on_several_devices(what):
                 PRINTS[what](strategy, True)
             PRINTS[what](strategy, False)
     jax.effects_barrier()
+
+
+def test_a_number_of_a_verb_of_ours_is_not_blamed():
+    with pytest.raises(TypeError, match="unhashable type"):
+        mr.fori_loop(0, 3, lambda i, c: {0: 1}[i], 0)

@@ -63,6 +63,11 @@ def test_a_number_that_python_needs_is_named_with_the_line_to_write(name, strate
     np.testing.assert_array_equal(first.values[0], second.values[0])
 
 
+def test_a_number_that_an_array_decides_with_is_not_blamed_alone(strategy2):
+    with pytest.raises(mr.OneProgramError, match="the value of an array"):
+        strategy2.run(lambda x, n: x if x.sum() > n else -x, args=(rows(strategy2, 3, 3), 2))
+
+
 def test_an_integer_that_jax_would_wrap_around_is_refused_by_name(strategy2):
     x, add = rows(strategy2, 3, 3), lambda x, n: x + n
     for value in (2**31, 2**40, -(2**70)):

@@ -402,6 +402,26 @@ def test_a_breakpoint_stops_in_the_eager_step_with_values(strategy2, monkeypatch
     assert sys.breakpointhook is hook
 
 
+def test_eager_gives_the_results_of_the_compiled_step(strategy3):
+    mean = variable(np.zeros(2, "float32"), strategy3, aggregation="mean")
+    seen = variable(0, strategy3, synchronization="on_read", aggregation="sum")
+
+    def step(x):
+        mean.assign(x + jnp.zeros(2))
+        seen.assign_add(2 + ctx().replica_id_in_sync_group)
+        return x, all_reduce("sum", x), jax.random.key_data(ctx().rng(3))
+
+    def outcome(context):
+        seen.assign(0)
+        with context:
+            results = strategy3.run(step, args=(numbers(strategy3),))
+        return results, mean.value, *strategy3.local_results(seen)
+
+    for compiled, eager in zip(*map(jax.tree.leaves, map(outcome, (contextlib.nullcontext(), mr.eager()))), strict=True):
+        assert compiled.sharding.is_equivalent_to(eager.sharding, compiled.ndim)
+        np.testing.assert_allclose(eager, compiled, rtol=1e-6)
+
+
 def returns_a_branch(n):
     return 1 if n > 0 else 2
 

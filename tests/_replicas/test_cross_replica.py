@@ -330,6 +330,14 @@ def test_an_aggregation_outside_a_step_has_gradients(strategy3):
         np.testing.assert_allclose(gradients, [[6 * share, 8 * share] for share in shares.values()], rtol=1e-6)
 
 
+def test_one_program_serves_all_values_of_one_shape(strategy2, per_replica):
+    cross_replica._compile.cache_clear()
+    with count_programs() as counted:
+        for i in range(4):
+            strategy2.reduce("sum", per_replica(strategy2, *np.array([[i, i], [2 * i, 0]], np.float32)))
+    assert cross_replica._compile.cache_info().misses == 1 and len(counted.others) == 1
+
+
 # -- a tree: one program, few buffers, and the bits of its leaves
 
 

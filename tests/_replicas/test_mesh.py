@@ -74,6 +74,14 @@ def test_backend_starts_with_enough_devices_and_threads() -> None:
     assert "make the strategy before anything else uses JAX" in late and "JAX_NUM_CPU_DEVICES=3" in late
 
 
+def test_pool_is_twice_the_devices_and_not_below_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(6), raising=False)
+    assert [mesh.cpu_pool_size(count) for count in (1, 3, 4, 16)] == [6, 6, 8, 32]
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 5)
+    assert mesh.cpu_pool_size(1) == 5
+
+
 #: An accelerator that is installed: its backend fails when JAX starts it.
 BROKEN = """
 from jax.extend.backend import register_backend_factory

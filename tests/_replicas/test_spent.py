@@ -13,6 +13,7 @@ from mirrored import _process
 from mirrored._program import dispatch
 from mirrored._replicas import in_flight
 from mirrored._replicas.spent import Spent, waited
+from mirrored.data import _iterator
 
 
 class Clock:
@@ -68,6 +69,14 @@ def test_no_compilation_is_in_the_time_of_steps_whatever_compiles_and_when(strat
     assert spent.num_compiled == 3 and spent.last is None, "what failed is in no step, and is no program"
 
 
+def test_a_step_that_was_slow_once_is_no_steady_step_and_the_last_steps_count():
+    spent = Spent(num_compiled=2, compiling=2.4)
+    spent.steps.extend([(0.001, 0.0, 0.0, 0.001)] * 2000 + [(1.0, 1.0, 0.0, 0.0)])
+    compiled, words = spent.in_words()
+    assert compiled == "time of 2 compilations: 2.4 s, which no step below has"
+    assert words.startswith("time of the last 1000 steps, 2 s with a median of 1 ms: 50% waiting for input, ")
+
+
 def test_waiting_for_programs_in_flight_is_no_python(strategy2, monkeypatch):
     clock, x, spent = Clock(monkeypatch, dispatch, in_flight), np.ones(3, np.float32), strategy2._steps.spent
     step = lambda x: mr.get_replica_context().all_reduce("sum", x)  # noqa: E731
@@ -76,6 +85,16 @@ def test_waiting_for_programs_in_flight_is_no_python(strategy2, monkeypatch):
     _, _, devices, python = map(sum, zip(*spent.steps, strict=True))
     assert devices >= 1.0 and python == len(spent.steps) * 1.0 + devices  # the clock is looked at twice to wait
     assert spent.wall() <= clock.now
+
+
+def test_waiting_for_a_batch_is_input(strategy2, monkeypatch):
+    Clock(monkeypatch, _iterator)
+    before = waited.input
+    batches = iter(strategy2.distribute_dataset([np.ones(2)] * 3))
+    next(batches)
+    next(batches)
+    assert waited.input == before + 2.0
+    batches.close()
 
 
 def test_nothing_is_said_of_a_few_steps_and_a_line_of_many(strategy2, tmp_path):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from strategies import ctx, in_threads, variable
+from strategies import ctx, in_threads, strategy_of, variable
 
 import mirrored as mr
 
@@ -72,6 +72,22 @@ def test_a_per_replica_that_tree_map_has_changed_is_refused(strategy3, per_repli
     doubled = jax.tree.map(lambda a: a * 2, odd)
     assert [value.tolist() for value in doubled.values] == [[2], [2, 2], [2, 2, 2]]
     use(doubled)
+
+
+def test_strategies_of_different_sizes_take_turns():
+    """TensorFlow breaks all collectives of the process at the first turn."""
+    pairs = [(strategy, variable(0.0, strategy, aggregation="sum")) for strategy in map(strategy_of, (2, 1, 3))]
+
+    def step(own_sum, x):
+        own_sum.assign_add(number())
+        return mr.get_replica_context().all_reduce("sum", x * number()), number()[None]
+
+    for turn in range(1, 3):
+        for strategy, own_sum in pairs:
+            numbers = list(range(1, strategy.num_replicas_in_sync + 1))
+            total, own = strategy.run(step, args=(own_sum, np.float32(turn)))
+            assert total == own_sum.numpy() == turn * sum(numbers) and strategy.gather(own, axis=0).tolist() == numbers
+            assert strategy.reduce("mean", own)[0] == sum(numbers) / len(numbers)
 
 
 def test_a_mirrored_value_of_one_strategy_may_be_given_to_another(strategy2, strategy3):
@@ -169,6 +185,16 @@ def test_a_scope_may_be_entered_again_and_inside_itself(strategy2):
     inside = threading.Barrier(3, timeout=60)
     entered_by_a_thread = scope(lambda: [inside.wait(), mr.get_strategy()][1])
     assert in_threads(*[entered_by_a_thread] * 3) == [strategy2] * 3
+
+
+def test_a_function_of_values_may_use_its_memory_again(strategy2):
+    buffer = np.zeros(2)
+
+    def value(context):
+        buffer[:] = context.replica_id_in_sync_group
+        return buffer
+
+    assert [v.tolist() for v in strategy2.distribute_values_from_function(value).values] == [[0, 0], [1, 1]]
 
 
 def test_inside_jaxs_own_mesh_no_program_starts_and_nothing_has_changed(strategy3):

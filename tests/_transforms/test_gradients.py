@@ -85,3 +85,10 @@ def test_gradients_of_gradients_and_of_loops():
         count.assign(0)
         assert [np.asarray(x).tolist() for x in run(all_of_them)] == [18.0, 27.0, [27.0, 27.0], 6.0]
         assert int(count) == 3
+
+
+def test_aux_may_be_anything():
+    w = variable(3.0)
+    loss = lambda: (w * 1.0, {"x": w * 2, "text": "t", "none": None, "w": w})  # noqa: E731
+    gradient, aux = mr.grad(loss, w, has_aux=True)()
+    assert (float(gradient), float(aux["x"]), aux["text"], aux["none"], aux["w"]) == (1.0, 6.0, "t", None, w)

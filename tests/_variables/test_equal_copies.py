@@ -128,6 +128,14 @@ def test_all_mirrored_variables_that_a_program_reads_or_writes_are_watched(strat
         evaluate()
 
 
+def test_with_one_replica_and_without_variables_nothing_is_watched(strategy2) -> None:
+    one = mr.MirroredStrategy(["cpu:0"])
+    _, step = train(one)
+    step()
+    strategy2.run(lambda: 1 * np.ones(2))
+    assert [program.watch for program in (*one._steps.programs, *strategy2._steps.programs)] == [None, None]
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch):
     """Make a run take 1 ms and a comparison what the test says, in seconds; return that, and when there were comparisons."""
@@ -162,6 +170,17 @@ def test_copies_are_compared_so_seldom_that_it_costs_one_percent_and_every_twent
     assert [count for count, _ in clock.run_until(of_long, 100)] == [20, 40, 60, 80, 100]
 
 
+@pytest.mark.parametrize("slow", [0, 1, 5])
+def test_one_slow_comparison_puts_nothing_off(strategy2, clock, slow: int) -> None:
+    watch = equal_copies.Watch(strategy2._mesh, [])
+    intervals = []
+    for number in range(10):
+        clock.cost = 1000.0 if number == slow else 0.005  # the machine slept
+        [(_, every)] = clock.run_until(watch, watch.next)
+        intervals.append(every)
+    assert intervals == pytest.approx([20, 20] + [500] * 8, abs=1)
+
+
 def test_programs_that_run_in_turns_share_one_percent(strategy2, clock) -> None:
     costs = (0.001, 0.02, 0.1)
     early, *turns = [equal_copies.Watch(strategy2._mesh, []) for _ in range(1 + len(costs))]
@@ -173,6 +192,19 @@ def test_programs_that_run_in_turns_share_one_percent(strategy2, clock) -> None:
         for watch, clock.cost in zip(turns, costs, strict=True):
             spent += len(clock.run_until(watch, count)) * clock.cost
     assert spent / (clock.now - begun) == pytest.approx(0.01, rel=0.15)
+
+
+def test_threads_that_run_one_program_do_not_all_compare(strategy2, monkeypatch) -> None:
+    watch = equal_copies.Watch(strategy2._mesh, [])
+    watch.count, compared = watch.next, []
+
+    def compare(mesh: object, variables: object, every: int) -> int:
+        compared.append(watch.count < watch.next)  # what another thread asks meanwhile
+        return every
+
+    monkeypatch.setattr(equal_copies, "check", compare)
+    watch.compare()
+    assert compared == [True] and watch.next == 40
 
 
 @pytest.fixture

@@ -119,6 +119,26 @@ def test_a_ctrl_c_at_any_call_of_steps_that_share_a_variable_loses_nothing():
     assert ctrl_c.after_each_call(steps, check) > 100
 
 
+def test_what_a_handler_of_a_signal_takes_at_any_call_of_a_step_stays():
+    a, b, c = variables([0, 0, 0])
+    steps = [adding_one(a, b), adding_one(b, c)]  # b moves
+    taken = []
+
+    def work():
+        a.numpy(), b.value  # borrowed and taken: to be copied
+        for step in steps:
+            TWO.run(step)
+
+    def take():
+        taken.extend((variable.value, variable.numpy()) for variable in (a, b, c))
+
+    work()
+    assert ctrl_c.after_each_call(work, lambda: None, take) > 50
+    assert len(taken) > 150
+    for array, before in taken:
+        np.testing.assert_array_equal(array, before)
+
+
 def test_a_variable_that_dies_frees_its_array_while_others_of_its_home_live():
     strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
     a, b = variables([0, 0], strategy)
@@ -138,6 +158,41 @@ def test_a_variable_that_dies_frees_its_array_while_others_of_its_home_live():
     assert first(b) == 2
     TWO.run(adding_one(b))
     assert first(b) == 3
+
+
+def test_programs_that_overwrite_the_same_variables_in_the_same_order_share_a_home():
+    a, b = variables([0, 0])
+
+    def step(x):
+        a.assign_add(jnp.sum(x) + jnp.zeros(3))
+        b.assign_add(jnp.ones(3))
+
+    homes = []
+    for size in (1, 2, 1):
+        TWO.run(step, args=(jnp.ones(size),))
+        homes.append(home_of(a))
+    assert homes[0] is homes[1] is homes[2] is home_of(b) and homes[0].is_whole
+    assert (first(a), first(b)) == (4, 3)
+
+
+def test_a_variable_that_lives_to_the_end_of_a_program_ends_after_the_names_of_our_modules(monkeypatch):
+    [v] = variables([0])
+    monkeypatch.setattr(storage, "held", None)
+    v.__del__()
+
+
+def test_a_home_that_a_variable_has_left_holds_nothing_of_it():
+    a, b = variables([0, 0])
+    both = adding_one(a, b)
+    TWO.run(both)
+    home = home_of(a)
+    taken = b.value  # copied before it moves
+    TWO.run(adding_one(b))
+    assert home.arrays[1] is None
+    assert not home.is_whole
+    assert (home_of(a), first(a), first(b)) == (home, 1, 2) and taken.tolist() == [1] * 3
+    TWO.run(both)
+    assert (home_of(b), first(a), first(b)) == (home, 2, 3)
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
@@ -164,6 +219,18 @@ def test_a_first_step_overwrites_what_was_given_as_numpy_and_as_jax_and_what_an_
     assert [array.is_deleted() for array in before] == [array is not held for array in before]
     np.testing.assert_array_equal(held, np.full(20_000, 2.0))
     np.testing.assert_array_equal(given, np.full(20_000, 2.0))
+
+
+def test_only_some_megabytes_are_copied_at_once(monkeypatch):
+    sizes = []
+    original = storage._copy
+    monkeypatch.setattr(storage, "_copy", lambda arrays: (sizes.append(len(arrays)), original(arrays))[1])
+    monkeypatch.setattr(storage, "MAX_COPIED_BYTES", 24)  # two of them
+    made = variables(range(5))
+    for variable in made:
+        variable.value  # taken
+    TWO.run(adding_one(*made))
+    assert sizes == [2, 2, 1] and [first(variable) for variable in made] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("num_replicas", [1, 3])

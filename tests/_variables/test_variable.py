@@ -84,6 +84,27 @@ def test_what_was_taken_out_of_a_variable_stays_valid_and_unchanged():
     assert [name for name, array, before in held if not np.array_equal(np.array(array), before)] == []
 
 
+def test_arrays_that_went_in_stay_valid_and_unchanged():
+    x = jax.device_put(jnp.ones(4), TWO.run(lambda: jnp.zeros(4)).sharding)
+    ways = {
+        "initial value": lambda v: None,
+        "assign": lambda v: v.assign(x).value,
+        "assign in a step": lambda v: TWO.run(lambda x: v.assign(x).value, args=(x,)),
+        "assign in a function": lambda v: mr.function(lambda x: v.assign(x).value)(x),
+        "closure": lambda v: TWO.run(lambda: v.assign(x).value),
+    }
+    for name, give in ways.items():
+        v = variable(x if name == "initial value" else np.zeros(4, np.float32))
+        returned = give(v)
+        bump = adding(v)
+        for _ in range(3):
+            TWO.run(bump)
+        mr.function(bump)()
+        assert v.numpy().tolist() == [5.0] * 4, name
+        assert np.array(x).tolist() == [1.0] * 4, name
+        assert returned is None or np.array(returned).tolist() == [1.0] * 4, name
+
+
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_a_numpy_array_may_be_changed_after_it_was_given(num_replicas):
     strategy = strategy_of(num_replicas)
@@ -177,6 +198,27 @@ def test_a_value_is_converted_to_a_kind_that_holds_it_and_refused_where_it_would
         with pytest.raises(TypeError, match=r"'w'.*(would lose information.*astype|cannot hold)"):
             v.assign(value)
         assert v.numpy() == 1, (dtype, value)
+
+
+def test_an_initial_value_is_computed_once_and_is_the_same_everywhere(strategy3):
+    calls = []
+
+    def initial():
+        calls.append(None)
+        return np.random.default_rng(len(calls)).normal(size=3)
+
+    values = [copy.tolist() for copy in strategy3.local_results(variable(initial, strategy3))]
+    assert (len(calls), len(values)) == (1, 3) and values[0] == values[1] == values[2]
+
+
+def test_the_dtype_is_the_values_own_unless_given():
+    for value, dtype, expected in [
+        (1, None, "int32"), (1.0, None, "float32"), (True, None, "bool"), (1j, None, "complex64"), ([1, 2.5], None, "float32"),
+        (np.float64(1), None, "float32"), (np.arange(3), None, "int32"), (jnp.ones(2, jnp.bfloat16), None, "bfloat16"),
+        (1, "float16", "float16"), (np.ones(2), jnp.bfloat16, "bfloat16"), (jnp.ones(2), "int8", "int8"),
+        (lambda: np.int8(3), None, "int8"),
+    ]:  # fmt: skip
+        assert variable(value, dtype=dtype).dtype == jnp.dtype(expected), (value, dtype)
 
 
 def test_names_and_hints():

@@ -32,6 +32,19 @@ def test_a_nest_keeps_its_structure_and_its_pairs(strategy2: mr.MirroredStrategy
     assert (dataset.batch_size, dataset.shuffle_seed, dataset.num_epochs) == (None, None, 1), "methods make new datasets"
 
 
+def test_each_pass_has_another_order_and_each_run_the_same() -> None:
+    def passes(dataset: NumpyDataset, count: int) -> list[list[int]]:
+        return [np.concatenate(list(iter(dataset))).tolist() for _ in range(count)]
+
+    rows = NumpyDataset(np.arange(20))
+    first = passes(rows.shuffle(seed=1).batch(6), 3)
+    assert passes(rows.shuffle(seed=1).batch(6), 3) == passes(rows.batch(6).shuffle(seed=1), 3) == first
+    assert len({tuple(order) for order in first}) == 3 and all(sorted(order) == list(range(20)) for order in first)
+    assert passes(rows.shuffle(seed=2).batch(6), 3) != first
+    repeated = passes(rows.shuffle(seed=1).repeat(2).batch(6), 2)
+    assert repeated[0] == first[0] + first[1] and repeated[1][:20] == first[2], "epochs are the passes of a loop, unmixed"
+
+
 @few_examples
 @pytest.mark.filterwarnings("ignore:no step was made")
 @hypothesis.given(

@@ -5,7 +5,7 @@ import itertools
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grain
@@ -23,7 +23,9 @@ from mirrored.data._dataset import DistributedDataset
 from mirrored.data._sharing import agree
 from mirrored.data._sharing import rows as _rows
 from mirrored.data._sharing.agree import InputWorker, _checksum
-from mirrored.data._sharing.plan import make_plan
+from mirrored.data._sharing.plan import SharingPlan, make_plan
+from mirrored.data._sharing.steps import LocalReplicas
+from mirrored.data._sources.open import open_source
 
 few_examples = hypothesis.settings(deadline=None, max_examples=20, derandomize=True)
 
@@ -134,6 +136,13 @@ def test_drop_remainder_gives_all_replicas_equal_numbers(sizes, batch_size, num_
     batches = run.global_batches()
     assert all(len(set(step.sizes)) == 1 and step.sizes[0] for step in run.steps[0])
     assert max(records(batches).values(), default=0) <= (num_workers if policy == "off" else 1)
+
+
+def test_by_file_dropping_the_remainder_ends_with_the_first_worker_that_runs_out() -> None:
+    """The third row of each batch of three is no loss: it begins the next step. What other workers have left is."""
+    run = run_workers(lambda worker: pairs(Files([[1, 2, 3, 4, 5], [6, 7]])).batch(3), 2, policy="file", drop_remainder=True)
+    assert [batch["x"].tolist() for batch in run.global_batches()] == [[1, 6], [2, 7]]
+    assert run.dropped == 2  # as told on each of two workers: one row of the step in which worker 1 had none
 
 
 def test_by_file_a_pipeline_may_use_one_buffer_for_all_batches() -> None:
@@ -288,6 +297,51 @@ def test_an_iterator_that_is_left_keeps_no_channel(prefetch: int, strategy2) -> 
     del iterator
     gc.collect()
     assert closed
+
+
+def told_steps(dataset: Any, kind: str, **options: Any) -> tuple[list[Any], list[Any]]:
+    """The steps of one of two workers that read the same, and the messages that it sent."""
+    told: list[Any] = []
+
+    def exchange(value: Any) -> list[Any]:
+        told.append(value)
+        return [value, value]
+
+    layout = LocalReplicas(2, InputWorker(0, 2, exchange, is_noted=options.pop("is_noted", False)), **options)
+    plan = SharingPlan(dataset, kind, "")
+    return list(plan.steps(plan.open(), layout, {})), told
+
+
+def test_batches_that_are_noted_are_told_at_the_first_and_the_end_only() -> None:
+    first, second = [[*np.zeros((9, 4)), np.full(4, last)] for last in (1.0, 2.0)]
+    steps, told = told_steps(first, "DATA")
+    assert [step.place[2] for step in steps] == list(range(1, 11)) and len(told) == 11
+    steps, told = told_steps(first, "DATA", is_noted=True)
+    assert [value[:3] for value in told] == [[False, 1, 4], [True, 10, 0]]
+    others, told_of_others = told_steps(second, "DATA", is_noted=True)
+    assert told[-1] != told_of_others[-1]
+    assert [a.place == b.place for a, b in zip(steps, others, strict=True)] == [True] * 9 + [False]
+
+
+def test_workers_tell_of_several_batches_at_once() -> None:
+    """The first is not kept waiting for others, and no message is needed for each."""
+    dataset = [np.arange(i, i + 2) for i in range(20)]
+    (one, _), (several, told) = told_steps(dataset, "OFF", lookahead=1), told_steps(dataset, "OFF", lookahead=4)
+    assert [step.stacked.tolist() for step in one] == [step.stacked.tolist() for step in several] and len(one) > 15
+    lengths = [len(message["steps"]) for message in told if isinstance(message, dict)]
+    assert lengths[:4] == [1, 2, 4, 4] and len(lengths) <= len(one) / 4 + 4
+
+
+def test_an_error_of_the_pipeline_comes_after_the_batches_before_it() -> None:
+    def batches() -> Iterator[np.ndarray]:
+        yield from [np.zeros(2)] * 5
+        raise OSError("no such disk")
+
+    layout = LocalReplicas(2, InputWorker(0, 2, lambda value: [value, value]), lookahead=4)
+    steps = SharingPlan(None, "OFF", "").steps(open_source(batches()), layout, {})
+    assert [next(steps).sizes for _ in range(5)] == [(2, 2)] * 5
+    with pytest.raises(OSError, match="no such disk"):
+        next(steps)
 
 
 def test_workers_that_read_different_batches_under_data_are_told_so() -> None:

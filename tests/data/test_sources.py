@@ -11,7 +11,7 @@ from typing import Any
 import grain
 import numpy as np
 import pytest
-from pipelines import batches_of, resumed, rows_of
+from pipelines import OneBuffer, batches_of, resumed, rows_of
 
 import mirrored as mr
 
@@ -240,6 +240,11 @@ def test_a_position_that_counts_per_replica_batches_of_another_size_is_refused(s
         with pytest.raises(ValueError, match=r"counts batches of \[3\] rows, and they have \[2\] here: rows would be"):
             other.set_state(state)
         assert rows_of(next(other)) == list(range(6))
+
+
+def test_a_function_may_make_a_dataset_that_refills_one_buffer(strategy2: mr.MirroredStrategy) -> None:
+    distributed = strategy2.distribute_datasets_from_function(lambda context: OneBuffer(3, 2))
+    assert batches_of(distributed) == [[0, 1, 2, 3], [4, 5]]
 
 
 def test_elements_of_one_step_must_fit_together(strategy2: mr.MirroredStrategy) -> None:
