@@ -108,6 +108,18 @@ def test_objects_are_overwritten_in_place_where_the_steps_own_jit_says_so(strate
     assert [array.tolist() for array in ended[0]] == [array.tolist() for array in ended[1]]
 
 
+def test_objects_that_begin_with_the_same_arrays_are_both_donated(strategy2: mr.Strategy) -> None:
+    model, target = (nnx.Linear(2, 2, rngs=nnx.Rngs(seed)) for seed in range(2))
+    nnx.update(target, nnx.state(model))
+    assert target.kernel.get_value() is (first := model.kernel.get_value())
+
+    def halve(model: nnx.Linear, target: nnx.Linear) -> None:
+        model.kernel[...] /= 2
+
+    strategy2.run(nnx.jit(halve, donate_argnums=(0, 1)), args=(model, target))
+    assert (target.kernel[...] == first).all() and (model.kernel[...] == first / 2).all()
+
+
 @pytest.fixture
 def no_collector() -> Iterator[None]:
     gc.collect()

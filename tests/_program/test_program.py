@@ -149,6 +149,13 @@ def test_what_a_jit_inside_a_step_gets_from_the_step_and_numbers_and_programs_wi
         assert strategy2.run(double, args=(x,)).tolist() == [2, 2, 2] and x.tolist() == [1, 1, 1]
 
 
+def test_of_an_array_given_twice_or_also_closed_over_a_copy_is_donated(strategy2: mr.Strategy) -> None:
+    """It comes from one device, so it would be gone on that one only, and the next program would wait forever."""
+    x, double = jnp.ones(3), jax.jit(lambda x: 2 * x, donate_argnums=0)
+    for step, args in ((jax.jit(jnp.add, donate_argnums=0), (x, x)), (lambda a: double(a) + x - 1, (x,))):
+        assert strategy2.run(step, args=args).tolist() == [2, 2, 2] and x.tolist() == [1, 1, 1]
+
+
 def test_a_function_of_steps_donates_as_its_own_jit_says(strategy2: mr.Strategy) -> None:
     double = lambda x: 2 * x  # noqa: E731
     twice = lambda x: strategy2.run(double, args=(strategy2.run(double, args=(x,)),))  # noqa: E731

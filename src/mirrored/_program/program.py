@@ -330,7 +330,7 @@ def place(
     if mesh.is_alone:
         kinds = [leaves[position] for position in elsewhere]
         targets = [mesh.stacked if kind.is_per_replica else placement_of_array(mesh, kind) for kind in kinds]
-        moved = mesh.put(list(map(placement.own_copy, moving)), targets)
+        moved = mesh.put(placement.own_copies(mesh, moving), targets)
     else:
 
         def differ(index: int, workers: Sequence[int]) -> None:

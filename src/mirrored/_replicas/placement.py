@@ -6,6 +6,7 @@ unnoticed. So the chief sends its bits to all, and the checksums of all workers'
 
 from __future__ import annotations
 
+import collections
 import functools
 import hashlib
 import weakref
@@ -62,6 +63,16 @@ def own_copy(array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
     """Return this worker's copy of an array that all workers hold whole; return any other value unchanged."""
     is_joint = isinstance(array, jax.Array) and not array.is_fully_addressable and array.is_fully_replicated
     return array.addressable_data(0) if is_joint else array  # pyrefly: ignore[missing-attribute]
+
+
+def own_copies(mesh: ReplicaMesh, arrays: Sequence[Any]) -> list[Any]:
+    """Return arrays to bring to the devices; those that are given twice or closed over are copied, so that one may be donated."""
+    # On its own device a moved array shares the user's memory. A program that donates and uses that fails there only, and the
+    # next program waits for it forever.
+    times = collections.Counter(map(id, arrays))
+    own = map(own_copy, arrays)
+    is_shared = [isinstance(a, jax.Array) and (times[id(a)] > 1 or _key_of(mesh, a) in _process.constants) for a in arrays]
+    return [mesh.fresh(copy) if shared else copy for copy, shared in zip(own, is_shared, strict=True)]
 
 
 def divide(mesh: ReplicaMesh, division: Division, array: jax.Array | np.ndarray) -> jax.Array:
