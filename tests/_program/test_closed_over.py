@@ -1,6 +1,7 @@
 """Steps may close over arrays of strategies, compute with them whatever JAX can, and search in them; each exists once."""
 
 import gc
+import threading
 import tracemalloc
 import weakref
 
@@ -190,3 +191,28 @@ def test_beside_a_reference(strategy3, x):
     expected = [v + np.searchsorted(np.arange(4.0), v) for v in (np.arange(4.0) + r for r in range(3))]
     for result in strategy3.run(step, args=(x,)):
         np.testing.assert_array_equal(np.stack(result.values), expected)
+
+
+def test_the_same_step_sees_another_array_and_the_old_one_is_freed(strategy2):
+    holder = {"table": jnp.ones((ROWS, COLUMNS))}
+    step = lambda x: sum_of(x) * holder["table"][0, 0]  # noqa: E731
+    for value in (1.0, 2.0, 3.0):
+        holder["table"] = jnp.full((ROWS, COLUMNS), value)
+        assert float(strategy2.run(step, args=(batch(strategy2, 4),))) == 4 * value
+        assert num_copies() == 2
+
+
+def test_threads_share_it(strategy2):
+    frozen, x, found = np.ones((ROWS, COLUMNS), np.float32), batch(strategy2, 4), []
+
+    def train(factor):
+        step = lambda x: sum_of(x) * jnp.asarray(frozen)[factor, factor] * factor  # noqa: E731
+        found.append((float(strategy2.run(step, args=(x,))), step))
+
+    threads = [threading.Thread(target=train, args=(factor,)) for factor in range(3)]
+    train(3)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(total for total, _ in found) == [0, 4, 8, 12] and num_copies() == 1

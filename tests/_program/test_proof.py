@@ -16,6 +16,7 @@ import mirrored as mr
 from mirrored._jax import primitives, tracing
 from mirrored._jax.marks import Purpose
 from mirrored._program import advice, proof
+from mirrored._program.program import collectives_in
 from mirrored._program.proof import SAME, Sameness, varying
 from mirrored._replicas.collectives import ReplicaAxis
 from mirrored._typing import REPLICA_AXIS as AXIS
@@ -572,3 +573,20 @@ def test_refusals_find_the_variable_and_the_line(strategy3, per_replica):
         with pytest.raises(mr.ReplicasDivergeError, match=rf"variable '{name}' .* at {HERE}:{line} .* depends on {origin}"):
             strategy3.run(step, kwargs={"x": per_replica(strategy3, VECTOR, VECTOR, VECTOR)})
     assert w.numpy().tobytes() == u.numpy().tobytes() == VECTOR.tobytes()
+
+
+def test_a_part_of_a_result_may_be_mirrored():
+    _, findings = prove(lambda m, v: (m, v, psum(v), psum(m)))
+    assert [state.sameness.name for state in findings.outputs] == ["SAME", "VARYING", "REDUCED", "SAME"]
+
+
+def test_collectives_are_listed_with_their_bytes_and_place():
+    def function(m, v):
+        m = m + psum(v)
+        m, _ = jax.lax.scan(lambda c, _: (c + jax.lax.all_gather(v, AXIS)[0], None), m, None, length=3)
+        return jax.lax.while_loop(lambda c: c[0] < 2, lambda c: jax.lax.pmax(c[:2], AXIS), m[:2])
+
+    found = list(collectives_in(tracing.lowered(prove(function)[0], ReplicaAxis(R)).jaxpr))
+    expected = [("psum", 16, False), ("all_gather", 16, True), ("pmax", 8, True)]
+    assert [(one.name, one.num_bytes, one.in_loop) for one in found] == expected
+    assert all(re.fullmatch(rf"{HERE}:\d+", one.where) for one in found)

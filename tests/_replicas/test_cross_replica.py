@@ -376,3 +376,24 @@ def test_a_bad_leaf_stops_a_tree_before_anything_runs(strategy2: mr.Strategy) ->
     with count_programs() as counted, pytest.raises(TypeError, match="'text'"):
         strategy2.reduce("sum", [tree["x"], "text"])
     assert not counted.others and strategy2.reduce("sum", {"nothing": []}) == {"nothing": []}
+
+
+def test_large_arrays_of_a_tree_travel_alone() -> None:
+    shapes: list[tuple[int, ...]] = []
+    stacks = [jnp.ones((2, size)) for size in (3, 40_000, 4)]
+    assert [x.tolist() for x in cross_replica._move_small(stacks, lambda s: shapes.append(s.shape) or s[0])] == [
+        [1] * n for n in (3, 40_000, 4)
+    ]
+    assert sorted(shapes) == [(2, 7), (2, 40_000)]
+
+
+def test_a_bad_leaf_stops_a_tree_before_anything_runs_and_keys_are_only_gathered(strategy2: mr.Strategy) -> None:
+    keys = strategy2.distribute_values_from_function(lambda context: jax.random.key(context.replica_id_in_sync_group)[None])
+    tree = {"keys": keys, "x": small_tree(strategy2, 2)}
+    with count_programs() as counted, pytest.raises(TypeError, match="'text'"):
+        strategy2.reduce("sum", [tree["x"], "text"])
+    assert not counted.others and strategy2.reduce("sum", {"nothing": []}) == {"nothing": []}
+    gathered = jax.random.key_data(strategy2.gather(tree, 0)["keys"])
+    np.testing.assert_array_equal(gathered, [jax.random.key_data(jax.random.key(i)) for i in range(2)])
+    with pytest.raises(TypeError, match="cannot be added"):
+        strategy2.reduce("sum", tree)

@@ -90,3 +90,12 @@ def test_a_changed_element_of_any_dtype_is_found() -> None:
     key, seen = jax.random.key(3), []
     jax.jit(lambda x: (seen.append(checksum(key)), x)[1])(1.0)
     assert seen == [checksum(key)] != [checksum(jax.random.key(0))], "of a key, also while a program is traced"
+
+
+def test_with_one_worker_arrays_are_moved_and_mirrored_ones_stay(strategy3) -> None:
+    mesh = strategy3._mesh
+    own, host = strategy3.reduce("sum", 1.0), np.arange(3.0)
+    placed = placement.mirror(mesh, [own, host, jax.random.key(0)])
+    assert placed[0] is own
+    assert all(array.sharding == mesh.mirrored for array in placed)
+    assert placement.stack(mesh, np.ones((3, 2), np.float32)).sharding == mesh.stacked

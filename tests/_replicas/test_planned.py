@@ -43,3 +43,21 @@ def test_what_is_computed_of_shapes_is_a_shape() -> None:
         x + stand_in((5,))
     with pytest.raises(mr.PlanError, match=r"values of an array bool\[2, 3\]"):
         bool(x < 1)
+
+
+def test_what_it_knows() -> None:
+    array = stand_in()
+    assert (array.shape, array.ndim, array.size, array.nbytes, array.dtype) == ((2, 3), 2, 6, 24, jnp.float32)
+    assert not array.is_deleted() and array.block_until_ready() is array and array.sharding == TWO._mesh.mirrored
+    assert array.astype(jnp.bfloat16).nbytes == 12
+    assert not hasattr(array, "no_such_name")
+
+
+@pytest.mark.parametrize("value", [3, 2.5, np.float64(1), np.ones(3, np.int64), jax.random.key(0), True])
+def test_it_has_the_type_that_jax_would_give(value: object) -> None:
+    array, real = planned.stand_in(value, None), jnp.asarray(value)
+    assert (array.shape, array.dtype) == (real.shape, real.dtype)
+
+
+def test_real_devices_are_not_planned() -> None:
+    assert not planned.is_for_plan(TWO._mesh.stacked)

@@ -158,3 +158,14 @@ def test_a_checkpoint_restores_into_the_other_kind_on_another_number_of_replicas
     for _, optimizer in (saved, restored):
         optimizer.apply_gradients(summed)
     assert_alike(saved, restored)
+
+
+def test_the_first_state_may_be_computed_from_the_values_of_variables(strategy2):
+    def init(params):
+        largest = max(float(np.abs(value).max()) for value in params.values())
+        return {"largest": np.float32(largest), "sums": jax.tree.map(jnp.zeros_like, params)}
+
+    unchanged = optax.GradientTransformation(init, lambda updates, state, params: (updates, state))
+    _, optimizer = make(strategy2, unchanged, shard_state=True)
+    assert optimizer.state["largest"].numpy() == max(np.abs(value).max() for value in start().values())
+    assert not np.any(optimizer.state["sums"]["w"])

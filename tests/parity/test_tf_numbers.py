@@ -492,3 +492,17 @@ def test_the_rest_of_the_recorded_variable_numbers(strategy2):
     seen = on_read(strategy2, 1.0, "sum")
     strategy2.run(lambda: seen.assign(replica_id() + 1))
     assert [strategy2.run(lambda: all_reduce("SUM", seen)).tolist()] * 2 == recorded["all_reduce_on_sync_on_read"]
+
+
+def test_reads_after_writes_in_one_step_see_them_as_in_tensorflow(strategy2):
+    v, w = variable(1.0, strategy2, aggregation="sum"), variable(0.0, strategy2, aggregation="sum")
+
+    def step():
+        w.assign_add(replica_id() + 1)
+        first = w.value
+        w.assign_add(replica_id() + 1)
+        return v.assign_add(replica_id() + 1).value, [first, w.value]
+
+    once, twice = strategy2.run(step)
+    assert [once.tolist()] * 2 == RECORDED["variables"]["read_after_write_same_step"]
+    assert [[x.tolist()] * 2 for x in twice] == RECORDED["variables"]["control_dep_order_fn"]

@@ -1,5 +1,8 @@
 """A new step is traced for the last batch of its dataset at once, where replicas have different numbers of rows in it."""
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -159,3 +162,13 @@ def test_a_replica_without_rows_is_named_first_with_the_line_to_write(strategy3)
     assert note.startswith("The replicas 1, 2 have no rows of this batch") and "write jnp.max(x, initial=-jnp.inf)" in note
     largest = strategy3.run(lambda x: jax.lax.pmax(jnp.max(x, initial=-jnp.inf), "replica"), args=(one,))
     assert float(largest) == -2.0, "which `initial=0` would make 0"
+
+
+def test_a_step_that_knows_its_rows_only_keeps_no_dataset_alive(strategy3):
+    dataset = batches(strategy3, 6)
+    batch = next(iter(dataset))
+    strategy3.run(mean_of, args=(batch,))
+    gone = weakref.ref(dataset)
+    del dataset
+    gc.collect()
+    assert gone() is None

@@ -420,3 +420,29 @@ def test_numbers_of_64_bits_in_an_uneven_step():
 
     np.testing.assert_allclose(run(STRATEGIES[2], step, data(3)), 2 * data(3))
     assert int(n) == 2
+
+
+def test_a_number_of_rows_in_a_loop_is_each_replicas_own():
+    strategy, x = STRATEGIES[2], data(3)
+
+    def step(x):
+        return jax.lax.fori_loop(0, 2, lambda i, t: total(t) / x.shape[0], jnp.sum(x, axis=0))
+
+    first = x.sum(axis=0)
+    second = first / 2 + first
+    for value, rows in zip(strategy.local_results(strategy.run(step, args=(split(strategy, x),))), (2, 1), strict=True):
+        np.testing.assert_allclose(value, second / rows, rtol=1e-4)
+
+
+def test_a_step_may_assign_in_each_round_of_a_loop_over_rows():
+    strategy, x = STRATEGIES[2], split(STRATEGIES[2], data(3))
+    n, v = variable(0, strategy, name="n"), variable(0.0, strategy, name="v")
+
+    def overwritten(x):
+        mr.fori_loop(0, 2, lambda i, y: v.assign(v.value + x.shape[0]) * 0 + x, x)
+        v.assign(0.0)
+
+    strategy.run(lambda x: mr.fori_loop(0, 3, lambda i, x: (n.assign_add(1), jnp.tanh(x))[1], x), args=(x,))
+    with pytest.raises(mr.ReplicasDivergeError, match=r"'v' is mirrored.*own number of rows"):
+        strategy.run(overwritten, args=(x,))
+    assert int(n) == 3 and float(v) == 0

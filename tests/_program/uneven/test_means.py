@@ -12,7 +12,7 @@ import optax
 import pytest
 from _program.uneven.rows import STRATEGIES, assert_equals_one_device, run, split, total
 from parameters import nightly
-from strategies import ctx, in_threads, strategy_of
+from strategies import ctx, in_threads, strategy_of, variable
 
 import mirrored as mr
 
@@ -240,3 +240,28 @@ def test_names_in_jax_lax_are_put_back_after_errors_and_while_threads_trace():
         strategy.run(lambda x: pmean(x / (1 // 0)), args=(split(strategy, [0, 1, 2]),))
     assert before == [getattr(jax.lax, name) for name in names] and OTHER.pmean is before[0]
     np.testing.assert_array_equal(jax.vmap(lambda x: pmean(x, "replica"), axis_name="replica")(jnp.arange(3.0)), [1, 1, 1])
+
+
+def test_derivatives_that_go_forward_are_those_of_one_device():
+    loss = lambda p, x: jnp.mean(losses("plain", p, x))  # noqa: E731
+    step = lambda x: mean(jax.jvp(lambda p: loss(p, x), (PARAMS,), (PARAMS,))[1])  # noqa: E731
+    assert_equals_one_device(lambda strategy: run(strategy, step, ROWS[:7]), rtol=1e-3)
+
+
+def test_what_was_combined_or_assigned_since_counts_as_new():
+    """A loss that is looked at after an update, and statistics of values that depend on collectives, are no gradients."""
+
+    def outcome(strategy):
+        a = variable(PARAMS["a"], strategy)
+        optimizer = mr.Optimizer(optax.sgd(0.1), a)
+
+        def step(x):
+            each = lambda a: jnp.sum(flax(x @ a)[:, :2] ** 3, axis=-1)  # noqa: E731
+            share = lambda a: mr.losses.compute_average_loss(each(a))  # noqa: E731
+            optimizer.apply_gradients(mr.grad(lambda: share(a.value), a)())
+            later = jax.lax.fori_loop(0, 2, lambda i, a: a - 0.1 * total(jax.grad(share)(a)), a.value)
+            return mean(jnp.mean(each(a.value))), mean(jnp.mean(each(later)))
+
+        return run(strategy, step, ROWS[:7])
+
+    assert_equals_one_device(outcome, num_replicas=2, rtol=1e-3)

@@ -282,3 +282,20 @@ def test_a_value_that_is_computed_differently_for_other_rows_is_not_mirrored():
         for value, function in zip(different.values, DIFFERENT[name], strict=True):
             np.testing.assert_array_equal(np.signbit(value), np.signbit(function(w)), err_msg=name)
             np.testing.assert_allclose(value, function(w), rtol=1e-6, err_msg=name)
+
+
+def test_right_guesses_need_one_trace_of_each_shape():
+    strategy = mr.MirroredStrategy(DEVICES[:3])
+    traces = []
+
+    def step(x):
+        traces.append(len(x))
+        return mr.losses.compute_average_loss(ctx().all_gather(x, axis=0).sum(1)), mr.get_strategy().reduce("mean", x, axis=0)
+
+    for _ in range(2):
+        for num_rows in (9, 7, 1):
+            strategy.run(step, args=(split(strategy, data(num_rows)),))
+    assert traces == [3, 3, 2, *(1, 0) * 2]  # one row may be a row or a number of its own
+    traces.clear()
+    strategy.run(lambda x: [traces.append(len(x)), ctx().all_gather(x, axis=0)][1], args=(split(strategy, data(4)),))
+    assert traces == [2, 1]
