@@ -15,7 +15,7 @@ import jax
 
 from .._jax import tracing
 from .._models import objects
-from .._replicas import frames, placement
+from .._replicas import frames, in_flight, placement
 from .._replicas.context import ReplicaContext, own_parts
 from .._replicas.frames import Frame
 from .._replicas.mesh import ReplicaMesh
@@ -92,6 +92,8 @@ class Dispatcher(abc.ABC, Generic[ProgramT]):
         names = functools.partial(argument_names, call)
         if is_new and not program.mesh.is_alone:
             placement.check_later(program.mesh, call.arrays, lambda index: f"the argument {names()[index]}")
+            if program.lifted.donated:  # what is donated cannot be compared later
+                in_flight.finish()
         return self._execute(program, place(program.mesh, call.arrays, call.array_leaves, names), *start)
 
     def _find_repeated(self, function: UserFunction, args: Sequence[Any]) -> tuple[ProgramT, list[Any]] | None:
