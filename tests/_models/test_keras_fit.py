@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from parameters import nightly
+from strategies import divide_small_arrays
 
 import mirrored as mr
 
@@ -62,12 +63,18 @@ def require_equal(own: Any, expected: Any) -> None:
     assert {name: pytest.approx(values, rel=1e-5) for name, values in own[0].items()} == expected[0]
 
 
-@pytest.mark.parametrize(("num_replicas", "options"), [(2, {}), *nightly((5, {"steps_per_execution": 2}))])
-def test_fit_is_that_of_one_device(num_replicas: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("num_replicas", "options", "storage"),
+    [(2, {}, "whole"), *nightly((5, {"steps_per_execution": 2}, "whole"), (2, {}, "parts"))],
+)
+def test_fit_is_that_of_one_device(
+    num_replicas: int, options: dict[str, Any], storage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    divide_small_arrays(monkeypatch, 256)
     with warnings.catch_warnings():  # JAX warns of labels of int64 where no strategy is
         warnings.filterwarnings("ignore", "Explicitly requested dtype int64")
         expected = fitted(compiled(small(), **options))
-    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)], storage=storage)
     with strategy.scope():
         model = compiled(small(), **options)
     assert repr(model.name) not in strategy.explain()
@@ -80,6 +87,7 @@ def test_fit_is_that_of_one_device(num_replicas: int, options: dict[str, Any]) -
     assert f"Keras model {model.name!r}: fit, evaluate and predict share" in strategy.explain()
     variables = [*model.variables, *model.metrics_variables, *model.optimizer.variables]
     assert {len(variable.value.devices()) for variable in variables} == {num_replicas}
+    assert all(variable.value.is_fully_replicated for variable in variables) == (storage == "whole")
     strategy.assert_mirrored()
 
 
