@@ -6,8 +6,8 @@ LOCK ?= requirements.lock
 BIN := $(VENV)/bin
 # Else each process compiles every module anew.
 unexport PYTHONDONTWRITEBYTECODE
-# How many processes share the tests: some of them wait for others.
-JOBS ?= 3
+# How many processes share the tests.
+JOBS ?= 2
 
 .PHONY: demo demo-cluster test test-optimized test-oldest test-newest test-all nightly lint check docs mutants mutations programs bench setup dist lock clean
 

@@ -339,7 +339,7 @@ _prefetch.MAX_WAIT_SECONDS = 0.2
 strategy = mr.MirroredStrategy(["cpu:0", "cpu:1"])
 weakref.finalize(sys, object)  # as tempfile does: what finalizers do at the end comes after what is registered from here on
 atexit.register(lambda: print("left open" if is_open else "closed", flush=True))  # as JAX ends its backends
-is_open = False
+is_open, is_stuck = False, threading.Event()
 
 class Source:
     def __iter__(self):
@@ -348,6 +348,7 @@ class Source:
         try:
             for k in range(10**9):
                 if k == {stuck_at}:
+                    is_stuck.set()
                     threading.Event().wait()
                 yield np.full((64, 4096), k, "float32")
         finally:
@@ -365,7 +366,7 @@ for _ in range({num_taken}):
 def test_the_interpreter_exits_with_an_open_feed() -> None:
     for num_taken, stuck_at, end, code, found in (
         (3, -1, "sys.exit(7)", 7, "closed\n"),
-        (2, 3, "", 0, "left open\n"),  # stuck
+        (2, 3, "is_stuck.wait()", 0, "left open\n"),
         (0, -1, "", 0, "closed\n"),  # not started
     ):
         done = run_program(EXIT.format(num_taken=num_taken, stuck_at=stuck_at, end=end))
