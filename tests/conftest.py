@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 os.environ["KERAS_BACKEND"] = "jax"  # before any test imports keras
-# XLA's optimizations take a third of the default suite's time and decide none of its claims. `.ci/run` has them where numbers
-# are compared with those of one device, and what slow tests start has them.
+# XLA's optimizations take a third of the default suite's time and decide none of its claims. `make nightly` has them where
+# numbers are compared with those of one device, and what slow tests start has them.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # What an earlier run, another process or another test has compiled is loaded, in a seventh of the time: `make clean` drops it.
 # For each Python apart: JAX compresses the entries otherwise in 3.14.

@@ -4,7 +4,7 @@ OFFERS = {
     "_jax": """
         along_axes.CONCATENATIONS along_axes.NEUTRAL along_axes.SLICES callbacks.forget_failed compilations.heard
         complaints.NEEDS_A_VALUE complaints.complaint_of complaints.needed_arguments costs.Work costs.costs_of costs.work_in
-        dead_code.all_of dead_code.computing dead_code.is_undivided dead_code.left_out dead_code.opened
+        dead_code.all_of dead_code.computing dead_code.is_undivided dead_code.opened dead_code.pruned
         distributed.before_shutdown
         distributed.choose_cpu_collectives distributed.clear_backends distributed.client distributed.has_backend
         distributed.is_known_platform distributed.is_recoverable distributed.known_devices distributed.late_devices

@@ -54,7 +54,7 @@ def computing(equation: Equation, results: Collection[int]) -> Smaller | None:
     return Smaller(found, [operands.index(atom) for atom in found.invars], [places[variable] for variable in found.outvars])
 
 
-def left_out(closed: ClosedJaxpr) -> tuple[Jaxpr, list[Any]]:
+def pruned(closed: ClosedJaxpr) -> tuple[Jaxpr, list[Any]]:
     """Return a program without what no result needs, and its constants."""
     jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
     return jaxpr, closed.consts

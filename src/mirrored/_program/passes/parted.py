@@ -31,7 +31,7 @@ class Parted(Interpreter[Value]):
 
     def __init__(self, known: Known, around: tuple[str, ...] = ()) -> None:
         self.known, self.around = known, around
-        self.sums = SumsInParts.none()
+        self.sums = SumsInParts()
         self.turns, self.gathers = Turns(), Gathers(known.axis, self.whole)
         self.varying: set[Var] = set()  # the variables that may differ by replica
         self.gathered: dict[tuple[int, int, bool], tuple[Any, Any]] = {}  # see `_gather`

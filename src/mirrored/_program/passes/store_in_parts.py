@@ -68,7 +68,7 @@ def _run_on_parts(
     if not is_alone:  # what `run` does for all replicas of a device is the program of a device
         pairs = zip(inputs, divisions.inputs, jaxpr.invars, strict=True)
         whole = [array if division is None else jax.ShapeDtypeStruct(shape_of(v), array.dtype) for array, division, v in pairs]
-        jaxpr, constants = dead_code.left_out(jax.make_jaxpr(functools.partial(run, step, constants))(whole))
+        jaxpr, constants = dead_code.pruned(jax.make_jaxpr(functools.partial(run, step, constants))(whole))
     for var, array, division, is_own in zip(jaxpr.invars, inputs, divisions.inputs, step.own_inputs, strict=True):
         if division is not None:
             given.append(DevicePart(array, division, shape_of(var)))

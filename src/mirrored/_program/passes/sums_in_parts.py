@@ -38,14 +38,9 @@ class Known(NamedTuple):
 class SumsInParts(NamedTuple):
     """The operands of a program's sums in parts, the variables with no other use, and the terms that they are made of."""
 
-    operands: set[Var]
-    only: set[Var]
-    terms: set[Var]
-
-    @classmethod
-    def none(cls) -> SumsInParts:
-        """Return those of a program without sums."""
-        return cls(set(), set(), set())
+    operands: frozenset[Var] = frozenset()
+    only: frozenset[Var] = frozenset()
+    terms: frozenset[Var] = frozenset()
 
 
 def find_sums(
@@ -69,7 +64,7 @@ def find_sums(
                 continue
             operands.update(before)
         only.update(before)
-    return SumsInParts(operands, only, terms_of(operands, equations, varying))
+    return SumsInParts(*map(frozenset, (operands, only, terms_of(operands, equations, varying))))
 
 
 def _summed_before(equation: Equation, varying: Set[Var]) -> list[Var]:
