@@ -152,6 +152,14 @@ def test_references_work_between_collectives_and_are_refused_across_one(schedule
 # -- what it is
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_jit_inside_closes_over_an_array_on_a_mesh(schedule):
+    strategy = several(4, 2, schedule)
+    closed_over = strategy.run(lambda: jnp.arange(3.0)), mr.MirroredStrategy(DEVICES[5:]).run(lambda: jnp.ones(3))
+    found = strategy.run(jax.jit(lambda x: x + closed_over[0] + closed_over[1]), args=(np.ones(3, np.float32),))
+    np.testing.assert_array_equal(found, [2, 3, 4])
+
+
 def test_it_says_what_it_is_and_not_more():
     strategy = several(8, 2)
     assert repr(strategy) == "mr.MirroredStrategy(8 replicas on 2 devices (cpu:0, cpu:1), together)"

@@ -65,6 +65,13 @@ class _Device(NamedTuple):
     varying: Set[Var]  # the step's variables, and those of the jaxprs inside, whose values may differ by replica: see `Findings`
 
 
+def _free_of_mesh(constant: Any) -> Any:
+    """Return an array that a call inside closes over as any of its devices has it: JAX computes with no mesh's beside another's."""
+    if isinstance(constant, jax.core.Tracer) or not isinstance(constant, jax.Array) or not constant.is_fully_replicated:
+        return constant
+    return constant.addressable_data(0)
+
+
 class _Course:
     """A program run for all replicas of a device; per-replica values have a leading axis for the replicas."""
 
@@ -90,7 +97,7 @@ class _Course:
         return [self.as_kind(value, end) for value, end in zip(self.plan.outputs, ends, strict=True)]
 
     def read(self, value: Value) -> Any:
-        return self.known.get(value, value.content)
+        return self.known[value] if value in self.known else _free_of_mesh(value.content)
 
     def as_kind(self, value: Value, end: bool) -> Any:
         """Return a value's array, with a row for each replica if `end`; else one row, because the proof found all rows equal."""
