@@ -88,11 +88,14 @@ plans: setup .plan/libtpu
 	PYTHONPATH=.plan $(BIN)/python -m pytest -q -m "$(or $(MARKED),slow)" tests/_plan tests/_jax/test_topologies.py
 
 .plan/libtpu:
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .plan libtpu==0.0.52
+	$(PIP) --no-deps --target .plan libtpu==0.0.52
 
 ## bench: measure against hand-written JAX, and peers that are installed
 bench: setup
 	$(BIN)/python benchmarks/run_all.py
+
+# uv takes a third of pip's time; pip is asked where uv fails, for instance where only pip's settings name the index.
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 ## setup: make $(VENV) with exactly the versions of $(LOCK)
 setup: $(VENV)/.ready
@@ -100,8 +103,8 @@ setup: $(VENV)/.ready
 $(VENV)/.ready: $(LOCK) pyproject.toml
 	@test -n "$(PYTHON)"
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -r $(LOCK)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(PIP) uv==0.13.9
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -r $(LOCK) --editable . || $(PIP) -r $(LOCK) --editable .
 	@$(BIN)/python -c "import platform, jax; print('Python', platform.python_version(), 'with jax', jax.__version__)"
 	@touch $@
 
@@ -111,10 +114,10 @@ dist: setup
 	$(BIN)/python -m build --outdir dist
 	tools/try-wheel $(PYTHON)
 
-## lock: choose new versions, and the oldest that pyproject.toml allows (needs uv)
-COMPILE := uv pip compile pyproject.toml --extra data --extra examples --extra keras --extra flax --extra equinox --group dev --python-version 3.12 \
+## lock: choose new versions, and the oldest that pyproject.toml allows
+COMPILE := $(BIN)/uv pip compile pyproject.toml --extra data --extra examples --extra keras --extra flax --extra equinox --group dev --python-version 3.12 \
   --no-emit-index-url --custom-compile-command "make lock" --upgrade --quiet
-lock:
+lock: setup
 	$(COMPILE) --universal --output-file requirements.lock
 	$(COMPILE) --resolution lowest-direct --output-file requirements-oldest.lock
 
