@@ -37,7 +37,12 @@ _STUBS = ROOT / "tests" / "page_stubs"
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
-@pytest.mark.parametrize("name", MODULES)
+#: Examples that show what is compiled, and many random numbers, which NumPy has not.
+_BY_XLA = {"mirrored._report.profile", "mirrored._testing.programs", "mirrored._replicas.context"}
+
+
+@pytest.mark.usefixtures("in_numpy")
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.by_xla] * (name in _BY_XLA)) for name in MODULES])
 def test_docstring_examples(name: str) -> None:
     module = importlib.import_module(name)
     runner = doctest.DocTestRunner(optionflags=FLAGS)
