@@ -1,6 +1,7 @@
 """Losses whose gradients, summed over the replicas, are those of one device."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -81,15 +82,14 @@ def test_losses_of_another_length_than_rows_are_refused_where_the_replicas_do_no
     optimizer = mr.Optimizer(optax.sgd(0.1), w)
     takers = [compute_average_loss, lambda losses: optimizer.minimize(lambda: w * losses)]
     message = r"not divide evenly.* shape \[n\], has the lengths \(.* rows\..*\n    losses\.mean\(axis=1\) .*\n    mr\.losses\."
-    for name, loss in OTHER_LENGTHS.items():
-        for take in takers:
-            step = lambda x, loss=loss, take=take: take(loss(x))  # noqa: E731
-            for sizes in ([7], [1], [6, 5]):  # an odd last batch: before the first has run
-                batch, *_ = strategy.distribute_dataset([rows[:size] for size in sizes])
-                before = w.numpy()
-                with pytest.raises(mr.UnevenReplicasError, match=message):
-                    strategy.run(step, args=(batch,)), pytest.fail(f"{name}, {sizes}")
-                assert w.numpy() == before
+    every_size = ([7], [1], [6, 5])  # an odd last batch: before the first has run
+    for (number, (name, loss)), (other, take) in itertools.product(enumerate(OTHER_LENGTHS.items()), enumerate(takers)):
+        sizes = every_size[(number + other) % 3]  # each with each taker
+        batch, *_ = strategy.distribute_dataset([rows[:size] for size in sizes])
+        before = w.numpy()
+        with pytest.raises(mr.UnevenReplicasError, match=message):
+            strategy.run(lambda x, loss=loss, take=take: take(loss(x)), args=(batch,)), pytest.fail(f"{name}, {sizes}")
+        assert w.numpy() == before
 
 
 def test_lengths_in_the_ratio_of_rows_and_the_lines_for_others_are_those_of_one_device(strategy3):

@@ -24,7 +24,6 @@ def test_the_page_has_the_messages_of_the_table_in_their_order() -> None:
     assert all(text in SECTIONS[message.error] for message, text in zip(MESSAGES, PRINTED, strict=True)), AGAIN
 
 
-@pytest.mark.usefixtures("in_numpy")
 @pytest.mark.parametrize("number", range(len(MESSAGES)), ids=[f"{message.error}, {message.what}" for message in MESSAGES])
 def test_a_message_is_on_the_page_as_it_is_printed(number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert raised(MESSAGES[number], monkeypatch, tmp_path) == PRINTED[number], AGAIN
