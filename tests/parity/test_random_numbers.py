@@ -14,6 +14,7 @@ from parameters import nightly
 from strategies import ctx, strategy_of
 
 import mirrored as mr
+from mirrored._program import program as program_module
 
 pytestmark = pytest.mark.usefixtures("in_numpy")
 
@@ -93,9 +94,20 @@ def nnx_alone(data: list[Batch], strategy: mr.Strategy | None = None) -> list[fl
         optimizer.update(model, gradients if strategy is None else ctx().all_reduce("sum", gradients))
         return loss
 
-    run = nnx.jit(train) if strategy is None else lambda *args: strategy.reduce("sum", strategy.run(train, args=args))
-    for batch in data if strategy is None else strategy.distribute_dataset(data):
-        losses.append(float(run(model, optimizer, *batch)))
+    if strategy is not None:
+        for batch in strategy.distribute_dataset(data):
+            losses.append(float(strategy.reduce("sum", strategy.run(train, args=(model, optimizer, *batch)))))
+        return losses
+    graph, state = nnx.split((model, optimizer))
+
+    @program_module.jax.jit  # where NumPy computes the steps, it computes these too
+    def alone(state: nnx.State, x: jax.Array, y: jax.Array) -> tuple[jax.Array, nnx.State]:
+        objects = nnx.merge(graph, state)
+        return train(*objects, x, y), nnx.state(objects)
+
+    for batch in data:
+        loss, state = alone(state, *batch)
+        losses.append(float(loss))
     return losses
 
 
