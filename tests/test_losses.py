@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from parameters import nightly
-from strategies import made, variable
+from strategies import jit, made, variable
 
 import mirrored as mr
 from mirrored.losses import compute_average_loss, scale_regularization_loss
@@ -241,7 +241,7 @@ def test_every_right_form_is_the_update_of_one_device_in_silence(sizes):
     strategy, x = batch_of(sizes)
     found = by_optimizer(strategy, x, {name: of_ours(loss) for name, (loss, _) in RIGHT.items()})
     whole = [array[: sum(sizes)] for array in (X, Y, TOKENS)]
-    alone = jax.jit(lambda w: {name: jax.value_and_grad(of_one)(w, *whole) for name, (_, of_one) in RIGHT.items()})(W)
+    alone = jit(lambda w: {name: jax.value_and_grad(of_one)(w, *whole) for name, (_, of_one) in RIGHT.items()})(W)
     for name, (value, gradient) in alone.items():
         np.testing.assert_allclose(found[name][0], value, rtol=2e-5, atol=1e-6, err_msg=name)
         np.testing.assert_allclose(found[name][1], gradient, rtol=1e-4, atol=2e-6, err_msg=name)

@@ -13,11 +13,10 @@ import pytest
 from optax import contrib
 from optax_rows import CHANGE_STRUCTURE, OF_EXAMPLES, ROWS, exported
 from parameters import nightly
-from strategies import divide_small_arrays, variable
+from strategies import divide_small_arrays, jit, variable
 
 import mirrored as mr
 from mirrored import losses
-from mirrored._program import program as program_module
 
 pytestmark = pytest.mark.usefixtures("in_numpy")
 
@@ -51,7 +50,7 @@ def alone(name: str) -> tuple[Any, Any]:
     params: Any = jax.tree.map(jnp.asarray, row.start)
     state = tx.init(params)
 
-    @program_module.jax.jit  # where NumPy computes the steps, it computes these too
+    @jit
     def step(params: Any, state: Any, x: Any, y: Any) -> Any:
         loss = lambda params: jnp.mean(each(params, x, y))  # noqa: E731
         value, gradient = jax.value_and_grad(loss)(params)

@@ -11,10 +11,9 @@ import optax
 import pytest
 from flax import nnx
 from parameters import nightly
-from strategies import ctx, strategy_of
+from strategies import ctx, jit, strategy_of
 
 import mirrored as mr
-from mirrored._program import program as program_module
 
 pytestmark = pytest.mark.usefixtures("in_numpy")
 
@@ -100,7 +99,7 @@ def nnx_alone(data: list[Batch], strategy: mr.Strategy | None = None) -> list[fl
         return losses
     graph, state = nnx.split((model, optimizer))
 
-    @program_module.jax.jit  # where NumPy computes the steps, it computes these too
+    @jit
     def alone(state: nnx.State, x: jax.Array, y: jax.Array) -> tuple[jax.Array, nnx.State]:
         objects = nnx.merge(graph, state)
         return train(*objects, x, y), nnx.state(objects)
