@@ -25,7 +25,7 @@ test: setup
 	$(BIN)/python -m pytest -q -n $(JOBS) --durations=5 --durations-min=5 $(TESTS)
 
 # Numbers that are compared with those of one device, all that NumPy computes in the default suite among them.
-OPTIMIZED := $(shell grep -rl --include='test_*.py' in_numpy tests) tests/parity/test_tf_numbers.py \
+OPTIMIZED := $(shell grep -rl --include='test_*.py' in_numpy tests) \
   tests/_replicas/test_cross_replica.py
 
 ## test-optimized: numbers that are compared with those of one device, by XLA with its optimizations

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import mirrored as mr
+from mirrored._program import program
 from mirrored._program.passes import fuse_all_reduces, order_sums
 from mirrored._program.program import Program
 from mirrored._replicas import collectives, division
@@ -49,6 +50,11 @@ def all_reduce(op: str, tree: Any, **options: Any) -> Any:
 def values_of(result: mr.PerReplica) -> list[Any]:
     """Return each replica's value as a number or a list."""
     return [value.tolist() for value in result.values]
+
+
+def jit(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile what a test computes on one device, by `jax.jit`; where NumPy computes the steps, it computes this too."""
+    return program.jax.jit(function)
 
 
 def divide_small_arrays(patch: pytest.MonkeyPatch, num_bytes: int) -> None:

@@ -36,9 +36,12 @@ def preempted(checkpoint: mr.Checkpoint, step: Any) -> None:
 
 #: What the rows may name, besides what is in the world.
 NAMES = {"mr": mr, "jax": jax, "jnp": jnp, "np": np, "optax": optax, "NumpyDataset": NumpyDataset, "__file__": __file__}
-NAMES |= {"MASKED": np.ma.array(ONES, mask=[0, 1]), "SPARSE": jax.experimental.sparse.BCOO.fromdense(jnp.eye(2))}
-NAMES |= {"REF": jax.new_ref(jnp.ones(2)), "SHAPE": jax.ShapeDtypeStruct((2,), jnp.float32)}
-NAMES |= {"KEYS": jax.random.split(jax.random.key(0, impl="rbg"), 2)}
+NAMES |= {
+    "MASKED": np.ma.array(ONES, mask=[0, 1]),
+    "SPARSE": jax.experimental.sparse.BCOO((ONES, np.eye(2, dtype="int32")), shape=(2, 2)),
+}
+NAMES |= {"REF": jax.new_ref(jnp.asarray(ONES)), "SHAPE": jax.ShapeDtypeStruct((2,), jnp.float32)}
+NAMES |= {"KEYS": jax.random.wrap_key_data(np.zeros((2, 4), "uint32"), impl="rbg")}
 NAMES |= {"FOUR": [f"cpu:{i}" for i in range(4)], "ONES": ONES, "WORDS": WORDS, "values": values, "preempted": preempted}
 
 

@@ -18,6 +18,7 @@ import optax
 import pytest
 from parameters import nightly
 from processes import run_program
+from source import nodes, trees
 
 import mirrored as mr
 
@@ -36,7 +37,12 @@ _STUBS = ROOT / "tests" / "page_stubs"
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
-@pytest.mark.parametrize("name", MODULES)
+#: Examples that show what is compiled, and many random numbers, which NumPy has not.
+_BY_XLA = {"mirrored._report.profile", "mirrored._testing.programs", "mirrored._replicas.context"}
+
+
+@pytest.mark.usefixtures("in_numpy")
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.by_xla] * (name in _BY_XLA)) for name in MODULES])
 def test_docstring_examples(name: str) -> None:
     module = importlib.import_module(name)
     runner = doctest.DocTestRunner(optionflags=FLAGS)
@@ -84,9 +90,8 @@ def test_what_an_installed_wheel_says_names_no_file_of_a_checkout() -> None:
     documented = {f"{name}.{member}": thing for name, one in public.items() for member, thing in inspect.getmembers(one)} | public
     assert [name for name, thing in documented.items() if _OF_A_CHECKOUT.search(inspect.getdoc(thing) or "")] == []
     texts = []
-    for path in ROOT.glob("src/**/*.py"):
-        tree = ast.parse(path.read_text())
-        notes = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in notes]
-        texts += [(path.name, node.value) for node in constants if _OF_A_CHECKOUT.search(str(node.value))]
+    for name, tree in trees().items():
+        notes = {id(node.value) for node in nodes(tree)[ast.Expr]}
+        constants = [node.value for node in nodes(tree)[ast.Constant] if id(node) not in notes]
+        texts += [(name, value) for value in constants if isinstance(value, str | bytes) and _OF_A_CHECKOUT.search(str(value))]
     assert texts == []

@@ -2,27 +2,23 @@
 
 import ast
 import functools
-import gc
+import os
 import re
 import runpy
-import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from offers import OFFERS
+from source import PACKAGE, PATHS, each, nodes, parsed, trees
+from ways import first_run, way
 
 import mirrored as mr
 from mirrored._jax import primitives
 
-PACKAGE = Path(mr.__file__).parent
 #: From the ground up: a wing imports from floors below its own only; inside a wing there are no cycles.
 FLOORS = (
     {"_errors", "_env", "_html", "_libraries", "_options", "_process", "_text", "_tf_names", "_typing"},
@@ -50,8 +46,6 @@ THREADS = {
     "_checkpoint.preemption", "_checkpoint.writer", "_cluster.meeting", "_command.check_folder", "_testing.inputs",
     "_workers.guard", "_workers.runtime", "data._prefetch", "_jax.interrupts",
 }  # fmt: skip
-PATHS = {path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."): path for path in sorted(PACKAGE.rglob("*.py"))}
-TREES = {name: ast.parse(path.read_text()) for name, path in PATHS.items()}
 
 
 #: Of a step, at most: calls of ours in a warm run; files of a first run, beside `_models/`, also of a training step with
@@ -71,8 +65,8 @@ def wing(name: str) -> str:
 def imports(name: str) -> list[tuple[str, str, ast.ImportFrom]]:
     """Return what a file imports of ours: the module, the name taken from it ('' for the module itself), the statement."""
     package, found = name.split(".")[:-1], []
-    for node in ast.walk(TREES[name]):
-        if isinstance(node, ast.ImportFrom) and node.level:
+    for node in nodes(trees()[name])[ast.ImportFrom]:
+        if node.level:
             base = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")]
             for alias in node.names:
                 module = ".".join(part for part in base if part)
@@ -80,19 +74,6 @@ def imports(name: str) -> list[tuple[str, str, ast.ImportFrom]]:
                 is_module = whole in PATHS or f"{whole}.__init__" in PATHS
                 found.append((whole, "", node) if is_module else (module, alias.name, node))
     return found
-
-
-@functools.cache
-def nodes() -> dict[type, list[tuple[str, ast.AST]]]:
-    found = defaultdict(list)
-    for name, tree in TREES.items():
-        for node in ast.walk(tree):
-            found[type(node)].append((name, node))
-    return found
-
-
-def each(kind: type) -> list[tuple[str, ast.AST]]:
-    return nodes()[kind]
 
 
 def test_imports_go_down_the_floors() -> None:
@@ -129,12 +110,12 @@ DOCUMENTED = {"_replace", "_getframe", "_current_frames", "_exit"}
 def private_attributes(node: ast.AST) -> set[str]:
     """Return what a class has that begins with one `_`: its methods, its fields, what its methods set on `self`."""
     names = {member.name for member in node.body if isinstance(member, ast.FunctionDef)}
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store) and ast.unparse(inner.value) in ("self", "cls"):
-            names.add(inner.attr)
-        elif isinstance(inner, ast.Assign | ast.AnnAssign) and inner in node.body:
-            names |= {target.id for target in ast.walk(inner) if isinstance(target, ast.Name)}
-            names |= set(re.findall(r"'(_\w+)'", ast.unparse(inner)))  # __slots__
+    stored = [inner for inner in nodes(node)[ast.Attribute] if isinstance(inner.ctx, ast.Store)]
+    names |= {inner.attr for inner in stored if ast.unparse(inner.value) in ("self", "cls")}
+    for member in node.body:
+        if isinstance(member, ast.Assign | ast.AnnAssign):
+            names |= {target.id for target in ast.walk(member) if isinstance(target, ast.Name)}
+            names |= set(re.findall(r"'(_\w+)'", ast.unparse(member)))  # __slots__
     return {name for name in names if re.match("_[^_]", name)}
 
 
@@ -166,7 +147,7 @@ def strange_attributes(trees: dict[str, ast.Module]) -> list[tuple[str, int, str
 
 
 def test_private_attributes_do_not_leave_their_wing() -> None:
-    assert strange_attributes(TREES) == []
+    assert strange_attributes(trees()) == []
     planted = """
 def function(self, strategy: Strategy, watch: _SignalWatch, checkpoint: Checkpoint) -> object:
     return strategy._coordination, watch._coordination, checkpoint._strategy._coordination, self._prefetch
@@ -185,8 +166,8 @@ def taken(name: str) -> Iterator[str]:
         else:
             alias = next(a for a in node.names if module.split(".")[-1] == a.name)
             modules[alias.asname or alias.name] = module
-    for node in ast.walk(TREES[name]):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+    for node in nodes(trees()[name])[ast.Attribute]:
+        if isinstance(node.value, ast.Name) and node.value.id in modules:
             yield f"{modules[node.value.id]}.{node.attr}"
 
 
@@ -286,9 +267,9 @@ def test_primitives_are_named_in_one_table() -> None:
     """In `_jax/primitives`, and else only in the wing that knows JAX."""
     known = set().union(*(names for names in vars(primitives).values() if isinstance(names, frozenset)))
     found = {}
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         if wing(name) != "_jax" and ".primitive" in PATHS[name].read_text():
-            texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+            texts = {node.value for node in nodes(tree)[ast.Constant] if isinstance(node.value, str)}
             found[name] = " ".join(sorted(texts & known))
     assert {name: names for name, names in found.items() if names} == {}
 
@@ -304,19 +285,21 @@ NAME_LIBRARIES = {
 }
 
 
+_LIBRARY = re.compile(r"flax|nnx\.|equinox|keras")
+
+
 def names_of_libraries(tree: ast.Module) -> set[str]:
     """Return what names a model library in code: a name, an attribute, a module, a text; docstrings may name all."""
-    notes = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    found = set()
-    for node in ast.walk(tree):
-        texts = [value for _, value in ast.iter_fields(node) if isinstance(value, str) and id(node) not in notes]
-        found |= {word for text in texts for word in re.findall(r"flax|nnx\.|equinox|keras", text)}
-    return found
+    notes = {id(node.value) for node in nodes(tree)[ast.Expr]}
+    named = [node for found in nodes(tree).values() for node in found if id(node) not in notes]
+    texts = [value for node in named for _, value in ast.iter_fields(node) if isinstance(value, str)]
+    return set(_LIBRARY.findall("\n".join(texts)))
 
 
 def test_model_libraries_are_named_in_one_wing() -> None:
     """Who asks one asks all, by `_models/libraries`: a library is one file and one entry."""
-    assert {name for name, tree in TREES.items() if wing(name) != "_models" and names_of_libraries(tree)} == NAME_LIBRARIES
+    others = {name: path for name, path in PATHS.items() if wing(name) != "_models" and _LIBRARY.search(path.read_text())}
+    assert {name for name, path in others.items() if names_of_libraries(parsed(path))} == NAME_LIBRARIES
     planted = 'def f(x):\n    """Take keras."""\n    return "of Keras", "flax.nnx" in sys.modules, models.equinox.state_of(x)'
     assert names_of_libraries(ast.parse(planted)) == {"flax", "equinox"}
 
@@ -378,7 +361,7 @@ _MAKES_STATE = re.compile(
 
 def state_of(tree: ast.Module) -> Iterator[str]:
     """Yield the names of a module whose objects change: made so, rebound by a function, or a display that is no constant."""
-    rebound = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
+    rebound = {name for node in nodes(tree)[ast.Global] for name in node.names}
     for node in tree.body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -392,30 +375,31 @@ def state_of(tree: ast.Module) -> Iterator[str]:
 def is_changed(tree: ast.Module, name: str) -> bool:
     """Tell whether a module changes one of its constants: an element is set or deleted, or a method that changes it is called."""
     change = rf"\b{name}\.(add|append|clear|discard|extend|insert|pop|popitem|remove|setdefault|update)\("
-    items = [node for node in ast.walk(tree) if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)]
-    return any(ast.unparse(item.value) == name for item in items) or re.search(change, ast.unparse(tree)) is not None
+    items = [node for node in nodes(tree)[ast.Subscript] if not isinstance(node.ctx, ast.Load)]
+    calls = [ast.unparse(node.func) for node in nodes(tree)[ast.Call] if isinstance(node.func, ast.Attribute)]
+    return any(ast.unparse(item.value) == name for item in items) or any(re.search(change, f"{call}(") for call in calls)
 
 
 def kept_results(tree: ast.Module) -> Iterator[str]:
     """Yield the names of functions that keep their results, at module level or in a class."""
-    for node in ast.walk(tree):
-        decorators = map(ast.unparse, node.decorator_list if isinstance(node, ast.FunctionDef) else ())
+    for node in nodes(tree)[ast.FunctionDef]:
+        decorators = map(ast.unparse, node.decorator_list)
         if any(re.match(r"(functools\.)?(lru_)?cache\b", decorator) for decorator in decorators):
             yield node.name
 
 
 def test_the_state_of_the_process_has_one_owner() -> None:
     """An object more is a visible change: can it belong to a strategy, or to `_process`?"""
-    found = {name: " ".join(sorted(state_of(tree))) for name, tree in TREES.items() if name != "_process"}
+    found = {name: " ".join(sorted(state_of(tree))) for name, tree in trees().items() if name != "_process"}
     assert {name: names for name, names in found.items() if names} == STATE
     assert sum(len(names.split()) for names in STATE.values()) <= 28
-    kept = {name: " ".join(sorted(kept_results(tree))) for name, tree in TREES.items()}
+    kept = {name: " ".join(sorted(kept_results(tree))) for name, tree in trees().items()}
     listed = {name: " ".join(sorted(f"{CACHES.get(name, '')} {ONCE.get(name, '')}".split())) for name in {*CACHES, *ONCE}}
     assert {name: names for name, names in kept.items() if names} == listed
     page = (HOUSE.parent / "state.md").read_text()
     owned = [
         ast.unparse(node.target if isinstance(node, ast.AnnAssign) else node.targets[0])
-        for node in TREES["_process"].body
+        for node in trees()["_process"].body
         if isinstance(node, ast.Assign | ast.AnnAssign)
     ]
     assert [name for name in owned if f"`{name}`" not in page] == []
@@ -511,17 +495,17 @@ MOST_CONDITIONAL_EXPRESSIONS = 17.5
 
 
 def loops_over_pronouns(tree: ast.Module) -> list[str]:
-    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.comprehension)]
+    loops = [*nodes(tree)[ast.For], *nodes(tree)[ast.comprehension]]
     names = [node.id for loop in loops for node in ast.walk(loop.target) if isinstance(node, ast.Name)]
     return [name for name in names if name in PRONOUNS]
 
 
 def test_a_line_is_read_once() -> None:
-    assert {name: found for name, tree in TREES.items() if (found := loops_over_pronouns(tree))} == {}, "name it by what it is"
+    assert {name: found for name, tree in trees().items() if (found := loops_over_pronouns(tree))} == {}, "name it by what it is"
     planted = "for own, value in pairs:\n    kept = [one.name for one, name in value if name for name in own]"
     assert loops_over_pronouns(ast.parse(planted)) == ["own", "one"]
     num_lines = sum(len(path.read_text().splitlines()) for path in PATHS.values())
-    assert 1000 * len(list(each(ast.IfExp))) / num_lines <= MOST_CONDITIONAL_EXPRESSIONS, "write an `if`, or a function"
+    assert 1000 * len(each(ast.IfExp)) / num_lines <= MOST_CONDITIONAL_EXPRESSIONS, "write an `if`, or a function"
 
 
 #: Arguments that are annotated as a bare `Any`: one in thirty-six. A commit may lower the number.
@@ -541,8 +525,8 @@ def test_everything_is_annotated_and_nothing_is_left_open() -> None:
 
 
 def test_docstrings_begin_with_one_sentence() -> None:
-    nodes = ((name, node) for kind in (ast.FunctionDef, ast.ClassDef, ast.Module) for name, node in each(kind))
-    firsts = [(name, (ast.get_docstring(node) or ".").split("\n\n")[0].strip()) for name, node in nodes]
+    documented = each(ast.FunctionDef, ast.ClassDef, ast.Module)
+    firsts = [(name, (ast.get_docstring(node) or ".").split("\n\n")[0].strip()) for name, node in documented]
     assert [(name, first) for name, first in firsts if not first.endswith((".", ":", "?"))] == []
     verbs = re.compile(
         r"(Say|Tell|Hold|Be|Keep|Describe|Name|Run|Read|Write|Know|Make|Stand|Watch|Collect|Find|Answer|Compare|Warn) "
@@ -554,55 +538,31 @@ def test_docstrings_begin_with_one_sentence() -> None:
 def test_what_is_nightly_has_a_twin_that_is_not() -> None:
     """`nightly("tests/....py::test_x")` names a test that `.ci/run` takes; of parameters others are not nightly."""
     for path in sorted(Path(__file__).parent.rglob("test_*.py")):
-        text = path.read_text()
-        tree = ast.parse(text if "nightly" in text else "")
-        lists = {id(part) for node in ast.walk(tree) if isinstance(node, ast.List) and not is_nightly(node) for part in node.elts}
-        for node in ast.walk(tree):
-            where = f"{path}:{getattr(node, 'lineno', 0)}"
-            if isinstance(node, ast.Starred) and is_nightly(node.value):
-                assert id(node) in lists, f"{where}: a list with a case that is not nightly"
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.nightly":
+        if "nightly" not in path.read_text():
+            continue
+        found = nodes(parsed(path))
+        lists = {id(part) for node in found[ast.List] if not is_nightly(node) for part in node.elts}
+        for node in found[ast.Starred]:
+            assert not is_nightly(node.value) or id(node) in lists, f"{path}:{node.lineno}: a list with another case"
+        for node in found[ast.Call]:
+            if is_nightly(node) and ast.unparse(node.func) == "pytest.mark.nightly":
                 file, _, name = ast.literal_eval(node.args[0]).partition("::")
-                found = [n for n in ast.parse((ROOT / file).read_text()).body if getattr(n, "name", "") == name]
-                assert len(found) == 1 and not any(map(is_nightly, found[0].decorator_list)), f"{where}: no such twin"
+                twins = [n for n in parsed(ROOT / file).body if getattr(n, "name", "") == name]
+                assert len(twins) == 1 and not any(map(is_nightly, twins[0].decorator_list)), f"{path}: no twin {name}"
 
 
 def is_nightly(node: ast.expr) -> bool:
     """Tell whether an expression is `nightly(...)`, or a list of nothing else."""
     if isinstance(node, ast.List):
         return all(isinstance(part, ast.Starred) and is_nightly(part.value) for part in node.elts)
-    return isinstance(node, ast.Call) and ast.unparse(node.func).endswith("nightly")
+    return isinstance(node, ast.Call) and "nightly" in (getattr(node.func, "id", ""), getattr(node.func, "attr", ""))
 
 
-def way(step: Callable[[], object]) -> tuple[set[str], int]:
-    """Return the files of ours that a call passes through, and the number of calls of named functions in them.
-
-    A generator expression is no named function: it would count once for each element. Nor is what 3.14 makes of annotations.
-    """
-    files, calls = set(), 0
-
-    def count(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal calls
-        if event == "call" and frame.f_code.co_filename.startswith(str(PACKAGE)):
-            files.add(Path(frame.f_code.co_filename).relative_to(PACKAGE).with_suffix("").as_posix())
-            calls += not frame.f_code.co_name.endswith(("<genexpr>", "__annotate__"))
-
-    gc.collect()
-    gc.disable()  # variables of other tests would end in between
-    sys.setprofile(count)
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return files, calls
-
-
-@pytest.mark.parametrize("num_variables", [2, 40])
-def test_the_way_of_a_step_is_short(num_variables: int, strategy2: mr.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_way_of_a_step_is_short(strategy2: mr.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With more variables than a warm run may make calls."""
     monkeypatch.delitem(sys.modules, "flax.nnx", raising=False)  # who has not imported it does not pay for it
     with strategy2.scope():
-        variables = [mr.Variable(0.0) for _ in range(num_variables)]
+        variables = [mr.Variable(0.0) for _ in range(MOST_CALLS_WARM + 3)]
 
     def step() -> None:
         for variable in variables:
@@ -618,24 +578,6 @@ def test_the_way_of_a_step_is_short(num_variables: int, strategy2: mr.Strategy, 
     assert calls <= MOST_CALLS_WARM, calls  # none for each variable
 
 
-def first_run(rows: int, num_replicas: int, transformation: optax.GradientTransformation) -> tuple[set[str], int]:
-    """Return the way of the first run of a small training step."""
-    strategy = mr.MirroredStrategy([f"cpu:{number}" for number in range(num_replicas)])
-    with strategy.scope():
-        weights = [mr.Variable(np.ones((5, 3), np.float32)), mr.Variable(np.ones(3, np.float32))]
-        optimizer = mr.Optimizer(transformation, weights)
-
-    def step(x: jax.Array) -> jax.Array:
-        w, b = weights
-        loss = lambda: mr.losses.compute_average_loss(jnp.sum((x @ w + b) ** 2, axis=-1))  # noqa: E731
-        value, gradients = mr.value_and_grad(loss, weights)()
-        optimizer.apply_gradients(gradients)
-        return value
-
-    [batch] = strategy.distribute_dataset([np.ones((rows, 5), np.float32)])
-    return way(lambda: strategy.run(step, args=(batch,)))
-
-
 def test_the_first_run_of_a_training_step_passes_few_files_more() -> None:
     files, _ = first_run(4, 2, optax.sgd(0.1))
     assert len({name for name in files if not name.startswith("_models/")}) <= MOST_FILES_TRAINING, sorted(files)
@@ -643,13 +585,15 @@ def test_the_first_run_of_a_training_step_passes_few_files_more() -> None:
 
 def test_the_first_run_of_a_training_step_makes_few_calls() -> None:
     """With Adam on three replicas, in a process of its own: where others have run, JAX has traces that it does not make again."""
-    ended = subprocess.run([sys.executable, __file__, "first"], check=True, capture_output=True, text=True, timeout=100)
+    from processes import run_program  # which is not found where this file is a script
+
+    settings = {name: value for name, value in os.environ.items() if name.startswith("JAX_")}
+    ended = run_program(Path(__file__).with_name("ways.py").read_text(), *MOST_CALLS_FIRST, env=settings)
+    assert ended.returncode == 0, ended.stderr
     calls = dict(zip(MOST_CALLS_FIRST, map(int, ended.stdout.split()), strict=True))
     assert all(calls[rows] <= most for rows, most in MOST_CALLS_FIRST.items()), calls
 
 
-if __name__ == "__main__" and sys.argv[1:]:
-    print(*(first_run(rows, 3, optax.adam(0.1))[1] for rows in MOST_CALLS_FIRST))
-elif __name__ == "__main__":
+if __name__ == "__main__":
     for wings, lines in wing_sizes().items():
         print(f'    "{wings}": {lines},')

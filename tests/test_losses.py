@@ -1,6 +1,7 @@
 """Losses whose gradients, summed over the replicas, are those of one device."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from parameters import nightly
-from strategies import made, variable
+from strategies import jit, made, variable
 
 import mirrored as mr
 from mirrored.losses import compute_average_loss, scale_regularization_loss
@@ -81,15 +82,14 @@ def test_losses_of_another_length_than_rows_are_refused_where_the_replicas_do_no
     optimizer = mr.Optimizer(optax.sgd(0.1), w)
     takers = [compute_average_loss, lambda losses: optimizer.minimize(lambda: w * losses)]
     message = r"not divide evenly.* shape \[n\], has the lengths \(.* rows\..*\n    losses\.mean\(axis=1\) .*\n    mr\.losses\."
-    for name, loss in OTHER_LENGTHS.items():
-        for take in takers:
-            step = lambda x, loss=loss, take=take: take(loss(x))  # noqa: E731
-            for sizes in ([7], [1], [6, 5]):  # an odd last batch: before the first has run
-                batch, *_ = strategy.distribute_dataset([rows[:size] for size in sizes])
-                before = w.numpy()
-                with pytest.raises(mr.UnevenReplicasError, match=message):
-                    strategy.run(step, args=(batch,)), pytest.fail(f"{name}, {sizes}")
-                assert w.numpy() == before
+    every_size = ([7], [1], [6, 5])  # an odd last batch: before the first has run
+    for (number, (name, loss)), (other, take) in itertools.product(enumerate(OTHER_LENGTHS.items()), enumerate(takers)):
+        sizes = every_size[(number + other) % 3]  # each with each taker
+        batch, *_ = strategy.distribute_dataset([rows[:size] for size in sizes])
+        before = w.numpy()
+        with pytest.raises(mr.UnevenReplicasError, match=message):
+            strategy.run(lambda x, loss=loss, take=take: take(loss(x)), args=(batch,)), pytest.fail(f"{name}, {sizes}")
+        assert w.numpy() == before
 
 
 def test_lengths_in_the_ratio_of_rows_and_the_lines_for_others_are_those_of_one_device(strategy3):
@@ -241,7 +241,7 @@ def test_every_right_form_is_the_update_of_one_device_in_silence(sizes):
     strategy, x = batch_of(sizes)
     found = by_optimizer(strategy, x, {name: of_ours(loss) for name, (loss, _) in RIGHT.items()})
     whole = [array[: sum(sizes)] for array in (X, Y, TOKENS)]
-    alone = jax.jit(lambda w: {name: jax.value_and_grad(of_one)(w, *whole) for name, (_, of_one) in RIGHT.items()})(W)
+    alone = jit(lambda w: {name: jax.value_and_grad(of_one)(w, *whole) for name, (_, of_one) in RIGHT.items()})(W)
     for name, (value, gradient) in alone.items():
         np.testing.assert_allclose(found[name][0], value, rtol=2e-5, atol=1e-6, err_msg=name)
         np.testing.assert_allclose(found[name][1], gradient, rtol=1e-4, atol=2e-6, err_msg=name)

@@ -13,10 +13,12 @@ import pytest
 from optax import contrib
 from optax_rows import CHANGE_STRUCTURE, OF_EXAMPLES, ROWS, exported
 from parameters import nightly
-from strategies import divide_small_arrays, variable
+from strategies import divide_small_arrays, jit, variable
 
 import mirrored as mr
 from mirrored import losses
+
+pytestmark = pytest.mark.usefixtures("in_numpy")
 
 SOME = ["adamw", "MultiSteps", "contrib.reduce_on_plateau"]
 REST = [name for name in ROWS if name not in SOME]
@@ -48,7 +50,7 @@ def alone(name: str) -> tuple[Any, Any]:
     params: Any = jax.tree.map(jnp.asarray, row.start)
     state = tx.init(params)
 
-    @jax.jit
+    @jit
     def step(params: Any, state: Any, x: Any, y: Any) -> Any:
         loss = lambda params: jnp.mean(each(params, x, y))  # noqa: E731
         value, gradient = jax.value_and_grad(loss)(params)

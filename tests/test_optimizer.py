@@ -15,7 +15,7 @@ import mirrored as mr
 from mirrored._variables.variable import is_variable
 
 # One test function makes a step for each transformation.
-pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning"), pytest.mark.usefixtures("in_numpy")]
 
 
 def distributed(strategy, *values):

@@ -1,11 +1,13 @@
 """The pages hang together: no link is broken, each page is in the contents, names on them exist, and they stay short."""
 
 import ast
+import functools
 import importlib
 import re
 from pathlib import Path
 
 import pytest
+from source import each, nodes
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -88,29 +90,31 @@ OF_OTHERS = {
 _PUBLIC, _ATTRIBUTE = r"(?<![\w./])(?:mr|mirrored)((?:\.[A-Za-z]\w*)+)", r"(?<![\w./])([A-Z]\w*)\.(\w+)"
 
 
-def _attributes() -> dict[str, tuple[set[str], set[str]]]:
+@functools.cache
+def _classes() -> dict[str, tuple[set[str], set[str]]]:
     """Return for each class of the source its attributes, as its body and methods name them, and its bases."""
     found: dict[str, tuple[set[str], set[str]]] = {}
-    for path in ROOT.glob("src/**/*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                names, bases = found.setdefault(node.name, (set(), set()))
-                names |= {inner.name for inner in ast.walk(node) if isinstance(inner, ast.FunctionDef)}
-                names |= {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
-                names |= {inner.attr for inner in ast.walk(node) if isinstance(inner, ast.Attribute)}
-                bases |= {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+    for _, node in each(ast.ClassDef):
+        names, bases = found.setdefault(node.name, (set(), set()))
+        inner = nodes(node)
+        names |= {node.name for node in inner[ast.FunctionDef]}
+        names |= {node.id for node in inner[ast.Name]}
+        names |= {node.attr for node in inner[ast.Attribute]}
+        bases |= {ast.unparse(base).rpartition(".")[2] for base in node.bases}
     return found
 
 
-CLASSES = _attributes()
-FILES = [*ROOT.glob("src/**/*.py"), *(path for path in ROOT.glob("tests/**/*.py") if path.name != "test_pages.py")]
-WORDS = {word for path in FILES for word in re.findall(r"\w+", path.read_text())}
+@functools.cache
+def _words() -> set[str]:
+    """Return all words of the source and of the tests, but for this file's."""
+    files = [*ROOT.glob("src/**/*.py"), *(path for path in ROOT.glob("tests/**/*.py") if path.name != "test_pages.py")]
+    return {word for path in files for word in re.findall(r"\w+", path.read_text())}
 
 
 def _has(name: str, attribute: str) -> bool:
     """Tell whether a class has an attribute; one with a base that is not ours may have any."""
-    names, bases = CLASSES[name]
-    return attribute in names or any(base not in CLASSES or _has(base, attribute) for base in bases)
+    names, bases = _classes()[name]
+    return attribute in names or any(base not in _classes() or _has(base, attribute) for base in bases)
 
 
 def _is_public(path: str) -> bool:
@@ -127,8 +131,8 @@ def _missing(text: str, is_design: bool) -> list[str]:
     found = []
     for quoted in re.findall(r"`([^`]+)`", re.sub(r"(?ms)^ *(```|~~~).*?^ *\1", "", text)):
         found += [f"mr{name}" for name in re.findall(_PUBLIC, quoted) if not _is_public(name)]
-        found += [f"{name}.{it}" for name, it in re.findall(_ATTRIBUTE, quoted) if name in CLASSES and not _has(name, it)]
-        if is_design and re.fullmatch(r"[A-Za-z_]\w+", quoted) and quoted not in WORDS and quoted not in OF_OTHERS:
+        found += [f"{name}.{it}" for name, it in re.findall(_ATTRIBUTE, quoted) if name in _classes() and not _has(name, it)]
+        if is_design and re.fullmatch(r"[A-Za-z_]\w+", quoted) and quoted not in _words() and quoted not in OF_OTHERS:
             found.append(quoted)
     return found
 

@@ -14,6 +14,8 @@ from strategies import in_threads, variable
 import mirrored as mr
 from mirrored import testing
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 ROWS = np.arange(10, dtype="int32")
 X = np.random.default_rng(0).normal(size=(7, 3)).astype("float32")
 
@@ -22,6 +24,7 @@ def double(x: Any) -> Any:
     return x * 2
 
 
+@pytest.mark.by_xla
 def test_programs_are_counted_whichever_way_they_are_compiled(strategy2: mr.Strategy, per_replica: Callable[..., Any]) -> None:
     @mr.function
     def whole(x: Any) -> Any:
@@ -44,6 +47,7 @@ def test_programs_are_counted_whichever_way_they_are_compiled(strategy2: mr.Stra
     assert programs.others
 
 
+@pytest.mark.by_xla
 def test_a_program_that_jax_compiles_again_counts_again(strategy2: mr.Strategy) -> None:
     with testing.count_programs() as programs:
         x = strategy2.run(lambda: jnp.ones(3))
@@ -55,6 +59,7 @@ def test_a_program_that_jax_compiles_again_counts_again(strategy2: mr.Strategy) 
     assert "the same program again, because jax.clear_caches()" in programs.describe()
 
 
+@pytest.mark.by_xla
 def test_assert_compiles_fails_with_the_reasons(strategy2: mr.Strategy) -> None:
     def run(*rates: str) -> None:
         for rate in rates:
@@ -76,6 +81,7 @@ def test_assert_compiles_fails_with_the_reasons(strategy2: mr.Strategy) -> None:
             pass
 
 
+@pytest.mark.by_xla
 def test_programs_of_all_threads_are_counted(strategy2: mr.Strategy) -> None:
     with testing.assert_compiles(2):
         in_threads(*(lambda size=size: strategy2.run(double, args=(np.ones(size),)) for size in (20, 21)))

@@ -20,8 +20,11 @@ def rooms(word: str = "") -> Iterator[str]:
     """Yield the lines of the map: each module, below it the definitions that a word finds."""
     word = word.lower()
     for path in sorted(PACKAGE.rglob("*.py"), key=lambda path: (path.parent.parts, path.stem)):
-        tree = ast.parse(path.read_text())
+        text = path.read_text()
         name = path.relative_to(PACKAGE).with_suffix("").as_posix().removesuffix("/__init__")
+        if word not in f"{name} {text}".lower():
+            continue
+        tree = ast.parse(text)
         nodes = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)] if word else []
         named = [node for node in nodes if word in f"{node.name} {ast.get_docstring(node)}".lower()]
         found = [f"    {node.name}: {summary(node)}" for node in named]

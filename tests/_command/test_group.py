@@ -763,6 +763,7 @@ def test_commands_help_and_version(capsys: pytest.CaptureFixture[str], monkeypat
         launch.main(["launch", "--help"])
     assert "--max-restarts R" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["mirrored", "--version"])
+    monkeypatch.delitem(sys.modules, "mirrored.__main__", raising=False)  # of the tests of docstrings
     with pytest.raises(SystemExit, match="0"):
         runpy.run_module("mirrored", run_name="__main__")
     assert capsys.readouterr().out == f"mirrored {mirrored.__version__}\n"

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from parity.programs import PROGRAMS, Batch, Program, batches
-from strategies import divide_small_arrays
+from strategies import divide_small_arrays, jit
 
 import mirrored as mr
 
@@ -116,7 +116,7 @@ def by_hand(names: tuple[str, ...], sizes: tuple[int, ...], num_replicas: int) -
     """Run programs on one device: their parameters, what they carry, and the results of each step."""
     programs = {name: PROGRAMS[name]() for name in names}
 
-    @jax.jit
+    @jit
     def step(states: Any, batch: Batch, parts: list[Batch]) -> Any:
         states = {name: {**state, "params": dict(state["params"])} for name, state in states.items()}
         results = {name: program.plain(states[name], batch, parts) for name, program in programs.items()}

@@ -14,7 +14,7 @@ import mirrored as mr
 from mirrored._variables.variable import is_variable
 
 # One test function makes a step for each optimizer.
-pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning"), pytest.mark.usefixtures("in_numpy")]
 
 
 @pytest.fixture(autouse=True)

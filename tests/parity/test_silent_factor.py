@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 from flax.training import train_state
 from parameters import nightly
-from strategies import ctx, made, strategy_of, variable
+from strategies import ctx, jit, made, strategy_of, variable
 
 import mirrored as mr
 
@@ -244,7 +244,7 @@ def test_right_losses_are_silent_and_their_wrong_sums_are_not(num_replicas):
     found, said = said_by(lambda: strategy.run(every, args=(batch,)))
     assert said == []
     of_rows = lambda x: {name: jax.grad(lambda w, loss=loss: loss(w, x).mean())(V) for name, loss in LOSSES.items()}  # noqa: E731
-    for name, expected in jax.jit(of_rows)(jnp.asarray(X)).items():
+    for name, expected in jit(of_rows)(jnp.asarray(X)).items():
         np.testing.assert_allclose(found[name], expected, rtol=1e-4, atol=1e-6, err_msg=name)
     for name in list(LOSSES)[::8]:
         run = lambda step: said_by(lambda: made(strategy.run, step, (batch,)))[1]  # noqa: E731

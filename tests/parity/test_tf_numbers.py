@@ -17,6 +17,8 @@ from strategies import all_reduce, numbers, strategy_of, values_of, variable
 
 import mirrored as mr
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 METHODS = ("assign", "assign_add", "assign_sub")
 RECORDED = json.loads((pathlib.Path(__file__).parent / "tf_recorded.json").read_text())
 
