@@ -102,7 +102,7 @@ def test_all_gather_takes_nests_of_any_dtype_and_random_keys(strategy3):
     for dtype, a, b in zip(dtypes, got["a"], got["b"], strict=True):
         assert a.dtype == dtype and b.shape == (3, 2) and got["none"] is None
         np.testing.assert_array_equal(np.asarray(a), np.arange(3).astype(dtype))
-    drawn = jax.vmap(lambda key: jax.random.bits(key, (2,)))(keys)
+    drawn = jax.jit(jax.vmap(lambda key: jax.random.bits(key, (2,))))(keys)
     np.testing.assert_array_equal(drawn.ravel(), jax.random.bits(jax.random.key(0), (6,)))
 
 
