@@ -38,6 +38,8 @@ from mirrored._errors import CheckpointError
 from mirrored._jax import topologies
 from mirrored._replicas import in_flight
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 Pair = namedtuple("Pair", "first second")
 
 
@@ -258,6 +260,7 @@ def test_a_count_too_large_for_one_number_comes_back_where_each_replica_has_a_pa
                 restore(tmp_path, seen=count(), other=mr.Variable(5))
 
 
+@pytest.mark.by_xla
 def test_a_save_does_not_see_what_later_steps_do(tmp_path: Path, strategy2: mr.Strategy, monkeypatch) -> None:
     gate = threading.Event()
     write = _files.StepFiles.write

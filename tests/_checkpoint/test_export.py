@@ -11,11 +11,14 @@ import pytest
 import mirrored as mr
 from mirrored import testing
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 
 def addresses(array):
     return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
 
 
+@pytest.mark.by_xla
 def test_arrays_are_those_of_the_variables_and_stay_when_these_change(strategy2):
     with strategy2.scope():
         layer = mr.Variable({"b": np.zeros(2, np.float32), "name": "out"})

@@ -16,6 +16,8 @@ import mirrored as mr
 from mirrored._checkpoint import array_files, files
 from mirrored._replicas import division
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 rng = np.random.default_rng(0)
 VALUE, GRADIENT = rng.normal(size=(12, 20)).astype(np.float32), rng.normal(size=(12, 20)).astype(np.float32)
 
@@ -77,7 +79,7 @@ def sound(saved_once: tuple[Path, list[np.ndarray]], tmp_path: Path) -> list[np.
     return saved_once[1]
 
 
-@pytest.mark.parametrize(("count", "storage"), [(8, "parts"), (3, "whole")], ids=str)
+@pytest.mark.parametrize(("count", "storage"), [(8, "parts"), pytest.param(3, "whole", marks=pytest.mark.by_xla)], ids=str)
 def test_any_storage_on_any_number_of_devices_is_restored_on_any_other(tmp_path: Path, count: int, storage: str) -> None:
     expected = saved(tmp_path, count, storage)
     record = json.loads((tmp_path / "2" / "record.json").read_text())["record"]

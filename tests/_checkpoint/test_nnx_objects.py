@@ -7,6 +7,8 @@ import pytest
 
 import mirrored as mr
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 nnx = pytest.importorskip("flax.nnx")
 
 

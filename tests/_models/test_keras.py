@@ -13,7 +13,10 @@ import mirrored as mr
 
 keras = pytest.importorskip("keras")
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("in_numpy"),
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+]
 
 
 class Lazy(keras.Model):

@@ -12,7 +12,10 @@ import mirrored as mr
 
 keras = pytest.importorskip("keras")
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("in_numpy"),
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+]
 
 
 def test_a_model_goes_on_where_it_was_saved(tmp_path: Path, strategy2: mr.Strategy) -> None:

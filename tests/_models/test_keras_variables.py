@@ -8,7 +8,10 @@ import mirrored as mr
 
 keras = pytest.importorskip("keras")
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("in_numpy"),
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+]
 
 
 def test_what_is_traced_for_one_call_sees_the_value_of_this_moment(strategy3: mr.Strategy) -> None:

@@ -17,6 +17,8 @@ from mirrored._libraries import lines_for
 from mirrored._models import libraries, objects
 from mirrored._models.library import Apart, Library, Objects
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 toy = types.ModuleType("toy")
 ROWS = np.arange(12, dtype=np.float32).reshape(6, 2)
 

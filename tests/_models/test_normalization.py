@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
 X[4:] += 3
 

@@ -19,7 +19,10 @@ equinox = pytest.importorskip("equinox")
 from mirrored import _process  # noqa: E402
 from mirrored._models import replaced  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("in_numpy"),
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+]
 
 X, Y = np.random.default_rng(0).normal(size=(12, 3)).astype(np.float32), np.arange(12, dtype=np.float32)[:, None]
 

@@ -16,6 +16,8 @@ import mirrored as mr
 from mirrored._program.program import collectives_of
 from mirrored._replicas import collectives as _collectives
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 
 def number():
     """This replica's number plus one, a float that differs by replica."""
@@ -80,6 +82,7 @@ def test_a_mixed_tree_is_reduced_leaf_by_leaf_and_keeps_its_structure_and_dtypes
     assert mean["half"].x.dtype == jnp.float16 and mean["bool"] == np.float32(2 / 3) and mean["python"][2] == 1.0
 
 
+@pytest.mark.by_xla
 def test_complex_constants_are_added_up(strategy3):
     """XLA on CPU ends the process when it is asked to do it in one complex all-reduce."""
     totals = strategy3.run(lambda: [all_reduce(op, jnp.full(20_000, 1 - 2j)) for op in ("sum", "mean")])
@@ -99,7 +102,7 @@ def test_all_gather_takes_nests_of_any_dtype_and_random_keys(strategy3):
     for dtype, a, b in zip(dtypes, got["a"], got["b"], strict=True):
         assert a.dtype == dtype and b.shape == (3, 2) and got["none"] is None
         np.testing.assert_array_equal(np.asarray(a), np.arange(3).astype(dtype))
-    drawn = jax.vmap(lambda key: jax.random.bits(key, (2,)))(keys)
+    drawn = jax.jit(jax.vmap(lambda key: jax.random.bits(key, (2,))))(keys)
     np.testing.assert_array_equal(drawn.ravel(), jax.random.bits(jax.random.key(0), (6,)))
 
 

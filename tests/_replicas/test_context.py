@@ -106,14 +106,14 @@ def test_threads_have_scopes_of_their_own(strategy2: mr.MirroredStrategy, strate
 # -- the replica's number, and random numbers
 
 
-@pytest.mark.usefixtures("in_numpy")
 def test_rng_gives_replicas_their_rows_of_one_draw_and_folds_other_keys(strategy3: mr.MirroredStrategy) -> None:
     in_variable, old, rbg = variable(jax.random.key(3), strategy3), jax.random.PRNGKey(3), jax.random.key(3, impl="rbg")
     keys = [np.int64(3), jax.random.key(3), in_variable]
 
     def draw() -> list[Any]:
         rng, traced = mr.get_replica_context().rng, jax.lax.fori_loop(0, 3, lambda i, n: n + 1, 0)
-        by_rows = [jax.random.uniform(rng(key), (2, 2)) for key in (*keys, traced, rng(3))]
+        every = jnp.stack([rng(key) for key in (*keys, traced, rng(3))])
+        by_rows = list(jax.vmap(lambda key: jax.random.uniform(key, (2, 2)))(every))
         others = [jax.random.uniform(key, (2, 2)) for key in (rng(old), rng(rbg), rng(3, by_rows=False))]
         return [*by_rows, *others, jax.random.gamma(rng(3), 9.0, (9,))]
 
@@ -121,8 +121,9 @@ def test_rng_gives_replicas_their_rows_of_one_draw_and_folds_other_keys(strategy
         return [np.asarray(value).tolist() for value in result.values]
 
     *by_rows, of_old, of_rbg, of_plain, gamma = map(values, strategy3.run(draw))
-    assert by_rows == [jax.random.uniform(jax.random.key(3), (6, 2)).reshape(3, 2, 2).tolist()] * 5
-    first = [jax.random.uniform(key, (2, 2)).tolist() for key in (old, rbg)]
+    whole = np.asarray(jax.random.uniform(jax.random.key(3), (6, 2))).reshape(3, 2, 2)
+    assert by_rows == [whole.tolist()] * 5
+    first = [whole[0].tolist(), jax.random.uniform(rbg, (2, 2)).tolist()]  # the first elements, whatever the shape
     first += [first[0], jax.random.gamma(jax.random.key(3), 9.0, (9,)).tolist()]
     for each, expected in zip((of_old, of_rbg, of_plain, gamma), first, strict=True):
         np.testing.assert_allclose(each[0], expected, rtol=1e-5, err_msg="the first is one device's")
@@ -130,7 +131,6 @@ def test_rng_gives_replicas_their_rows_of_one_draw_and_folds_other_keys(strategy
     assert not isinstance(strategy3.run(lambda: jax.random.uniform(jax.random.key(3))), mr.PerReplica), "the same without rng"
 
 
-@pytest.mark.usefixtures("in_numpy")
 def test_each_key_of_an_array_of_keys_is_made_different(strategy3: mr.MirroredStrategy) -> None:
     """As of the layers that a scan goes through."""
     given = np.arange(16, dtype=np.uint32).reshape(2, 4, 2)
@@ -141,7 +141,7 @@ def test_each_key_of_an_array_of_keys_is_made_different(strategy3: mr.MirroredSt
         return [of_each(rng(jax.random.wrap_key_data(given))), of_each(rng(given))]  # the second is keys of the old kind
 
     by_rows, folded = strategy3.run(draw, args=(given,))
-    draw_all = jax.vmap(jax.vmap(lambda key: jax.random.bits(key, (6,)), out_axes=-1), out_axes=-1)
+    draw_all = jax.jit(jax.vmap(jax.vmap(lambda key: jax.random.bits(key, (6,)), out_axes=-1), out_axes=-1))
     np.testing.assert_array_equal(np.concatenate(by_rows.values), draw_all(jax.random.wrap_key_data(given)))
     assert len({np.asarray(value).tobytes() for value in folded.values}) == 3 and folded.shape == (2, 4, 2)
 

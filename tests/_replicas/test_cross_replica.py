@@ -18,6 +18,8 @@ import mirrored as mr
 from mirrored._replicas import cross_replica, reductions
 from mirrored.testing import count_programs
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 DTYPES = ["float32", "int32", "uint8", "bool", "float16", "bfloat16", "complex64", "float8_e4m3fn"]
 few_examples = hypothesis.settings(
     max_examples=6,

@@ -15,6 +15,8 @@ from strategies import strategy_of
 
 import mirrored as mr
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 WAYS_OUT = r"(?s)strategy\.run\(.*strategy\.reduce\(.*strategy\.gather\(.*strategy\.local_results\("
 
 

@@ -1,5 +1,7 @@
 """A replica draws for its rows what one device draws for them, and nothing else is the same on two replicas by accident."""
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -8,15 +10,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from parameters import nightly
-from strategies import ctx, strategy_of
+from strategies import ctx, made, strategy_of
 
 import mirrored as mr
 from mirrored._replicas.collectives import ReplicaAxis
 from mirrored._replicas.rows_drawn import key_of
 
-pytestmark = pytest.mark.usefixtures("in_numpy")
-
 KEY, D = jax.random.key(5), 6
+
+
+@functools.cache
+def first_bits() -> np.ndarray:
+    return np.asarray(jax.random.bits(KEY, (24,)))
+
+
+def of_one_device(shape: tuple[int, ...]) -> np.ndarray:
+    """Return what one device draws: each element of a draw depends on the key and on its own number only."""
+    return first_bits()[: math.prod(shape)].reshape(shape)
 
 
 def layers(key: jax.Array, n: int) -> jax.Array:
@@ -30,9 +40,9 @@ def layers(key: jax.Array, n: int) -> jax.Array:
 BY_ROWS: dict[str, Callable[[Any, int], Any]] = {
     "mask": lambda key, n: jax.random.bernoulli(key, 0.5, (n, D)),
     "numbers of 16 bits": lambda key, n: jax.random.normal(key, (n, 2, D), jnp.bfloat16),
-    "several of a row": lambda key, n: jax.random.randint(jax.random.split(key)[1], (n * 3,), 0, 1000).reshape(n, 3),
+    "several of a row": lambda key, n: jax.random.bits(jax.random.split(key)[1], (n * 3,)).reshape(n, 3),
     "layers": layers,
-    "mapped over layers": lambda key, n: jax.vmap(lambda k: jax.random.uniform(k, (n, D)), out_axes=1)(jax.random.split(key, 2)),
+    "mapped over layers": lambda key, n: jax.vmap(lambda k: jax.random.bits(k, (n, D)), out_axes=1)(jax.random.split(key, 2)),
 }
 
 
@@ -43,7 +53,7 @@ def draws(key: jax.Array, n: int) -> dict[str, Any]:
 ALONE = jax.jit(
     lambda n: (
         draws(KEY, n)
-        | dict.fromkeys(("row keys", "row keys of one"), jax.vmap(lambda k: jax.random.normal(k, (D,)))(jax.random.split(KEY, n)))
+        | dict.fromkeys(("row keys", "row keys of one"), jax.vmap(lambda k: jax.random.bits(k, (D,)))(jax.random.split(KEY, n)))
     ),
     static_argnums=0,
 )
@@ -51,9 +61,9 @@ ALONE = jax.jit(
 
 def in_step(x: jax.Array) -> dict[str, Any]:
     own = ctx().rng(KEY)
-    of_rows = jax.vmap(lambda k: jax.random.normal(k, (D,)))
-    made = {f"row keys{name}": of_rows(ctx().row_keys(key, len(x))) for name, key in (("", own), (" of one", KEY))}
-    return {**draws(own, len(x)), **made}
+    keys = jnp.stack([ctx().row_keys(key, len(x)) for key in (own, KEY)])
+    of_rows = jax.vmap(jax.vmap(lambda k: jax.random.bits(k, (D,))))(keys)
+    return draws(own, len(x)) | dict(zip(("row keys", "row keys of one"), of_rows, strict=True))
 
 
 WAYS = [(5, 3, None), pytest.param(6, 1, 3, marks=pytest.mark.slow)]
@@ -82,21 +92,26 @@ OTHERS: list[tuple[tuple[tuple[int, ...], ...], list[tuple[int, ...]]]] = [
 
 
 def test_what_is_not_by_rows_differs_by_replica_and_is_one_devices_on_the_first() -> None:
-    def draw(shape: tuple[int, ...], lengths: tuple[tuple[int, ...], ...], index: jax.Array) -> jax.Array:
+    def keys(lengths: tuple[tuple[int, ...], ...]) -> jax.Array:
         is_uneven = any(len(set(own)) > 1 for own in lengths)
         axis = ReplicaAxis(3, lengths=lengths, sizes=cast("Any", object()) if is_uneven else None)
-        return jax.random.bits(key_of(KEY, axis, index, None), shape).ravel()
+        return jax.vmap(lambda index: key_of(KEY, axis, index, None))(jnp.arange(3))
 
-    cases = [(lengths, shape) for lengths, shapes in OTHERS for shape in {(1, 1, 5), *shapes}]
-    draw_all = lambda index: [draw(shape, lengths, index) for lengths, shape in cases]  # noqa: E731
-    expected = jax.jit(lambda: [jax.random.bits(KEY, shape).ravel() for _, shape in cases])()
-    for (lengths, shape), drawn, first in zip(cases, jax.jit(jax.vmap(draw_all))(jnp.arange(3)), expected, strict=True):
-        assert drawn[0].tolist() == first.tolist(), (lengths, shape)
-        shapes = dict(OTHERS)[lengths]
-        if shape in shapes:
-            assert len(np.unique(drawn)) == drawn.size, (lengths, shape)
-        elif all(min(own) > 1 for own in lengths):
-            assert drawn.tolist() == [first.tolist()] * 3, (lengths, shape)
+    def draw_all() -> dict[tuple[int, ...], jax.Array]:
+        """Draw each shape once, for all lengths."""
+        of_all = jnp.stack([keys(lengths) for lengths, _ in OTHERS])
+        shapes = {(1, 1, 5), *(shape for _, own in OTHERS for shape in own)}
+        return {shape: jax.vmap(jax.vmap(functools.partial(jax.random.bits, shape=shape)))(of_all) for shape in shapes}
+
+    drawn_all = {shape: np.asarray(drawn) for shape, drawn in jax.jit(draw_all)().items()}
+    for k, (lengths, shapes) in enumerate(OTHERS):
+        for shape in {(1, 1, 5), *shapes}:
+            drawn, first = drawn_all[shape][k], of_one_device(shape)
+            assert drawn[0].tolist() == first.tolist(), (lengths, shape)
+            if shape in shapes:
+                assert len(np.unique(drawn)) == drawn.size, (lengths, shape)
+            elif all(min(own) > 1 for own in lengths):
+                assert drawn.tolist() == [first.tolist()] * 3, (lengths, shape)
 
 
 def test_a_step_says_its_rows_where_its_arguments_do_not(strategy3: mr.MirroredStrategy) -> None:
@@ -117,7 +132,7 @@ def test_a_step_says_its_rows_where_its_arguments_do_not(strategy3: mr.MirroredS
             jax.random.bits(key, shape).reshape(1, 2) for key, shape in ((own, (1, 1, 2)), (own, (1, 2)), (of_one, (1, 1, 2)))
         ]
 
-    bits = {n: np.asarray(jax.random.bits(KEY, (n, 2))).tolist() for n in (1, 3, 7, 8, 12)}
+    bits = {n: of_one_device((n, 2)).tolist() for n in (1, 3, 7, 8, 12)}
     gathered = lambda result: np.concatenate([np.asarray(value) for value in result.values]).tolist()  # noqa: E731
     assert list(map(gathered, strategy3.run(of_two, args=(x, y)))) == [bits[7], bits[8]]
     assert gathered(strategy3.run(without_rows)) == bits[12]
@@ -153,7 +168,7 @@ def test_explain_tells_which_draws_belong_to_rows(strategy3: mr.Strategy) -> Non
     for num_rows in (6, 7):
         [x] = strategy3.distribute_dataset([np.zeros((num_rows, 2), np.float32)])
         for function in (step, silent):
-            strategy3.run(function, args=(x,))
+            made(strategy3.run, function, (x,))
     steps, others = ([line for line in strategy3.explain().splitlines() if f".{name}:" in line] for name in ("step", "silent"))
     assert len(steps) == len(others) == 2
     assert all(

@@ -16,6 +16,8 @@ import mirrored as mr
 from mirrored._replicas.per_replica import carried_sums
 from mirrored._strategy import strategies
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 NAMES = [mr.HierarchicalCopyAllReduce(), mr.HierarchicalCopyAllReduce(0), mr.ReductionToOneDevice()]
 
 
@@ -68,6 +70,7 @@ def test_a_mean_with_weights_has_no_place_for_a_function() -> None:
             strategy.run(step, args=(batch, by_rows))
 
 
+@pytest.mark.by_xla
 def test_a_name_alone_changes_nothing() -> None:
     assert "adds up by" not in mr.MultiWorkerMirroredStrategy(cross_device_ops=NAMES[0]).explain()
     with pytest.raises(ValueError, match="which connects GPUs"):

@@ -14,6 +14,8 @@ from strategies import ctx, in_threads, strategy_of, variable
 
 import mirrored as mr
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 Point = collections.namedtuple("Point", "x y")
 
 

@@ -13,7 +13,7 @@ import mirrored as mr
 from mirrored._program import dispatch
 from mirrored._transforms import function
 
-pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
+pytestmark = [pytest.mark.usefixtures("in_numpy"), pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")]
 
 ELSEWHERE = mr.MirroredStrategy(["cpu:6", "cpu:7"])
 
@@ -52,6 +52,7 @@ def test_runs_reductions_gathers_and_variables_are_one_program(strategy3):
     strategy3.assert_mirrored()
 
 
+@pytest.mark.by_xla
 def test_what_a_function_returns_stays_and_its_constants_are_held_once(strategy2):
     big, v = jnp.arange(1000.0), variable(np.zeros(2, np.float32), strategy2)
 

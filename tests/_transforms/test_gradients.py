@@ -7,7 +7,7 @@ from strategies import TWO, all_reduce, numbers, variable
 
 import mirrored as mr
 
-pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
+pytestmark = [pytest.mark.usefixtures("in_numpy"), pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")]
 
 OUTSIDE_AND_IN_A_STEP = (lambda fn: fn(), lambda fn: TWO.run(fn))
 

@@ -17,6 +17,8 @@ from mirrored._variables import equal_copies
 from mirrored._variables import variable as _variable
 from mirrored._workers import joint_programs
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 
 class FakeMesh(SimpleNamespace):
     """Two workers with two devices each, which are not there."""
@@ -88,6 +90,7 @@ both_ways = pytest.mark.parametrize("as_function", [False, True])
 
 
 @both_ways
+@pytest.mark.by_xla
 def test_copies_that_differ_are_found_at_each_run_until_they_are_mended(strategy3, as_function: bool) -> None:
     weights, step = train(strategy3, as_function)
     for _ in range(19):

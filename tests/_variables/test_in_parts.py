@@ -18,6 +18,8 @@ from mirrored._report.facts import facts_of
 from mirrored._variables import equal_copies
 from mirrored._variables.variable import spec_of
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 VALUE = np.arange(12 * 20, dtype=np.float32).reshape(12, 20)
 
 
@@ -108,6 +110,7 @@ def test_steps_functions_and_eager_mode_give_the_numbers_of_whole_storage(parts:
         np.testing.assert_allclose(own, whole, rtol=1e-6)
 
 
+@pytest.mark.by_xla
 def test_a_taken_array_outlives_steps_and_an_array_of_a_step_is_passed_on_as_it_is() -> None:
     strategy = strategy_of(2, storage="parts")
     v = variable(strategy)

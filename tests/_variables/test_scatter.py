@@ -6,6 +6,8 @@ import pytest
 
 import mirrored as mr
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 START = np.arange(12, dtype=np.float32).reshape(6, 2) + 1
 ROWS, UPDATES = np.array([4, 1, 4]), np.array([[2, 3], [4, 5], [6, 7]], np.float32)
 #: What NumPy does, with an index that is there twice.

@@ -14,6 +14,8 @@ from strategies import variable
 import mirrored as mr
 from mirrored._variables.variable import is_variable
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass

@@ -20,7 +20,7 @@ from mirrored._replicas.host_memory import empty_rows
 from mirrored._variables.spec import without_counters
 
 # An mr.function in a test that runs for many strategies is compiled for each.
-pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
+pytestmark = [pytest.mark.usefixtures("in_numpy"), pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")]
 
 # Every synchronization, aggregation, method and value, in steps and outside: parity/test_tf_numbers.py.
 
@@ -66,6 +66,7 @@ TAKE = {
 }
 
 
+@pytest.mark.by_xla
 def test_what_was_taken_out_of_a_variable_stays_valid_and_unchanged():
     """A variable, what can be taken out of it at three moments, and copies of that made at once; then many steps."""
     v = variable(np.arange(3, dtype=np.float32).reshape(1, 3))
@@ -84,6 +85,7 @@ def test_what_was_taken_out_of_a_variable_stays_valid_and_unchanged():
     assert [name for name, array, before in held if not np.array_equal(np.array(array), before)] == []
 
 
+@pytest.mark.by_xla
 def test_arrays_that_went_in_stay_valid_and_unchanged():
     x = jax.device_put(jnp.ones(4), TWO.run(lambda: jnp.zeros(4)).sharding)
     ways = {
@@ -106,6 +108,7 @@ def test_arrays_that_went_in_stay_valid_and_unchanged():
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.by_xla
 def test_a_numpy_array_may_be_changed_after_it_was_given(num_replicas):
     strategy = strategy_of(num_replicas)
     [mine] = empty_rows(1, (1 << 20,), np.float32)  # aligned: `jax.device_put` takes it as it is, without a copy
@@ -122,6 +125,7 @@ def test_a_numpy_array_may_be_changed_after_it_was_given(num_replicas):
     assert (v.numpy().max(), mine.max()) == (3, 3)
 
 
+@pytest.mark.by_xla
 def test_two_variables_never_share_what_a_step_overwrites():
     a, b = variable(np.zeros(4, np.float32)), variable(np.ones(4, np.float32))
     bump_a, bump_b = adding(a, 100.0), adding(b)

@@ -17,6 +17,8 @@ from pipelines import STRATEGIES, OneBuffer, Reiterable, Tensor, batches_of, res
 import mirrored as mr
 from mirrored.data import NumpyDataset
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 few_examples = hypothesis.settings(deadline=None, max_examples=15, derandomize=True)
 X = np.arange(4, dtype="int32")
 
