@@ -100,10 +100,10 @@ def test_two_hosts_by_the_two_commands_that_it_names(tmp_path: Path) -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{sock.getsockname()[1]}"
-    python, rest = [sys.executable, "-m", "mirrored"], ["--checkpoints", str(tmp_path)]
+    python, rest = [sys.executable, "-m", "mirrored"], ["--epochs", "2", "--rows", "496", "--checkpoints", str(tmp_path)]
     hosts = [
         subprocess.Popen(
-            [*python, *command.replace("gpu-0:9000", address).replace("examples", str(EXAMPLES)).split(), "--epochs", "2", "--rows", "496", *rest],
+            [*python, *command.replace("gpu-0:9000", address).replace("examples", str(EXAMPLES)).split(), *rest],
             env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
