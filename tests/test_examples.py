@@ -79,9 +79,9 @@ def _is_picture(path: Path) -> bool:
 
 @pytest.mark.slow
 def test_char_transformer_learns(tmp_path: Path) -> None:
-    output = _run("char_transformer", "--steps", "80", cwd=tmp_path)
-    first, last = re.search(r"held-out loss ([\d.]+) at first, ([\d.]+) after 80 steps", output).groups()
-    assert float(first) > 4 and float(last) < 2.7, output
+    output = _run("char_transformer", "--steps", "30", cwd=tmp_path)
+    first, last = re.search(r"held-out loss ([\d.]+) at first, ([\d.]+) after 30 steps", output).groups()
+    assert float(first) > 4 and float(last) < 2.9, output
     assert _is_picture(tmp_path / "out" / "char_transformer.png")
 
 
@@ -100,10 +100,10 @@ def test_two_hosts_by_the_two_commands_that_it_names(tmp_path: Path) -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{sock.getsockname()[1]}"
-    python, rest = [sys.executable, "-m", "mirrored"], ["--checkpoints", str(tmp_path)]
+    python, rest = [sys.executable, "-m", "mirrored"], ["--epochs", "2", "--rows", "496", "--checkpoints", str(tmp_path)]
     hosts = [
         subprocess.Popen(
-            [*python, *command.replace("gpu-0:9000", address).replace("examples", str(EXAMPLES)).split(), "--epochs", "2", *rest],
+            [*python, *command.replace("gpu-0:9000", address).replace("examples", str(EXAMPLES)).split(), *rest],
             env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -114,7 +114,7 @@ def test_two_hosts_by_the_two_commands_that_it_names(tmp_path: Path) -> None:
     outputs = [host.communicate(timeout=100)[0] for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0], outputs
     assert "worker 0 of 2" in outputs[0] and "worker 1 of 2" in outputs[1]
-    assert "steps 1 to 82 on 4 replicas of 2 workers" in outputs[0]
+    assert "steps 1 to 10 on 4 replicas of 2 workers" in outputs[0]
 
 
 @pytest.mark.nightly("tests/multiprocess/test_chaos.py::test_kills_at_any_moment_leave_no_trace")

@@ -62,7 +62,7 @@ def serve() -> tuple[dict, list[int]]:
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # JAX's about fork: its backends have not started
-    for module in ("grain", "jax", "optax", "mirrored._public"):
+    for module in ("grain", "jax", "optax", "mirrored._public", "compile_cache"):
         __import__(module)
     gc.collect()
     gc.freeze()  # what is imported stays: no worker looks at it, which would copy it

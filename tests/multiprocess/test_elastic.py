@@ -7,7 +7,7 @@ import pytest
 from processes import Ended, Worker, run_workers, wait_for_line, workers
 
 SCRIPT = Path(__file__).with_name("elastic_worker.py")
-NUM_ROWS, BATCH_SIZE, NUM_EPOCHS = 29, 8, 6
+NUM_ROWS, BATCH_SIZE, NUM_EPOCHS = 29, 8, 4
 STEPS_OF_EPOCH = -(-NUM_ROWS // BATCH_SIZE)
 
 Steps = dict[int, tuple[float, list[int]]]
