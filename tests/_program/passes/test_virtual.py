@@ -12,6 +12,8 @@ from strategies import ctx, number, variable
 
 import mirrored as mr
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 DEVICES = [f"cpu:{i}" for i in range(8)]
 SCHEDULES = ("together", "one_by_one")
 X = np.random.default_rng(0).normal(size=(24, 4)).astype(np.float32)
