@@ -15,7 +15,7 @@ from mirrored._program.call import take_apart
 from mirrored._replicas.frames import Frame
 from mirrored._transforms import function
 
-pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning"), pytest.mark.usefixtures("in_numpy")]
 
 TEN = np.float32(10)
 
@@ -173,6 +173,7 @@ def test_a_variable_is_an_operand_once_whether_a_step_reads_it_or_writes_it_too(
     assert (lifted.written, lifted.read_only, len(lifted.closed.jaxpr.invars)) == ((written,), (read,), 2)
 
 
+@pytest.mark.by_xla
 def test_an_assignment_from_anywhere_does_not_compile_again(strategy2):
     v, count = variable(np.zeros(4, np.float32), strategy2), variable(0, strategy2, synchronization="on_read", aggregation="sum")
 

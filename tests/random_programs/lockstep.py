@@ -223,11 +223,11 @@ def _top_k(x: Any, p: dict[str, Any]) -> Any:
     return [np.take_along_axis(x, order, p["axis"]), order]
 
 
-def _search(places: Any, x: Any, p: dict[str, Any]) -> Any:
-    search = p["_prim"]
-    if type(search).__name__ != "SearchSorted" or places.ndim > 1:
-        raise NotImplementedError(str(search))
-    return [np.searchsorted(places, x, search.side)]
+def _search(*operands: Any) -> Any:
+    *arrays, p = operands
+    if type(p["_prim"]).__name__ != "SearchSorted" or arrays[0].ndim > 1:
+        raise NotImplementedError("a primitive without a name of its own")
+    return [np.searchsorted(*arrays, p["_prim"].side)]
 
 
 def _conv(x: Any, kernel: Any, p: dict[str, Any]) -> Any:
@@ -424,14 +424,16 @@ def _stack(ys: Any) -> Any:
 
 def _bind(equation: Any, operands: Any) -> Any:
     """Compute an equation in NumPy, or let XLA do so."""
-    if equation.primitive.name == "empty2":
-        return [np.full(v.aval.shape, np.nan if v.aval.dtype.kind not in "iub" else 77, v.aval.dtype) for v in equation.outvars]
     rule, dtypes = RULES.get(equation.primitive.name), [keys.dtype_in_numpy(v.aval.dtype) for v in equation.outvars]
-    if rule is None or None in dtypes or not all(isinstance(value, _OF_NUMPY) for value in operands):
-        return list(map(_host, tracing.bind(equation, list(map(_of_jax, operands, equation.invars)))))
-    results = rule(*operands, equation.params)
-    results = results if isinstance(results, list) else [results]
-    return [np.asarray(r, dtype) for r, dtype in zip(results, dtypes, strict=True)]
+    if equation.primitive.name == "empty2" and None not in dtypes:
+        [shape], [dtype] = (v.aval.shape for v in equation.outvars), dtypes
+        return [np.full(shape, np.nan if dtype.kind not in "iub" else 77, dtype)]
+    if rule is not None and None not in dtypes and all(isinstance(value, _OF_NUMPY) for value in operands):
+        with contextlib.suppress(NotImplementedError):
+            results = rule(*operands, equation.params)
+            results = results if isinstance(results, list) else [results]
+            return [np.asarray(r, dtype) for r, dtype in zip(results, dtypes, strict=True)]
+    return list(map(_host, tracing.bind(equation, list(map(_of_jax, operands, equation.invars)))))
 
 
 def _of_jax(value: Any, variable: Any) -> Any:
