@@ -92,10 +92,9 @@ def test_a_helper_that_reads_a_variable_sees_its_value_of_the_moment(names):
     compiled = mr.function(read_write_read)
     for seen in (TWO.run(read_write_read, args=(TEN, names)), compiled(TEN, names), compiled(TEN, names)):
         assert [name for name in names if tuple(map(float, seen[name])) != (30.0, 40.0, 80.0)] == []
-    with mr.eager():
-        for _ in range(2):
-            seen = TWO.run(read_write_read, args=(TEN, ("jit", "mr.value_and_grad")))
-            assert {tuple(map(float, values)) for values in seen.values()} == {(30.0, 40.0, 80.0)}
+    with mr.eager():  # where what JAX has remembered of the programs may not be used
+        seen = TWO.run(read_write_read, args=(TEN, ("jit", "mr.value_and_grad")))
+        assert {tuple(map(float, values)) for values in seen.values()} == {(30.0, 40.0, 80.0)}
 
 
 def test_a_helper_that_reads_a_variable_sees_changes_between_steps():
