@@ -3,10 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from strategies import ctx, strategy_of
+from strategies import arrays_of, ctx, strategy_of
 
 import mirrored as mr
-from mirrored._replicas.per_replica import stack_of, uneven_shapes
 
 DEVICES = [f"cpu:{i}" for i in range(8)]
 STRATEGIES = {r: strategy_of(r) for r in (1, 2, 3, 4)}
@@ -41,8 +40,7 @@ def run(strategy, step, *arrays):
     def join(value):
         if not isinstance(value, mr.PerReplica):
             return value
-        stack, shapes = np.asarray(stack_of(value)), uneven_shapes(value) or [value.shape] * strategy.num_replicas_in_sync
-        own = [padded[tuple(map(slice, shape))] for padded, shape in zip(stack, shapes, strict=True)]
+        own = arrays_of(value)
         return np.concatenate(own) if value.ndim else sum(own)
 
     result = strategy.run(step, args=tuple(split(strategy, rows) for rows in arrays))
