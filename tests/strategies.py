@@ -13,6 +13,7 @@ from mirrored._program import program
 from mirrored._program.passes import fuse_all_reduces, order_sums
 from mirrored._program.program import Program
 from mirrored._replicas import collectives, division
+from mirrored._replicas.per_replica import stack_of, uneven_shapes
 
 
 def strategy_of(num_devices: int, **options: Any) -> mr.MirroredStrategy:
@@ -47,9 +48,15 @@ def all_reduce(op: str, tree: Any, **options: Any) -> Any:
     return ctx().all_reduce(op, tree, **options)
 
 
+def arrays_of(result: mr.PerReplica) -> list[np.ndarray]:
+    """Return each replica's value as a NumPy array; `result.values` has XLA cut each of them out of the whole."""
+    stack, shapes = np.asarray(stack_of(result)), uneven_shapes(result)
+    return list(stack) if shapes is None else [own[tuple(map(slice, shape))] for own, shape in zip(stack, shapes, strict=True)]
+
+
 def values_of(result: mr.PerReplica) -> list[Any]:
     """Return each replica's value as a number or a list."""
-    return [value.tolist() for value in result.values]
+    return [value.tolist() for value in arrays_of(result)]
 
 
 def jit(function: Callable[..., Any]) -> Callable[..., Any]:

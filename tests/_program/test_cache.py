@@ -17,6 +17,8 @@ from mirrored._program import cache
 from mirrored._transforms import function
 from mirrored._variables import variable as _variable
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 
 def weights(strategy):
     return variable(np.ones((4, 2)), strategy)

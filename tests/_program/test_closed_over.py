@@ -16,6 +16,8 @@ from strategies import variable
 
 import mirrored as mr
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 #: Since jax 0.12 `searchsorted` is a primitive of which the jaxpr shows no more than the name.
 SEARCHES = {
     "a search": lambda x, one: x * jnp.searchsorted(one, x),

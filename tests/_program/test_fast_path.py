@@ -14,6 +14,8 @@ import mirrored as mr
 from mirrored._program import dispatch
 from mirrored._program.cache import MAX_FAST_PATHS
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 
 def rows(strategy2, *shape, scale=1.0):
     return strategy2.distribute_values_from_function(

@@ -17,6 +17,8 @@ from mirrored import testing
 from mirrored._program import dispatch
 from mirrored._program.own_code import look_at
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 ONE = np.ones(2, np.float32)
 SCALE = 2.0
 
@@ -82,6 +84,7 @@ WAYS = {
 SOME = ["attribute", "method", "property", "item by a tuple", "items and dots", "partial of an object", "decorator", "global"]
 
 
+@pytest.mark.by_xla
 @pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
 @pytest.mark.parametrize("name", [*SOME, *nightly(*(name for name in WAYS if name not in SOME))])
 def test_a_changed_name_is_seen_and_goes_to_and_fro_between_two_programs(name, strategy2, monkeypatch):
@@ -166,6 +169,7 @@ def test_another_variable_or_optimizer_at_a_name_is_updated(strategy2):
     assert [float(w) for w, _ in models] == [-4, -2, -1]
 
 
+@pytest.mark.by_xla
 def test_what_is_not_named_and_what_is_made_anew_each_time_compiles_nothing(strategy2):
     class Lists(Trainer):
         @property
@@ -187,6 +191,7 @@ def test_what_is_not_named_and_what_is_made_anew_each_time_compiles_nothing(stra
     assert dict(items) == {"a": 1}
 
 
+@pytest.mark.by_xla
 def test_functions_that_differ_in_their_bound_arguments_are_each_looked_at(strategy2):
     """As two layers of one class."""
 
@@ -203,6 +208,7 @@ def test_functions_that_differ_in_their_bound_arguments_are_each_looked_at(strat
             assert [float(strategy2.run(step, args=(ONE,))) for step in (one, other, one)] == [6, 8, 6]
 
 
+@pytest.mark.by_xla
 def test_an_object_among_the_arguments_is_looked_at_as_a_bound_one_is(strategy2):
     """As in a method that is an `mr.function`, and for `strategy.run(step, args=(trainer, x))`."""
 

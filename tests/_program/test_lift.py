@@ -15,7 +15,7 @@ from mirrored._program.call import take_apart
 from mirrored._replicas.frames import Frame
 from mirrored._transforms import function
 
-pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning"), pytest.mark.usefixtures("in_numpy")]
 
 TEN = np.float32(10)
 
@@ -92,10 +92,9 @@ def test_a_helper_that_reads_a_variable_sees_its_value_of_the_moment(names):
     compiled = mr.function(read_write_read)
     for seen in (TWO.run(read_write_read, args=(TEN, names)), compiled(TEN, names), compiled(TEN, names)):
         assert [name for name in names if tuple(map(float, seen[name])) != (30.0, 40.0, 80.0)] == []
-    with mr.eager():
-        for _ in range(2):
-            seen = TWO.run(read_write_read, args=(TEN, ("jit", "mr.value_and_grad")))
-            assert {tuple(map(float, values)) for values in seen.values()} == {(30.0, 40.0, 80.0)}
+    with mr.eager():  # where what JAX has remembered of the programs may not be used
+        seen = TWO.run(read_write_read, args=(TEN, ("jit", "mr.value_and_grad")))
+        assert {tuple(map(float, values)) for values in seen.values()} == {(30.0, 40.0, 80.0)}
 
 
 def test_a_helper_that_reads_a_variable_sees_changes_between_steps():
@@ -173,6 +172,7 @@ def test_a_variable_is_an_operand_once_whether_a_step_reads_it_or_writes_it_too(
     assert (lifted.written, lifted.read_only, len(lifted.closed.jaxpr.invars)) == ((written,), (read,), 2)
 
 
+@pytest.mark.by_xla
 def test_an_assignment_from_anywhere_does_not_compile_again(strategy2):
     v, count = variable(np.zeros(4, np.float32), strategy2), variable(0, strategy2, synchronization="on_read", aggregation="sum")
 

@@ -14,6 +14,8 @@ from strategies import strategy_of, variable
 
 import mirrored as mr
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 ROWS = np.ones((4, 3), np.float32)
 NEEDED = (mr.OneProgramError, r"Python needed the value of an array, at {here}\. Write\n    ")
 #: What is written in a step, and the error: its class, what it says was done, and the line to write.
@@ -225,6 +227,7 @@ def _shard_map(size):
     return jax.shard_map(lambda x: x + 1, mesh=mesh, in_specs=rows, out_specs=rows)
 
 
+@pytest.mark.by_xla
 @pytest.mark.parametrize(("num_rows", "size", "num_replicas"), [(6, 1, 1), (6, 1, 3), (7, 3, 3), *nightly((6, 3, 1), (7, 1, 1))])
 def test_a_map_over_devices_in_a_step_is_refused(num_replicas, size, num_rows):
     """A `jax.pmap` over as many devices as there are replicas ended the process."""

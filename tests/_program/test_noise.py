@@ -14,6 +14,8 @@ from strategies import ctx, made, strategy_of, variable
 
 import mirrored as mr
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 X = np.ones((6, 4), np.float32)
 LINEN, EQUINOX = nn.Dropout(0.5, deterministic=False), eqx.nn.Dropout(0.5)
 
@@ -67,16 +69,18 @@ def said_by(function):
 @pytest.mark.parametrize("num_replicas", [2, *nightly(1)])
 def test_equal_noise_on_the_rows_of_all_replicas_is_said(num_replicas):
     strategy = strategy_of(num_replicas)
-    for position, (name, step) in enumerate((FOR_ROWS | FOR_ALL).items()):
-        odd = [(X[:5], jax.random.PRNGKey(0))] * (position % 4 == 0)
-        for rows, key in [(X, jax.random.key(0)), *odd]:
-            [batch] = strategy.distribute_dataset([rows])
-            found = said_by(lambda step=step, key=key, batch=batch: made(strategy.run, step, (key, batch)))
-            assert len(found) == (name in FOR_ROWS), (name, found)
-            assert all("rng(key)" in message for message in found), name
-            right = lambda key, x, step=step: step(ctx().rng(key), x)  # noqa: E731
-            if name in FOR_ROWS:
-                assert said_by(lambda step=right, key=key, batch=batch: made(strategy.run, step, (key, batch))) == [], name
+    [even], [odd] = (strategy.distribute_dataset([rows]) for rows in (X, X[:5]))
+    even, odd = (jax.random.key(0), even), (jax.random.PRNGKey(0), odd)
+    for position, (name, step) in enumerate(FOR_ROWS.items()):
+        for args in (even, odd)[: 1 + (position % 4 == 0)]:
+            [message] = said_by(lambda step=step, args=args: made(strategy.run, step, args))
+            assert "rng(key)" in message, name
+    right = lambda key, x: [  # noqa: E731
+        *(step(ctx().rng(key), x) for step in FOR_ROWS.values()),
+        *(step(key, x) for step in FOR_ALL.values()),
+    ]
+    for args in (even, odd):
+        assert said_by(lambda args=args: made(strategy.run, right, args)) == []
 
 
 def test_the_message_has_the_lines_and_two_ways_out(strategy2):

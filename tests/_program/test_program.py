@@ -98,16 +98,18 @@ def train(w, state, x):
     return optax.apply_updates(w, updates), state
 
 
-@pytest.mark.parametrize(("num_devices", "options"), [(1, {}), (3, {"storage": "parts"}), (2, {"num_replicas": 4})])
+@pytest.mark.parametrize(
+    ("num_devices", "options", "num_rows"), [(1, {}, 7), (3, {"storage": "parts"}, 7), (2, {"num_replicas": 4}, 8)]
+)
 def test_what_the_steps_own_jit_donates_is_gone_after_it_and_the_numbers_are_the_same(
-    num_devices: int, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+    num_devices: int, options: dict[str, object], num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     divide_small_arrays(monkeypatch, 64)
     strategy = strategy_of(num_devices, **options)
     trained: list[list[list[float]]] = []
     for step, is_donated in ((train, False), (jax.jit(train, donate_argnums=(0, 1)), True)):
         w, state = jnp.ones((12, 12)), TX.init(jnp.ones((12, 12)))
-        for rows in strategy.distribute_dataset([np.arange(84, dtype=np.float32).reshape(7, 12)] * 3):
+        for rows in strategy.distribute_dataset([np.arange(12 * num_rows, dtype=np.float32).reshape(-1, 12)] * 3):
             old = jax.tree.leaves((w, state))
             w, state = strategy.run(step, args=(w, state, rows))
         assert [array.is_deleted() for array in old] == [is_donated and array.ndim > 0 for array in old]  # no number is

@@ -21,6 +21,8 @@ from mirrored._program.proof import SAME, Sameness, varying
 from mirrored._replicas.collectives import ReplicaAxis
 from mirrored._typing import REPLICA_AXIS as AXIS
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 SIZE = 4
 R = 3
 MATRIX = np.eye(SIZE, dtype="float32") * 3 + 0.5
@@ -273,6 +275,7 @@ def test_a_random_step_runs_and_stays_mirrored_or_is_refused(strategy3):
     assert outcomes.count(None) > 10 and mr.ReplicasDivergeError in outcomes
 
 
+@pytest.mark.by_xla
 def test_the_soundness_test_notices_a_wrong_proof(monkeypatch):
     for owner, name, wrong, program in [
         (primitives, "MAKE_SAME", primitives.MAKE_SAME | {"ppermute"}, lambda m, v: jax.lax.ppermute(v, AXIS, ring())),

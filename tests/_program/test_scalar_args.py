@@ -33,7 +33,7 @@ def rows(strategy, *sizes):
 
 
 def test_a_number_that_changes_compiles_nothing_and_has_the_type_that_it_has_under_jit(strategy3):
-    strategy, x = strategy3, rows(strategy3, 3, 2, 4)
+    strategy, x = strategy3, rows(strategy3, 3, 2, 3)
 
     def step(x, numbers):
         return {name: compute(x, numbers[name]) for name, (compute, _) in TRACED.items()}

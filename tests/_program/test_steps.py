@@ -21,6 +21,8 @@ import mirrored as mr
 from mirrored import testing
 from mirrored._program import recompilations
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 Pair = collections.namedtuple("Pair", "first second")
 
 
@@ -85,6 +87,7 @@ def test_each_argument_arrives_as_what_it_is(strategy3):
     assert int(whole) == 20, "an array is whole"
 
 
+@pytest.mark.by_xla
 def test_a_host_array_may_be_filled_again_at_once(strategy2):
     w = variable(np.eye(300, dtype="float32"), strategy2)
 
@@ -154,6 +157,7 @@ def test_structures_are_kept(strategy3):
 # -- programs
 
 
+@pytest.mark.by_xla
 def test_a_step_is_traced_once_and_compiled_once(strategy3, compilations):
     strategy = strategy3
     w = variable(np.zeros(3, "float32"), strategy)
@@ -183,6 +187,7 @@ def test_a_step_is_traced_once_and_compiled_once(strategy3, compilations):
 # -- where arguments are, and JAX's settings
 
 
+@pytest.mark.by_xla
 @pytest.mark.parametrize("to_array", [np.asarray, lambda x: jax.device_put(x, jax.devices()[1])])
 def test_a_state_that_comes_back_is_compiled_once(to_array):
     def step(state, x):
@@ -288,6 +293,7 @@ def test_recompilation_is_reported_once_with_what_changed(strategy2, make, messa
     assert re.search(r"has been compiled 9 times; this time because .*" + message, str(warning.message))
 
 
+@pytest.mark.by_xla
 def test_one_optax_transformation_or_a_rate_in_its_state_compiles_once(strategy2):
     tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
     with testing.count_programs() as count:

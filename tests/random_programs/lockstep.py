@@ -15,10 +15,13 @@ from unittest import mock
 
 import jax
 import numpy as np
+import scipy.special
 from jax.sharding import NamedSharding, PartitionSpec
+from random_programs import keys
 
 import mirrored._program.program
 from mirrored._jax import jaxprs, tracing
+from mirrored._jax.primitives import HOST_CALLBACKS
 
 
 class Each(list[Any]):
@@ -214,6 +217,39 @@ def _highest(dtype: Any) -> Any:
     return np.inf if np.dtype(dtype).kind not in "iu" else np.iinfo(dtype).max
 
 
+def _top_k(x: Any, p: dict[str, Any]) -> Any:
+    numbers = x.astype(np.int64) if x.dtype.kind in "iub" else _wide(x)
+    order = np.take(np.argsort(-numbers, axis=p["axis"], kind="stable"), range(p["k"]), p["axis"])
+    return [np.take_along_axis(x, order, p["axis"]), order]
+
+
+def _search(*operands: Any) -> Any:
+    *arrays, p = operands
+    if type(p["_prim"]).__name__ != "SearchSorted" or arrays[0].ndim > 1:
+        raise NotImplementedError("a primitive without a name of its own")
+    return [np.searchsorted(*arrays, p["_prim"].side)]
+
+
+def _conv(x: Any, kernel: Any, p: dict[str, Any]) -> Any:
+    """Convolve: each window of rows [group, row, channel, ...] with the kernels of its group."""
+    of_x, of_kernel, of_result = p["dimension_numbers"]
+    x, kernel = (np.transpose(_wide(a), spec) for a, spec in ((x, of_x), (kernel, of_kernel)))
+    zero, around = x.dtype.type(0), [(0, 0, 0)] * 2
+    x = _pad(x, zero, {"padding_config": around + [(0, 0, n - 1) for n in p["lhs_dilation"]]})
+    x = _pad(x, zero, {"padding_config": around + [(*pads, 0) for pads in p["padding"]]})
+    kernel = _pad(kernel, zero, {"padding_config": around + [(0, 0, n - 1) for n in p["rhs_dilation"]]})
+    axes = tuple(range(2, x.ndim))
+    windows = np.lib.stride_tricks.sliding_window_view(x, kernel.shape[2:], axes)
+    windows = windows[(slice(None), slice(None), *(slice(None, None, step) for step in p["window_strides"]))]
+    of_rows, of_channels = p["batch_group_count"], p["feature_group_count"]
+    windows = np.stack(np.split(windows, of_rows, 0)) if of_rows > 1 else np.stack(np.split(windows, of_channels, 1))
+    kernels = np.stack(np.split(kernel, max(of_rows, of_channels), 0))
+    space, inside = "uvw"[: len(axes)], "xyz"[: len(axes)]
+    result = np.einsum(f"gnc{space}{inside},goc{inside}->ngo{space}", windows, kernels, optimize=True)
+    result = result.reshape(result.shape[0], -1, *result.shape[3:])
+    return np.transpose(result, np.argsort(of_result))
+
+
 def _same(*operands: Any) -> Any:
     return list(operands[:-1])
 
@@ -231,7 +267,8 @@ _ELEMENTWISE = {
     "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal, "and": np.bitwise_and,
     "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert, "one_minus_square": lambda x: 1 - x * x,
     "logistic": lambda x: 1 / (1 + np.exp(-x)), "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
-    "shift_left": np.left_shift, "shift_right_logical": _shift_right,
+    "shift_left": np.left_shift, "shift_right_logical": _shift_right, "real": np.real, "imag": np.imag,
+    "complex": lambda x, y: x + 1j * y, "nextafter": np.nextafter, "erf": scipy.special.erf, "erf_inv": scipy.special.erfinv,
 }  # fmt: skip
 RULES: dict[str, Callable[..., Any]] = {
     **{name: _plain(function) for name, function in _ELEMENTWISE.items()},
@@ -250,6 +287,8 @@ RULES: dict[str, Callable[..., Any]] = {
     "optimization_barrier": _same, "mirrored_mark": _same, "stop_gradient": _same, "copy": _same, "name": _same,
     "psum": lambda *a: [np.sum(x, a[-1]["axes"]) for x in a[:-1]],
     "gather": _gather, "scatter-add": _scattered(np.add.at), "scatter": _scattered(operator.setitem),
+    "top_k": _top_k, "call_hi_primitive": _search, "conv_general_dilated": _conv, **keys.RULES,
+    "stack": lambda *a: np.stack(a[:-1], a[-1]["axis"]),
     "unstack": lambda x, p: [np.take(x, i, p["axis"]) for i in range(x.shape[p["axis"]])],
 }  # fmt: skip
 
@@ -273,6 +312,9 @@ def _collective(name: str, values: list[Any], p: dict[str, Any]) -> Any:
     if name == "ppermute":
         sent = {to: values[from_] for from_, to in p["perm"]}
         return Each(sent.get(i, np.zeros_like(values[0])) for i in range(len(values)))
+    if name == "all_to_all":
+        parts = [np.split(value, len(values), p["split_axis"]) for value in values]
+        return Each(np.concatenate(own, p["concat_axis"]) for own in zip(*parts, strict=True))
     raise NotImplementedError(name)
 
 
@@ -314,11 +356,11 @@ class Lockstep:
             if len(self.numbers) != self.of:
                 raise NotImplementedError(f"{name} where the replicas do not go the same way")
             return [_collective(name, self.each(value), p) for value in values]
-        if name in ("scan", "while", "cond"):
+        if name in ("scan", "while", "cond", "custom_linear_solve"):
             return getattr(self, f"_{name}")(equation, values)
-        if not any(isinstance(value, Each) for value in values):
+        if not any(isinstance(value, Each) for value in values) and (self.of == 1 or name not in HOST_CALLBACKS):
             return _bind(equation, values)
-        own = zip(*map(self.each, values), strict=True)
+        own = ([self.each(value)[i] for value in values] for i in range(len(self.numbers)))
         return [Each(results) for results in zip(*(_bind(equation, operands) for operands in own), strict=True)]
 
     def each(self, value: Any) -> list[Any]:
@@ -341,6 +383,11 @@ class Lockstep:
         branches = equation.params["branches"]
         return self.closed(branches[max(0, min(index, len(branches) - 1))], operands)
 
+    def _custom_linear_solve(self, equation: Any, values: list[Any]) -> list[Any]:
+        lengths = equation.params["const_lengths"]
+        first, rest = lengths.matvec + lengths.vecmat, sum(lengths)
+        return self.closed(equation.params["jaxprs"].solve, [*values[first : first + lengths.solve], *values[rest:]])
+
     def _while(self, equation: Any, values: list[Any]) -> list[Any]:
         loop = jaxprs.loop_of(equation)
         decide, body = loop.parts
@@ -362,7 +409,7 @@ class Lockstep:
             results = self.closed(body.closed, [*fixed, *carry, *rows])
             carry, outputs[i] = results[: len(carry)], results[len(carry) :]
         if not length:
-            return [*carry, *(np.zeros(v.aval.shape, v.aval.dtype) for v in equation.outvars[len(carry) :])]
+            return [*carry, *(np.zeros(v.aval.shape, keys.dtype_in_numpy(v.aval.dtype)) for v in equation.outvars[len(carry) :])]
         return [*carry, *map(self._stacked, zip(*(outputs[i] for i in range(length)), strict=True))]
 
     def _stacked(self, ys: Any) -> Any:
@@ -377,22 +424,31 @@ def _stack(ys: Any) -> Any:
 
 def _bind(equation: Any, operands: Any) -> Any:
     """Compute an equation in NumPy, or let XLA do so."""
-    if equation.primitive.name == "empty2":
-        return [np.full(v.aval.shape, np.nan if v.aval.dtype.kind not in "iub" else 77, v.aval.dtype) for v in equation.outvars]
-    rule = RULES.get(equation.primitive.name)
-    if rule is None or not all(isinstance(value, _OF_NUMPY) for value in operands):
-        return list(map(_host, tracing.bind(equation, operands)))
-    results = rule(*operands, equation.params)
-    results = results if isinstance(results, list) else [results]
-    return [np.asarray(r, v.aval.dtype) for r, v in zip(results, equation.outvars, strict=True)]
+    rule, dtypes = RULES.get(equation.primitive.name), [keys.dtype_in_numpy(v.aval.dtype) for v in equation.outvars]
+    if equation.primitive.name == "empty2" and None not in dtypes:
+        [shape], [dtype] = (v.aval.shape for v in equation.outvars), dtypes
+        return [np.full(shape, np.nan if dtype.kind not in "iub" else 77, dtype)]
+    if rule is not None and None not in dtypes and all(isinstance(value, _OF_NUMPY) for value in operands):
+        with contextlib.suppress(NotImplementedError):
+            results = rule(*operands, equation.params)
+            results = results if isinstance(results, list) else [results]
+            return [np.asarray(r, dtype) for r, dtype in zip(results, dtypes, strict=True)]
+    return list(map(_host, tracing.bind(equation, list(map(_of_jax, operands, equation.invars)))))
+
+
+def _of_jax(value: Any, variable: Any) -> Any:
+    """Return what XLA takes for the value of a variable: keys are numbers in NumPy."""
+    is_number = isinstance(value, _OF_NUMPY) and jax.dtypes.issubdtype(variable.aval.dtype, jax.dtypes.prng_key)
+    return keys.as_jax(value) if is_number else value
 
 
 def _host(array: Any) -> Any:
-    """Return an array on the host, unless it holds keys."""
+    """Return an array on the host, unless it holds keys of an unusual generator."""
     if isinstance(array, _OF_NUMPY):
         return array
-    is_key = isinstance(array, jax.Array) and jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key)
-    return array if is_key else np.asarray(array)
+    if isinstance(array, jax.Array) and jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return array if keys.dtype_in_numpy(array.dtype) is None else keys.as_numbers(jax.random.key_data(array))
+    return np.asarray(array)
 
 
 def _axis_of(spec: PartitionSpec) -> int | None:
@@ -429,7 +485,7 @@ def _parts(value: Any, count: int, axis: int) -> list[Any]:
 
 # -- in the place of jax.jit
 
-_LEFT_TO_XLA = {"custom_linear_solve", "get", "swap", "addupdate"}
+_LEFT_TO_XLA = {"get", "swap", "addupdate"}
 
 
 class jit:
@@ -460,6 +516,7 @@ class jit:
             raise NotImplementedError(", ".join(left))
         with np.errstate(all="ignore"):
             results = Lockstep((0,), 1).closed(closed, list(map(_host, flat)))
+        results = list(map(_of_jax, results, closed.jaxpr.outvars))
         return jax.tree.unflatten(out, self.placed(closed, out, results))
 
     def placed(self, closed: Any, out: Any, results: list[Any]) -> list[Any]:

@@ -48,6 +48,14 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
         jnp.tanh(x.astype(jnp.bfloat16))),
     "random": lambda x, i: (jax.random.normal(jax.random.fold_in(jax.random.key(1), i[3, 3]), (3,)) + jax.vmap(lambda k:
         jax.random.bits(k))(jax.random.split(jax.random.key(2), 3)) ),
+    "keys": lambda x, i: [jax.random.key_data(jax.lax.cond(x[0, 0] > 0, lambda k: k[1:3], lambda k: k[:2], jax.random.split(
+        jax.random.key(i[0, 0]), (4,))).T), jax.random.bits(jax.random.wrap_key_data(jnp.stack([x[0, :2].astype(jnp.uint32)])
+        )[0], (3, 2), jnp.uint8), jax.random.truncated_normal(jax.random.key(5), -1.0, 1.0, (4,))],
+    "keys of another kind": lambda x, i: jax.random.normal(jax.random.fold_in(jax.random.key(i[0, 0], impl="rbg"), 3), (2,)),
+    "searches": lambda x, i: (jax.lax.top_k(x, 2), jnp.searchsorted(jnp.sort(x[0]), x), jnp.searchsorted(jnp.sort(x[0]), x[1],
+        side="right"), jax.scipy.special.erf(x), jax.lax.complex(x, -x).imag, jnp.stack([x, x], 1)),
+    "solves": lambda x, i: (jax.scipy.sparse.linalg.cg(lambda y: y * (1 + x[0] ** 2), x[1], maxiter=3)[0], jax.grad(lambda y:
+        jax.scipy.sparse.linalg.cg(lambda z: 2 * z, y, maxiter=2)[0].sum())(x[0])),
     "gathers": lambda x, i: (x[i % 4, 1], jnp.take_along_axis(x, i % 6, 1), x[1:, 2], jnp.take(x, i[:, 0], axis=0), x[i[2, 0]
         % 4, 1:3]),
     "gathers by row": lambda x, i: jax.vmap(lambda row, k: (row[k % 6], jax.lax.dynamic_slice(row, (k[0],), (3,))))(x, i),
@@ -58,8 +66,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "scatters by row": lambda x, i: jax.vmap(lambda row, k: (row.at[k % 6].add(row), jax.lax.dynamic_update_slice(row,
         row[:2], (k[1],))) )(x, i),
     "loops": lambda x, i: (differentiated(x), jax.lax.while_loop(lambda c: c.sum() < 50, lambda c: c * 2, jnp.abs(x))),
-    "convolutions": lambda x, i: jax.lax.conv_general_dilated(x[None], jnp.ones((2, 6, 3)), (1,), "SAME",
-        dimension_numbers=("NWC", "WIO", "NWC") ),
+    "convolutions": lambda x, i: [jax.value_and_grad(lambda x, k, n=groups: (jnp.sin(jax.lax.conv_general_dilated(
+        x[None], k, (2,), "SAME", rhs_dilation=(2,), dimension_numbers=("NWC", "WIO", "NWC"), feature_group_count=n)).sum()), (0,
+        1))(x, kernel) for kernel, groups in ((x[:2, :, None] + np.ones(3, np.float32), 1), (x[:3, None] * 2, 6))],
 }  # fmt: skip
 
 
@@ -90,6 +99,9 @@ COLLECTIVES: dict[str, Callable[[jax.Array], Any]] = {
     "gathered": lambda x: jax.lax.all_gather(x, "replica").sum(0) + jax.lax.all_gather(x, "replica", axis=1, tiled=True).mean(),
     "scattered": lambda x: jax.lax.psum_scatter(x, "replica", scatter_dimension=1, tiled=True),
     "sent": lambda x: jax.lax.ppermute(x, "replica", [(0, 1), (1, 2)]),
+    "exchanged": lambda x: (
+        jax.lax.all_to_all(x, "replica", 1, 0, tiled=True).sum(0) + jax.lax.all_to_all(jnp.sin(x[:, :3]), "replica", 1, 0).mean()
+    ),
     "numbered": lambda x: x + jax.lax.axis_index("replica"),
     "own way": own_way,
     "in a loop": lambda x: jax.lax.scan(lambda c, row: (c + jax.lax.psum(row, "replica"), row * c), x[0], x)[1],

@@ -8,6 +8,8 @@ import pytest
 import mirrored as mr
 from mirrored._replicas.per_replica import carried_sums, stack_of, uneven_shapes
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 ROWS = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
 
 
@@ -39,12 +41,14 @@ def num_all_reduces(strategy):
     return len(calls), sum(call.count(",") + 1 for call in calls)
 
 
+@pytest.mark.by_xla
 def test_sums_join_whether_or_not_jax_compiles(strategy2):
     with jax.disable_jit():
         twice = strategy2.run(lambda x: (all_reduce(x.sum()), all_reduce(x.max())), args=(rows(strategy2, 16),))
     assert num_all_reduces(strategy2) == (1, 1) and float(twice[0]) == pytest.approx(ROWS.sum(), rel=1e-5)
 
 
+@pytest.mark.by_xla  # as what looks for a sum outside of steps
 @pytest.mark.filterwarnings("ignore::mirrored.UnevenReplicasWarning")
 @pytest.mark.parametrize("count", [16, 13])
 def test_a_result_that_a_step_has_added_up_is_looked_up_with_the_same_bits(strategy, count):
@@ -64,6 +68,7 @@ def test_a_result_that_a_step_has_added_up_is_looked_up_with_the_same_bits(strat
     assert bits(result["total"]) == bits(strategy.reduce("sum", result["loss"]))
 
 
+@pytest.mark.by_xla
 def test_what_is_reduced_in_one_step_goes_into_one_buffer_whoever_asked(strategy2):
     def step(x):
         loss = jnp.sum(x * x)

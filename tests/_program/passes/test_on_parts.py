@@ -7,11 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from parameters import nightly
+from strategies import strategy_of
 
 import mirrored as mr
 from mirrored._program.passes import parted
 from mirrored._program.passes.on_parts import run_on_parts
 from mirrored._replicas import division
+
+pytestmark = pytest.mark.usefixtures("in_numpy")
 
 #: Name -> a function of an array whose axis of length 10 is divided, and whether it runs on parts.
 FUNCTIONS = {
@@ -53,14 +56,14 @@ def test_operations_on_parts(num_parts: int, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(parted, "run_on_parts", noted)
     given = np.random.default_rng(0).normal(size=(10, 4)).astype(np.float32)
-    strategy = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_parts)], storage="parts")
+    one, strategy = strategy_of(1), strategy_of(num_parts, storage="parts")
     with strategy.scope():
         w = mr.Variable(given, name="w")
     current: list[str] = []
     for name, (function, is_on_parts) in FUNCTIONS.items():
         current[:] = [name]
-        got, expected = strategy.run(lambda function=function: function(w.value)), function(jnp.asarray(given))
-        for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(np.asarray(one), other, rtol=1e-5, atol=1e-6, err_msg=name)
+        got, expected = strategy.run(lambda function=function: function(w.value)), one.run(function, args=(given,))
+        for found, wanted in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6, err_msg=name)
         is_flat_on_parts = name == "flat" and len(given) % num_parts == 0
         assert (name not in whole_for) == (is_on_parts or is_flat_on_parts), name

@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from strategies import all_reduce, strategy_of
+from strategies import all_reduce, made, strategy_of
 
 import mirrored as mr
 from mirrored._replicas import platforms
 from mirrored._variables.variable import spec_of
+
+pytestmark = pytest.mark.usefixtures("in_numpy")
 
 WIDTH, LAYERS, ROWS = 192, 3, 24
 RNG = np.random.default_rng(0)
@@ -108,12 +110,16 @@ STEPS: dict[str, Callable[[mr.Variable], Step]] = {
 }
 
 
-def trained(make: Callable[[mr.Variable], Step], count: int, rows: int = ROWS, **how: Any) -> tuple[Places, Any]:
-    """Train for two steps; return the `places` of the sums, and the last result with the weights."""
-    strategy = strategy_of(count, **how)
+def weights_and_step(strategy: mr.Strategy, make: Callable[[mr.Variable], Step]) -> tuple[mr.Variable, Step]:
     with strategy.scope():
         w = mr.Variable(WEIGHTS, dtype=np.float32)
-        step, result = make(w), None
+        return w, make(w)
+
+
+def trained(make: Callable[[mr.Variable], Step], count: int, rows: int = ROWS, **how: Any) -> tuple[Places, Any]:
+    """Train for two steps; return the `places` of the sums, and the last result with the weights."""
+    strategy, result = strategy_of(count, **how), None
+    w, step = weights_and_step(strategy, make)
     for x in strategy.distribute_dataset([X[:rows]] * 2):
         result = strategy.run(step, args=(x,))
     return places(strategy), (result, w.value)
@@ -181,5 +187,9 @@ def test_a_platform_says_which_sums_are_early(platform: str, name: str, early: i
     """Reduce-scatters have the order of `turns` on every platform."""
     its = platforms.PLATFORMS[platform]
     monkeypatch.setitem(platforms.PLATFORMS, "cpu", its._replace(is_paced=True, is_host_memory=True))
-    found, _ = trained(functools.partial(by_optimizer, shard_state=name == "shard_state"), 2)
+    strategy = strategy_of(2)
+    _, step = weights_and_step(strategy, functools.partial(by_optimizer, shard_state=name == "shard_state"))
+    [x] = strategy.distribute_dataset([X])
+    made(strategy.run, step, (x,))
+    found = places(strategy)
     assert (found.early, found.barriers > 0) == (early, early > 0)

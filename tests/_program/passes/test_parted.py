@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from strategies import divide_small_arrays, strategy_of
+from parameters import nightly
+from strategies import divide_small_arrays, made, strategy_of
 
 import mirrored as mr
 from mirrored._plan.modules import collectives_in
@@ -20,6 +21,8 @@ from mirrored._replicas.division import Division, placement_of
 from mirrored._replicas.per_replica import stack_of
 from mirrored._strategy.strategy import parts_of
 from mirrored._variables.variable import spec_of
+
+pytestmark = pytest.mark.usefixtures("in_numpy")
 
 WIDTH, LAYERS = 24, 3
 WEIGHTS = np.random.default_rng(0).normal(size=(LAYERS, WIDTH, WIDTH)).astype(np.float32) / 9
@@ -37,9 +40,9 @@ def in_parts() -> mr.MirroredStrategy:
 
 
 def counted(strategy: mr.Strategy, step: Callable[[Any], Any], rows: np.ndarray = BATCH) -> Counter[str]:
-    """Run a step, and return the collectives of its compiled program, those of loops as often as they run."""
+    """Make the program of a step, and return its collectives as compiled, those of loops as often as they run."""
     [batch] = strategy.distribute_dataset([rows])
-    strategy.run(step, args=(batch,))
+    made(strategy.run, step, (batch,))
     *_, program = parts_of(strategy).steps.programs
 
     def stored(variable: mr.Variable) -> jax.ShapeDtypeStruct:
@@ -76,7 +79,8 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(("name", "num_replicas"), [*((name, 3) for name in MODELS), ("checkpoint", 6), ("scan", 6)])
+@pytest.mark.by_xla
+@pytest.mark.parametrize(("name", "num_replicas"), [*((name, 3) for name in MODELS), ("scan", 6), *nightly(("checkpoint", 6))])
 def test_a_layer_is_gathered_twice_and_its_gradient_is_scattered(name: str, num_replicas: int) -> None:
     model, gathers, scatters = MODELS[name]
     in_parts = strategy_of(3, storage="parts", num_replicas=num_replicas)
@@ -86,13 +90,13 @@ def test_a_layer_is_gathered_twice_and_its_gradient_is_scattered(name: str, num_
 _turned = optax.stateless(lambda gradients, _: jnp.flip(gradients) - jnp.flip(jnp.sort(gradients, 0)))
 
 
+@pytest.mark.by_xla
 @pytest.mark.parametrize(
     ("tx", "gathers"),
     [
-        (optax.adam(1e-2), 1),  # the new weights
-        (optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1e-2, 0.9)), 1),
-        (optax.adamw(1e-2, mask=lambda w: w.ndim > 1), 1),
+        (optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, mask=lambda w: w.ndim > 1)), 1),  # the new weights
         (optax.chain(_turned, optax.adam(1e-2)), 2),  # and the gradients, once
+        *nightly((optax.adam(1e-2), 1), (optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1e-2, 0.9)), 1)),
     ],
 )
 def test_whole_weights_are_gathered_once_where_only_the_state_is_in_parts(tx: Any, gathers: int) -> None:
@@ -101,6 +105,7 @@ def test_whole_weights_are_gathered_once_where_only_the_state_is_in_parts(tx: An
     assert counted(strategy, step) == {"all-gather": gathers, "reduce-scatter": 1}
 
 
+@pytest.mark.by_xla
 @pytest.mark.parametrize(
     ("add", "storage", "scatters"),
     [
@@ -162,7 +167,8 @@ def test_the_first_term_of_a_tied_weights_gradient_is_summed_before_the_loop_goe
         strategy.run(step, args=(batch,))
         return w.numpy()
 
-    np.testing.assert_allclose(trained_in("parts"), trained_in("whole"), rtol=1e-5 if dtype == np.float32 else 1e-2)
+    rtol, atol = (1e-5, 1e-7) if dtype == np.float32 else (1e-2, 0)  # sums of numbers near 1, in another order
+    np.testing.assert_allclose(trained_in("parts"), trained_in("whole"), rtol, atol)
     assert made == expected
 
 
@@ -221,7 +227,8 @@ def test_arrays_shaped_like_stored_ones_that_are_not_stored_so(in_parts: mr.Mirr
         return [np.asarray(a) for a in strategy.run(step, args=(batch,))]
 
     found = both(in_parts)
-    expected_drawn = jax.vmap(jax.vmap(jax.random.normal))(jax.random.split(jax.random.key(0), WEIGHTS[0].shape))
-    gradient = jax.grad(lambda w: (jnp.tanh(BATCH @ w.at[0].set(0)) ** 2).sum())(jnp.asarray(WEIGHTS[0]))
+    draw = lambda: jax.vmap(jax.vmap(jax.random.normal))(jax.random.split(jax.random.key(0), WEIGHTS[0].shape))  # noqa: E731
+    expected_drawn = jax.jit(draw)()
+    gradient = jax.jit(jax.grad(lambda w: (jnp.tanh(BATCH @ w.at[0].set(0)) ** 2).sum()))(WEIGHTS[0])
     np.testing.assert_allclose(found[0], np.asarray(gradient) * (1 + 1j), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(found[1], WEIGHTS[0] + np.asarray(expected_drawn), rtol=1e-5)

@@ -10,11 +10,13 @@ import numpy as np
 import optax
 import pytest
 from parameters import nightly
-from strategies import all_reduce, numbers, strategy_of, variable
+from strategies import all_reduce, arrays_of, made, numbers, strategy_of, variable
 
 import mirrored as mr
 from mirrored._jax.costs import costs_of
 from mirrored._variables import storage
+
+pytestmark = pytest.mark.usefixtures("in_numpy")
 
 TOKENS, WIDTH, OUT, SIDE = 24, 16, 40, 5
 RNG = np.random.default_rng(0)
@@ -48,15 +50,16 @@ def gradients_of(strategy, dtype, num_rows):
 
 
 def text_of(make, schedule="together"):
-    """Run the step that `make` makes for eight replicas of a device, which writes no variable; return the text of its program."""
+    """Return the text of the program of the step that `make` makes for eight replicas of a device, which writes no variable."""
     strategy = strategy_of(1, num_replicas=8, schedule=schedule)
     step, args = make(strategy)
-    strategy.run(step, args=args)
+    made(strategy.run, step, args)
     [program] = strategy._steps.programs
     with storage.lent(program.lifted.reads.slots) as values:
         return program.compiled.lower([], values, [arg._array for arg in args], program.constants).as_text()
 
 
+@pytest.mark.by_xla
 @pytest.mark.parametrize(
     ("dtype", "schedule"), [(jnp.float32, "together"), (jnp.bfloat16, "together"), (jnp.float32, "one_by_one")]
 )
@@ -111,6 +114,7 @@ def layer_by_layer(strategy, num_rows, again=lambda layer: layer, unroll=False):
 HOW = [{}, {"again": jax.checkpoint}, {"again": jax.checkpoint, "unroll": True}]
 
 
+@pytest.mark.by_xla
 @pytest.mark.parametrize("how", HOW)
 def test_no_replica_has_a_gradient_of_layers_of_its_own(how):
     text = text_of(lambda strategy: layer_by_layer(strategy, 16, **how))
@@ -205,12 +209,13 @@ def test_gradients_are_those_of_as_many_devices(name, num_replicas, schedule):
     for strategy in (strategy_of(1, num_replicas=num_replicas, schedule=schedule), strategy_of(num_replicas)):
         step, args = make(strategy)
         leaves = jax.tree.leaves(strategy.run(step, args=args), is_leaf=lambda leaf: isinstance(leaf, mr.PerReplica))
-        found.append([strategy.local_results(leaf) for leaf in leaves])
+        found.append([arrays_of(leaf) if isinstance(leaf, mr.PerReplica) else np.asarray(leaf) for leaf in leaves])
     tolerance = 1e-4 if dtype == jnp.float32 else 8 * float(jnp.finfo(dtype).eps)
     for own, expected in zip(*found, strict=True):
         np.testing.assert_allclose(own, expected, rtol=2e-3, atol=tolerance * np.abs(expected).max())
 
 
+@pytest.mark.by_xla
 @pytest.mark.parametrize(("losses", "how"), CARRIED)
 def test_no_replica_has_a_gradient_that_a_scan_adds_up(losses, how):
     text = text_of(lambda strategy: of_recurrent(strategy, 16, losses, how))
@@ -234,12 +239,12 @@ def counted(own):
     return [each.astype(jnp.float32) for each in (ones, scattered, at_one_place, padded, jnp.sum(ones), odd)]
 
 
-def rounded(own):
-    """Round for each replica, as the user has written it."""
-    fine = (0.3 + own * jnp.arange(7.0)) / 7
+def rounded(own, hold=jax.lax.optimization_barrier):
+    """Round for each replica, as the user has written it; without a barrier XLA rounds less often."""
+    fine = (0.3 + own * np.arange(7, dtype=np.float32)) / 7
     coarse = fine.astype(jnp.bfloat16)
-    kept = jax.lax.optimization_barrier((coarse, coarse + coarse[::-1], 3 * coarse, coarse / 3))  # else XLA rounds less often
-    return [each.astype(jnp.float32) for each in kept]
+    kept = hold((coarse, coarse + coarse[::-1], 3 * coarse, coarse / 3))
+    return [each.astype(np.float32) for each in kept]
 
 
 def large(own):
@@ -250,12 +255,14 @@ def large(own):
     return [(wide @ wide).astype(jnp.float32), kernel.astype(jnp.float32), narrow]
 
 
+@pytest.mark.by_xla
 @pytest.mark.parametrize("num_replicas", [2, *nightly(1, 3, 8)])
-@pytest.mark.parametrize("step", [counted, rounded, large])
-def test_a_wide_sum_of_narrow_values_is_as_exact_as_that_of_devices(step, num_replicas):
+def test_a_wide_sum_of_narrow_values_is_as_exact_as_that_of_devices(num_replicas):
     strategy = strategy_of(1, num_replicas=num_replicas)
-    found = strategy.run(lambda own: all_reduce("sum", step(own)), args=(numbers(strategy),))
-    each = [step(jnp.float32(number)) for number in range(num_replicas)]
+    exact = jax.jit(lambda own: counted(own) + large(own))
+    found = strategy.run(lambda own: all_reduce("sum", [*exact(own), *rounded(own)]), args=(numbers(strategy),))
+    numbers_of_each = np.arange(num_replicas, dtype=np.float32)
+    each = [[*exact(own), *rounded(own, hold=list)] for own in numbers_of_each]  # NumPy rounds after each operation
     for total, *parts in zip(found, *each, strict=True):
         assert np.isfinite(parts).all()
         np.testing.assert_allclose(*(np.asarray(each, np.float32) for each in (total, sum(parts))), rtol=1e-6)
@@ -324,6 +331,7 @@ def price_of(lowered):
     return np.array([*costs_of(compiled).values(), temporaries, len(compiled.as_text().splitlines())])
 
 
+@pytest.mark.by_xla
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["W2", *nightly("W3", "W4", "GPT", "RNN")])
 def test_replicas_of_a_device_cost_what_it_costs_without(name, benchmarks):

@@ -8,9 +8,11 @@ import pytest
 from jax.experimental import io_callback
 from jax.interpreters import mlir
 from parameters import nightly
-from strategies import ctx, number, variable
+from strategies import arrays_of, ctx, number, variable
 
 import mirrored as mr
+
+pytestmark = pytest.mark.usefixtures("in_numpy")
 
 DEVICES = [f"cpu:{i}" for i in range(8)]
 SCHEDULES = ("together", "one_by_one")
@@ -25,7 +27,7 @@ def shown(strategy, tree):
     """Replace each array by numpy, a PerReplica by the list of its values."""
 
     def show(value):
-        return [np.asarray(v) for v in value.values] if isinstance(value, mr.PerReplica) else np.asarray(value)
+        return arrays_of(value) if isinstance(value, mr.PerReplica) else np.asarray(value)
 
     return jax.tree.map(show, tree, is_leaf=lambda leaf: isinstance(leaf, mr.PerReplica))
 

@@ -12,6 +12,8 @@ from strategies import variable
 import mirrored as mr
 from mirrored import testing
 
+pytestmark = pytest.mark.usefixtures("in_numpy")
+
 X = np.arange(20, dtype=np.float32).reshape(10, 2)
 
 
@@ -70,6 +72,7 @@ def test_nothing_is_traced_twice_and_the_last_batch_compiles_when_it_comes(strat
             assert step.num_traces == 1 + 2  # of the even batch, and of both kinds of replicas
 
 
+@pytest.mark.by_xla
 def test_several_programs_of_one_function_and_functions_of_several_steps(strategy3):
     step = counted(mean_of)
 

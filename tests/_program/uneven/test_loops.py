@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from _program.uneven.rows import COLUMNS, DEVICES, STRATEGIES, assert_equals_one_device, data, run, split, total
 from parameters import nightly
+from random_programs import lockstep
 from strategies import variable
 
 import mirrored as mr
@@ -330,8 +331,7 @@ def assigned(strategy, compute, rows):
             own.assign(state)
         return rows
 
-    own = strategy.gather(strategy.run(step, args=(split(strategy, rows),)), axis=0)
-    strategy.assert_mirrored()
+    own = run(strategy, step, rows)
     return own, [own.numpy() for own in variables]
 
 
@@ -383,6 +383,10 @@ def test_what_needs_rows_may_not_and_neither_may_what_jax_does_not_take_apart():
         assert int(strategy.run(counted, args=(split(strategy, data(rows)),))) == 2  # one value, and no PerReplica
 
 
+def gradient(function):
+    return lockstep.jit(jax.grad(function))(1.0)
+
+
 def test_a_derivative_of_the_whole_step_is_refused_where_a_call_with_its_own_is_taken_apart():
     strategy = STRATEGIES[2]
 
@@ -390,15 +394,15 @@ def test_a_derivative_of_the_whole_step_is_refused_where_a_call_with_its_own_is_
         step = lambda x, w: total(jnp.sum(own_jvp(x, w)[0])) + own_jvp(x, w)[1][0] * position  # noqa: E731
         return strategy.run(step, args=(split(strategy, data(rows)), w))
 
-    assert jax.grad(loss)(1.0, 4, 1.0) == 4 * COLUMNS + 1
+    assert gradient(lambda w: loss(w, 4, 1.0)) == 4 * COLUMNS + 1
     with pytest.raises(
         mr.UnevenReplicasError, match=r"from outside of it.*test_loops\.py:\d+, which has.*inside of the step.*drop_rem"
     ):
-        jax.grad(loss)(1.0, 3, 1.0)
+        gradient(lambda w: loss(w, 3, 1.0))
     only_rows = lambda w: strategy.run(  # noqa: E731
         lambda x, w: total(jnp.sum(own_jvp(x, w)[0])), args=(split(strategy, data(3)), w)
     )
-    assert jax.grad(only_rows)(1.0) == 3 * COLUMNS
+    assert gradient(only_rows) == 3 * COLUMNS
 
 
 def test_a_condition_of_rows_decides_how_often_all_is_done():

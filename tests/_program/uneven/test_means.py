@@ -104,7 +104,7 @@ def equinox(x):
 
 
 def net(normalize, params, x):
-    return normalize(jnp.tanh(normalize(x @ params["a"]) @ params["b"]))
+    return jnp.tanh(normalize(x @ params["a"])) @ params["b"]
 
 
 def scanned(params, x):
@@ -169,7 +169,7 @@ def test_gradients_of_gradients_and_parts_of_them_are_refused_too():
     wrong = {
         "of a gradient": of_a_gradient,
         "a norm": lambda p, x: mean(optax.tree.norm(own(p, x))),
-        "in a loop": lambda p, x: jax.lax.fori_loop(0, 2, lambda i, b: mean(own({**p, "b": b}, x)["b"]), p["b"]),
+        "in a loop": lambda p, x: jax.lax.fori_loop(0, 2, lambda i, a: mean(own({**p, "a": a}, x)["a"]), p["a"]),
     }
     for name, step in wrong.items():
         with pytest.raises(mr.UnevenReplicasError, match="have come back through a collective"):

@@ -11,7 +11,8 @@ import pytest
 from _program.uneven.rows import COLUMNS, DEVICES, data, with_nan_padding
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import variable
+from random_programs import lockstep
+from strategies import arrays_of, variable
 
 import mirrored as mr
 
@@ -215,9 +216,9 @@ def check_random_program(names, sizes):
     strategy.assert_mirrored()
     assert isinstance(v, mr.PerReplica) is not is_mirrored
     expected = Meeting(sizes).run(program, rows)
-    values = [v] * len(sizes) if is_mirrored else v.values
-    for ours, theirs in zip(zip(values, out.values, strict=True), expected, strict=True):
-        for own, other in zip((*ours, w.value), theirs, strict=True):
+    values = [v] * len(sizes) if is_mirrored else arrays_of(v)
+    for ours, theirs in zip(zip(values, arrays_of(out), strict=True), expected, strict=True):
+        for own, other in zip((*ours, w.numpy()), theirs, strict=True):
             np.testing.assert_allclose(own, other, rtol=2e-3, atol=2e-4)
     assert int(seen.value) == sum(len(own_rows) for _, own_rows, _ in expected)
 
@@ -229,7 +230,8 @@ SIZES = st.sampled_from([(2, 1), (0, 3), (3, 2, 2), (1, 0, 0), (0, 4, 1), (1, 1,
 @given(names=PROGRAMS, sizes=SIZES)
 @settings(max_examples=3, deadline=None, derandomize=True)
 def test_random_programs_compute_what_threads_compute_and_only_mirrored_values_are_assigned(names, sizes):
-    check_random_program(names, sizes)
+    with lockstep.computed():
+        check_random_program(names, sizes)
 
 
 @pytest.mark.nightly(
