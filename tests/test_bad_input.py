@@ -255,6 +255,7 @@ Variable
     mr.Variable(x) => PerReplicaError: the initial value is a PerReplica, one value per replica
     step(lambda: mr.Variable(1.0, name="v")) => ContextError: 'v' was created inside a step
     jax.vmap(lambda x: mr.Variable(x).value)(ONES) => ContextError: was created inside a step or another traced
+    jax.jit(lambda: mr.Variable(1.0).shape)() => ContextError: was created inside a step or another traced
 Variable.assign
     w.assign(None) => TypeError: assign to variable 'w' is None of type NoneType; expected an array or a number
     w.assign(MASKED) => TypeError: NO_MASKS

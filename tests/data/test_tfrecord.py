@@ -145,6 +145,7 @@ def test_states_of_something_else_are_refused_and_change_nothing(tmp_path: Path)
         ({"file": 0, "record": 0.0, "offset": 0}, "expected what get_state"),
         ({"file": 2, "record": 0, "offset": 0}, "in file 2, but the dataset has 1 files"),
         ({"file": 0, "record": 0, "offset": 0, "name": "b"}, "has 'b' as file 0, and the dataset 'train-0.tfrecord'; make"),
+        ({"file": 0, "record": 0, "offset": 0, "name": None}, "has None as file 0"),  # the end of fewer files
     ]:
         with pytest.raises(ValueError, match=message):
             iterator.set_state(state)
