@@ -66,7 +66,11 @@ def test_a_mean_of_shares_in_a_metric_is_said_too(strategy2):
     [x] = strategy2.distribute_dataset([np.arange(4, dtype=np.float32)])
     [found] = warned(strategy2.run, lambda x: seen.assign_add(mr.losses.compute_average_loss(x)), (x,))
     assert re.search(rf"the mean over the replicas at {HERE}:\d+ is of this replica's share", str(found.message))
-    assert not warned(strategy2.run, lambda x: seen.assign_add(jnp.mean(x)), (x,))
+    is_finite = lambda x: jnp.isfinite(mr.losses.compute_average_loss(x)).astype(jnp.float32)  # noqa: E731
+    for metric in (jnp.mean, is_finite):
+        assert not warned(strategy2.run, lambda x, metric=metric: seen.assign_add(metric(x)), (x,))
+    [found] = warned(strategy_of(1).run, lambda x: all_reduce("mean", mr.losses.compute_average_loss(x)), (np.ones(4),))
+    assert "R = 1 here" in str(found.message), "before it is R times too small"
 
 
 def test_a_loss_of_all_replicas_that_nobody_has_spoken_for_warns(strategy2):

@@ -129,6 +129,7 @@ def test_the_length_is_the_number_of_steps(strategy3: mr.MirroredStrategy) -> No
         datasets = [
             strategy3.make_numpy_dataset(rows(num_rows)).batch(4),
             strategy3.make_numpy_dataset(rows(num_rows)).batch(2),
+            strategy3.make_numpy_dataset(rows(num_rows)).batch(4).repeat(3),
             parts,
             tuple([part] for part in parts),
             [*parts, X[:0]],
