@@ -383,6 +383,7 @@ losses.compute_average_loss
     average(np.ones(2, "complex64")) => TypeError: per_example_loss has dtype complex64; expected real numbers
     average(ONES, np.ones(3)) => ValueError: sample_weight has shape \(3,\), per_example_loss has shape \(2,\)
     average(ONES, None, 0) => ValueError: global_batch_size is 0; expected the whole number of examples
+    average(ONES, None, True) => ValueError: global_batch_size is True; expected the whole number of examples
 losses.weighted_mean
     mr.losses.weighted_mean(ONES, ONES) => ContextError: weighted_mean was called outside a step
     step(lambda: mr.losses.weighted_mean(ONES, np.ones(3))) => ValueError: weights has shape \(3,\), losses has shape \(2,\)

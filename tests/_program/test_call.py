@@ -164,6 +164,16 @@ def test_functions_that_need_two_programs(one, other):
     assert not match(sight(one), (other,)) and not match(sight(other), (one,))
 
 
+def test_a_function_that_captures_itself_ends():
+    def make():
+        def countdown(n):
+            return countdown(n - 1) if n else 0
+
+        return countdown
+
+    assert match(sight(countdown := make()), (countdown,)) and match(sight(countdown), (make(),))
+
+
 def test_a_cell_that_is_still_empty_is_no_obstacle():
     def make():
         def add(x):
