@@ -264,7 +264,7 @@ def test_rows_drawn_in_the_step_of_one_key_are_the_same_work_on_each_replica(str
 
 def test_the_same_gradient_beside_that_of_own_rows_is_silent(strategy3):
     """As that of a penalty."""
-    w, b, _, _, _ = model(strategy3)
+    w, b, both, _, _ = model(strategy3)
 
     def step(x):
         both = [jax.grad(lambda w: jnp.sum(w**2))(w.value), jax.grad(lambda w: jnp.mean(x * w))(w.value)]
@@ -273,6 +273,9 @@ def test_the_same_gradient_beside_that_of_own_rows_is_silent(strategy3):
     assert warned(strategy3.run, step, (own_rows(strategy3),)) == []
     average = lambda: w.assign(0.9 * w + 0.1 * ctx().all_reduce("mean", b.value))  # noqa: E731
     assert warned(strategy3.run, average, ()) == [], "it is no gradient"
+    unspoken = lambda x: both.minimize(lambda: jnp.mean(x * w) + b**2)  # noqa: E731
+    [found] = warned(strategy3.run, unspoken, (own_rows(strategy3),))
+    assert str(found.message).startswith(UNSPOKEN), "as the gradient of `w` alone"
 
 
 # -- a loss that was combined before it was differentiated
