@@ -382,6 +382,7 @@ losses.compute_average_loss
     average("a") => TypeError: per_example_loss is 'a' of type str; expected an array of numbers
     average(np.ones(2, "complex64")) => TypeError: per_example_loss has dtype complex64; expected real numbers
     average(ONES, np.ones(3)) => ValueError: sample_weight has shape \(3,\), per_example_loss has shape \(2,\)
+    average(ONES, np.ones((2, 1))) => ValueError: sample_weight has shape \(2, 1\), per_example_loss has shape \(2,\)
     average(ONES, None, 0) => ValueError: global_batch_size is 0; expected the whole number of examples
     average(ONES, None, True) => ValueError: global_batch_size is True; expected the whole number of examples
 losses.weighted_mean
