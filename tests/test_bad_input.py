@@ -258,6 +258,7 @@ Variable
     mr.Variable(x) => PerReplicaError: the initial value is a PerReplica, one value per replica
     step(lambda: mr.Variable(1.0, name="v")) => ContextError: 'v' was created inside a step
     jax.vmap(lambda x: mr.Variable(x).value)(ONES) => ContextError: was created inside a step or another traced
+    jax.jit(lambda: mr.Variable(1.0).shape)() => ContextError: was created inside a step or another traced
 Variable.assign
     w.assign(None) => TypeError: assign to variable 'w' is None of type NoneType; expected an array or a number
     w.assign(MASKED) => TypeError: NO_MASKS
@@ -384,7 +385,9 @@ losses.compute_average_loss
     average("a") => TypeError: per_example_loss is 'a' of type str; expected an array of numbers
     average(np.ones(2, "complex64")) => TypeError: per_example_loss has dtype complex64; expected real numbers
     average(ONES, np.ones(3)) => ValueError: sample_weight has shape \(3,\), per_example_loss has shape \(2,\)
+    average(ONES, np.ones((2, 1))) => ValueError: sample_weight has shape \(2, 1\), per_example_loss has shape \(2,\)
     average(ONES, None, 0) => ValueError: global_batch_size is 0; expected the whole number of examples
+    average(ONES, None, True) => ValueError: global_batch_size is True; expected the whole number of examples
 losses.weighted_mean
     mr.losses.weighted_mean(ONES, ONES) => ContextError: weighted_mean was called outside a step
     step(lambda: mr.losses.weighted_mean(ONES, np.ones(3))) => ValueError: weights has shape \(3,\), losses has shape \(2,\)

@@ -442,7 +442,7 @@ def test_sizes() -> None:
 #: was not there. The ground is together, and so are small wings that stand for one thing. `python tests/test_house.py` prints
 #: today's.
 BUDGETS = {
-    "_program": 6402,  # 4,000
+    "_program": 6409,  # 4,000
     "_jax": 1816,  # 1,300
     "_replicas": 3350,  # 2,100
     "_variables": 2178,  # 1,700

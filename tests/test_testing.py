@@ -60,6 +60,16 @@ def test_a_program_that_jax_compiles_again_counts_again(strategy2: mr.Strategy) 
 
 
 @pytest.mark.by_xla
+def test_what_is_compiled_while_a_program_runs_is_not_the_program(strategy2: mr.Strategy) -> None:
+    v = variable(np.zeros(11), strategy2)
+    step = functools.partial(v.assign_add, np.ones(11))
+    _, _ = strategy2.run(step), v.value  # an array that somebody has is copied before it is overwritten
+    with testing.assert_compiles(0) as programs:
+        strategy2.run(step)
+    assert programs.others == ["_copy"]
+
+
+@pytest.mark.by_xla
 def test_assert_compiles_fails_with_the_reasons(strategy2: mr.Strategy) -> None:
     def run(*rates: str) -> None:
         for rate in rates:

@@ -149,6 +149,20 @@ class Module:
 jax.tree_util.register_dataclass(Module, ["array"], ["metadata"])
 
 
+def test_functions_made_anew_share_a_program_while_what_they_close_over_lives(strategy2):
+    w, parameters = weights(strategy2), {"w": weights(strategy2)}
+    traces = []
+    for turn in range(3):
+        strategy2.run(lambda: (traces.append("w"), w.assign_add(jnp.ones((4, 2))))[:0])
+        strategy2.run(lambda: (traces.append("dict"), parameters["w"].assign_add(jnp.ones((4, 2))))[:0])
+        mr.scan(lambda carry, x: (carry + w[0, 0], None), 0.0, length=2)
+        gc.collect()
+        if not turn:
+            first = len(traces)
+    assert len(traces) == first
+    assert w.numpy()[0, 0] == parameters["w"].numpy()[0, 0] == 4
+
+
 def test_a_program_goes_without_a_look_at_what_its_key_holds(strategy2, monkeypatch):
     """Nothing of another library is called while garbage is collected; warnings of its errors are errors here."""
     variables = [weights(strategy2) for _ in range(3)]

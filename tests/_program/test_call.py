@@ -84,8 +84,13 @@ def test_arrays_of_other_libraries_on_the_host_are_arrays_and_give_the_new_rows_
     for number in range(3):
         one.rows[:] = number
         assert float(STRATEGY.run(jnp.sum, args=(one,))) == 3 * number
-    with pytest.raises(TypeError, match="`x` is a numpy array of dtype <U1"):
-        take_apart(step, (HostTensor(["a"]),), {})
+    for wrong, dtype in (
+        (HostTensor(["a"]), "<U1"),
+        (np.array(["2020"], "M8[D]"), r"datetime64\[D\]"),
+        (np.zeros(2, "V3"), r"\|V3"),
+    ):
+        with pytest.raises(TypeError, match=f"`x` is a numpy array of dtype {dtype}, which no device can hold"):
+            take_apart(step, (wrong,), {})
     with STRATEGY.scope():
         assert take_apart(step, (mr.Variable(1.0), HostTensor), {}).arrays == []
 
@@ -98,7 +103,7 @@ def test_arrays_of_other_libraries_on_the_host_are_arrays_and_give_the_new_rows_
     [
         (np.ones(2), np.ones(3)), (np.ones(2), np.ones((2, 1))), (np.ones(2, "float32"), np.ones(2, "int32")),
         (jnp.asarray(2.0), jnp.asarray(2.0, "float32")), (np.ones(2), [np.ones(2)]), ([np.ones(2)], (np.ones(2),)),
-        (1, True), (0, False), (1, 1.0), ("1", 1), ("1", b"1"), (None, False), (Config(3), Config(4)),
+        (1, True), (0, False), (1, 1.0), ("1", 1), ("1", b"1"), (np.str_("1"), "2"), (None, False), (Config(3), Config(4)),
         (Color.RED, Color.BLUE), (Color.RED, 1), (int, float), (object(), object()), (np.float32(1), 1.0), ({"a": 1}, {"b": 1}),
         (Unhashable(), Unhashable()), (distributed(2, 2, 2), np.ones(2, "float32")),
         (distributed(2, 2, 2), np.ones((3, 2), "float32")), (distributed(1, 3, 3), distributed(2, 3, 3)),
@@ -157,6 +162,16 @@ ARRAY = jnp.ones(2)
 )  # fmt: skip
 def test_functions_that_need_two_programs(one, other):
     assert not match(sight(one), (other,)) and not match(sight(other), (one,))
+
+
+def test_a_function_that_captures_itself_ends():
+    def make():
+        def countdown(n):
+            return countdown(n - 1) if n else 0
+
+        return countdown
+
+    assert match(sight(countdown := make()), (countdown,)) and match(sight(countdown), (make(),))
 
 
 def test_a_cell_that_is_still_empty_is_no_obstacle():

@@ -178,6 +178,16 @@ def x(strategy3):
     return strategy3.distribute_values_from_function(lambda c: np.arange(4, dtype="float32") + c.replica_id_in_sync_group)
 
 
+def test_in_64_bits(strategy3, x):
+    def step(a):
+        with jax.enable_x64(True):
+            q = a.astype("float64") / 3
+            return jnp.searchsorted(q, q), q * 3
+
+    places, back = strategy3.run(step, args=(x,))
+    assert [own.tolist() for own in strategy3.local_results(places)] == [[0, 1, 2, 3]] * 3 and back.dtype == "float64"
+
+
 def test_beside_a_reference(strategy3, x):
     w = variable(np.arange(4, dtype="float32"), strategy3, name="w")
 

@@ -67,7 +67,11 @@ def test_a_mean_of_shares_in_a_metric_is_said_too(strategy2):
     [x] = strategy2.distribute_dataset([np.arange(4, dtype=np.float32)])
     [found] = warned(strategy2.run, lambda x: seen.assign_add(mr.losses.compute_average_loss(x)), (x,))
     assert re.search(rf"the mean over the replicas at {HERE}:\d+ is of this replica's share", str(found.message))
-    assert not warned(strategy2.run, lambda x: seen.assign_add(jnp.mean(x)), (x,))
+    is_finite = lambda x: jnp.isfinite(mr.losses.compute_average_loss(x)).astype(jnp.float32)  # noqa: E731
+    for metric in (jnp.mean, is_finite):
+        assert not warned(strategy2.run, lambda x, metric=metric: seen.assign_add(metric(x)), (x,))
+    [found] = warned(strategy_of(1).run, lambda x: all_reduce("mean", mr.losses.compute_average_loss(x)), (np.ones(4),))
+    assert "R = 1 here" in str(found.message), "before it is R times too small"
 
 
 def test_a_loss_of_all_replicas_that_nobody_has_spoken_for_warns(strategy2):
@@ -262,13 +266,18 @@ def test_rows_drawn_in_the_step_of_one_key_are_the_same_work_on_each_replica(str
 
 def test_the_same_gradient_beside_that_of_own_rows_is_silent(strategy3):
     """As that of a penalty."""
-    w, _, _, _, _ = model(strategy3)
+    w, b, both, _, _ = model(strategy3)
 
     def step(x):
         both = [jax.grad(lambda w: jnp.sum(w**2))(w.value), jax.grad(lambda w: jnp.mean(x * w))(w.value)]
         w.assign(w - 0.1 * sum(ctx().all_reduce("mean", both)))
 
     assert warned(strategy3.run, step, (own_rows(strategy3),)) == []
+    average = lambda: w.assign(0.9 * w + 0.1 * ctx().all_reduce("mean", b.value))  # noqa: E731
+    assert warned(strategy3.run, average, ()) == [], "it is no gradient"
+    unspoken = lambda x: both.minimize(lambda: jnp.mean(x * w) + b**2)  # noqa: E731
+    [found] = warned(strategy3.run, unspoken, (own_rows(strategy3),))
+    assert str(found.message).startswith(UNSPOKEN), "as the gradient of `w` alone"
 
 
 # -- a loss that was combined before it was differentiated

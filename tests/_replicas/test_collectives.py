@@ -90,6 +90,23 @@ def test_complex_constants_are_added_up(strategy3):
         assert total.dtype == jnp.complex64 and np.all(total == factor * (1 - 2j))
 
 
+def test_gathers_along_any_axis_and_the_gradient_of_the_first(strategy3):
+    """The other numbers, and gradients, are in parity/test_tf_numbers.py."""
+    axis = _collectives.ReplicaAxis(3)
+    first_of = lambda y: _collectives.aggregate(mr.VariableAggregation.ONLY_FIRST_REPLICA, y, axis)  # noqa: E731
+
+    def step():
+        pair = jnp.stack([number(), 10 * number()])[None]
+        gradient = jax.grad(lambda y: number() * first_of(y * number()))(2.0)
+        return [all_gather(pair, axis) for axis in (0, 1, -1, -2)], gradient
+
+    gathered, gradient = strategy3.run(step)
+    rows = np.float32([[i, 10 * i] for i in (1, 2, 3)])
+    for result, expected in zip(gathered, [rows, rows.reshape(1, -1), rows.reshape(1, -1), rows], strict=True):
+        np.testing.assert_array_equal(result, expected)
+    assert values_of(gradient) == [1 + 2 + 3, 0, 0]
+
+
 def test_all_gather_takes_nests_of_any_dtype_and_random_keys(strategy3):
     dtypes = ["bool", "int8", "bfloat16", "complex64", "float16"]
 

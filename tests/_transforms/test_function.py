@@ -48,6 +48,7 @@ def test_runs_reductions_gathers_and_variables_are_one_program(strategy3):
         assert result["joined"].tolist() == [2 * value for value in shifted]
         assert int(result["seen"]) == int(seen) == call * (2 * 3 + 100)
         assert float(result["mean"]) == 2.0 and result["rest"] == ("text", total, 3)
+        assert result["rest"][1] is total
     assert traces == ["function", "step"]
     strategy3.assert_mirrored()
 

@@ -185,3 +185,7 @@ def test_stacked_odd_batches_train_in_one_loop(strategy):
         np.testing.assert_allclose(found, losses, 1e-5)
         np.testing.assert_allclose(w.numpy(), expected, 1e-4)
         assert strategy.gather(first, axis=1).tolist() == [x[:, 0].tolist() for x in (rows, 2 * rows, rows - 1)]
+
+
+def test_loops_of_no_round_give_what_they_were_given():
+    assert float(mr.scan(lambda c, _: (c + 1, None), 0.0, length=0)[0]) == int(mr.fori_loop(3, 1, lambda i, c: c + 1, 0)) == 0

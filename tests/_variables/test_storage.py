@@ -18,6 +18,7 @@ from strategies import TWO, strategy_of
 import mirrored as mr
 from mirrored._program import cache
 from mirrored._variables import storage
+from mirrored._workers import joint_programs
 
 # Many steps here come from one factory.
 pytestmark = pytest.mark.filterwarnings("ignore::mirrored.RecompilationWarning")
@@ -117,6 +118,15 @@ def test_a_ctrl_c_at_any_call_of_steps_that_share_a_variable_loses_nothing():
 
     steps()
     assert ctrl_c.after_each_call(steps, check) > 100
+
+
+def test_a_ctrl_c_at_any_call_of_a_step_of_several_workers_loses_nothing():
+    [a] = variables([0])
+    program = jax.jit(lambda arrays, read: ([], [array + 1 for array in arrays]), donate_argnums=0)
+    home, started = home_of(a), joint_programs.Announced(program, lambda: None, lambda *arguments: None)
+    step = functools.partial(storage.overwrite, started, home, [])
+    step()
+    assert ctrl_c.after_each_call(step, lambda: first(a)) > 3
 
 
 def test_what_a_handler_of_a_signal_takes_at_any_call_of_a_step_stays():

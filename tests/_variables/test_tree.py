@@ -53,8 +53,9 @@ def test_a_tree_keeps_its_structure_and_what_is_no_array(strategy2: mr.Strategy,
     tree = variable(value, strategy2, name="net")
     assert isinstance(tree, mr.VariableTree)
     assert equal(jax.tree.map(np.asarray, tree.value), jax.tree.map(np.asarray, value))
-    again = strategy2.run(lambda given: given.assign(given.value) and None, args=(tree,))
-    assert again is None and equal(tree.numpy(), jax.tree.map(lambda x: np.asarray(x) if hasattr(x, "shape") else x, value))
+    more = lambda tree: jax.tree.map(lambda x: x + 1 if hasattr(x, "shape") else x, tree)  # noqa: E731
+    again = strategy2.run(lambda given: given.assign(more(given.value)) and None, args=(tree,))
+    assert again is None and equal(tree.numpy(), more(value))
     assert all(variable.name.startswith("net") for variable in jax.tree.leaves(tree.variables, is_leaf=is_variable))
 
 

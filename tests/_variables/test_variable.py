@@ -348,6 +348,13 @@ def test_equality_compares_values_and_hashes_are_of_the_variables(strategy3):
     assert strategy3.run(lambda: mr.cond(a == 1.0, lambda: 5, lambda: 6)) == 5
 
 
+def test_a_number_that_is_assigned_gives_no_weak_type(strategy2):
+    v = variable(jnp.asarray(1.0), strategy2)
+    for call in (strategy2.run, lambda assign: assign()):
+        call(lambda: [v.assign(jnp.asarray(2.0) * 3)][1:])
+        assert not v.value.weak_type
+
+
 def test_what_a_variable_is_not(strategy2, per_replica):
     v, x = variable(0.0, strategy2, name="w"), per_replica(strategy2, 1.0, 2.0)
     for operation in (lambda: v + x, lambda: x + v, lambda: x @ v):

@@ -107,6 +107,12 @@ class Fields:
 jax.tree_util.register_dataclass(Fields, ["image", "label"], [])
 
 
+class Backwards(list[Any]):
+    """Batches with a length and numbers, and an order of its own."""
+
+    __iter__ = list.__reversed__
+
+
 def test_anything_that_can_be_iterated_again(strategy2: mr.MirroredStrategy) -> None:
     for source, length in [
         ([X, X], 2), (([X], [X]), 2), (({"x": X}, {"x": X}), 2), ([{"x": X, "y": (X, [X])}], 1), ([Fields(X, X)], 1),
@@ -124,6 +130,7 @@ def test_anything_that_can_be_iterated_again(strategy2: mr.MirroredStrategy) -> 
             assert len(distributed) == length
     [batch] = strategy2.distribute_dataset([np.zeros((0, 3)), np.ones((3, 3)), np.zeros((0, 3))])
     assert rows_of(batch) == np.ones((3, 3)).tolist(), "batches without rows are skipped"
+    assert batches_of(strategy2.distribute_dataset(Backwards([X, X + 1]))) == [(X + 1).tolist(), X.tolist()]
 
 
 def test_batches_by_number_end_at_their_length_and_have_a_position(strategy2: mr.MirroredStrategy) -> None:

@@ -347,6 +347,14 @@ def ok(feature: Any) -> Any:
     return np.zeros(count or 1, feature.dtype).tobytes()
 
 
+def test_a_value_that_does_not_fit_is_no_fault_of_later_batches() -> None:
+    """The layout of a wrong record is known from then on."""
+    spec, wrong, good = {"x": FixedLenFeature((), bool)}, make_example({"x": 2}), make_example({"x": 1})
+    with pytest.raises(ValueError, match="record 0 of the batch, feature 'x': the record has the value 2"):
+        parse_example([wrong, *[good] * 20], spec)
+    assert parse_example([good] * 20, spec)["x"].all()
+
+
 def test_bytes_that_are_no_example() -> None:
     for record in (b"\xff", b"\x0a\x05abc", example(b"\x0a\x06\x0a\x02\xff\xfe\x12\x00"), image_record(1)[:-1]):
         for num_records in (1, 20):

@@ -244,10 +244,19 @@ def test_auto_says_what_it_chose_and_why() -> None:
         assert (plan.kind, plan.dataset[0] is X) == ("DATA", True), "one worker takes all"
 
 
+def test_off_divides_each_workers_batches_among_its_own_replicas() -> None:
+    """A worker with fewer batches gives none in the last steps, and nobody waits."""
+    run = run_workers(lambda worker: [np.arange(5) + 10 * worker] * (3 - worker), 2, num_local=2, policy="off")
+    both = [0, 1, 2, 3, 4, 10, 11, 12, 13, 14]
+    assert [batch.tolist() for batch in run.global_batches()] == [both, both, [0, 1, 2, 3, 4]]
+    assert [step.sizes for step in run.steps[0]] == [(3, 2, 3, 2), (3, 2, 3, 2), (3, 2, 0, 0)]
+
+
 def test_by_file_what_cannot_be_shared_out_is_refused_and_a_users_own_transformation_is_the_users_word() -> None:
     assert make_plan(Own(Files([[1]] * 4)), "file", InputWorker(0, 2), 2).kind == "FILE"
     for dataset, message in [
         (Files([[1]]), r"cannot share this dataset out among 2 workers: there are 1 files for 2 workers\. Use mr\.Auto"),
+        (zipped_with_numbers([[1]] * 4), r"ZipIterDataset combines several datasets"),
         (grain.MapDataset.range(9).batch(3), r"reads no files that can be shared out"),
     ]:
         with pytest.raises(ValueError, match=message):

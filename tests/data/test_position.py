@@ -201,6 +201,21 @@ def test_a_shuffled_loader_whose_state_holds_tensors_goes_on(monkeypatch: pytest
         assert resumed(first, at, second) == whole
 
 
+def test_the_position_is_kept_when_the_iterator_goes_on_ends_or_is_closed() -> None:
+    iterator = iter(STRATEGIES[2].distribute_dataset(numpy_dataset()))
+    states = [iterator.get_state(), *(iterator.get_state() for _ in iterator)]
+    assert [state["source"]["row"] for state in states] == [0, 4, 8, 11]
+    assert iterator.get_state() == states[-1]
+    iterator.set_state(states[1])
+    assert rows_of(next(iterator)) == [4, 5, 6, 7]
+    iterator.close()
+    assert iterator.get_state() == states[2]
+    with iter(STRATEGIES[2].distribute_dataset(numpy_dataset())) as iterator:
+        pass
+    with pytest.raises(ValueError, match="closed before it read anything"):
+        iterator.get_state()
+
+
 def test_a_position_that_cannot_be_saved_is_an_error_only_when_asked_for() -> None:
     no_position = r"Reiterable has no position that could be saved: .* Use strategy\.make_numpy_dataset"
     for state, error, message in (

@@ -88,6 +88,7 @@ def test_steps_are_taken_and_repeated_and_any_position_is_gone_on_from(strategy2
                 assert batches_of(iterator) == wanted[at:], (limits, at)
     with pytest.raises(TypeError, match="repeats without end"):
         len(dataset.take(2).repeat())
+    assert len(dataset.take(0).repeat()) == len(list(dataset.take(0).repeat())) == 0
 
 
 def test_a_state_of_other_limits_is_refused_and_changes_nothing(strategy2: mr.MirroredStrategy) -> None:

@@ -129,6 +129,7 @@ def test_the_length_is_the_number_of_steps(strategy3: mr.MirroredStrategy) -> No
         datasets = [
             strategy3.make_numpy_dataset(rows(num_rows)).batch(4),
             strategy3.make_numpy_dataset(rows(num_rows)).batch(2),
+            strategy3.make_numpy_dataset(rows(num_rows)).batch(4).repeat(3),
             parts,
             tuple([part] for part in parts),
             [*parts, X[:0]],
@@ -155,9 +156,9 @@ def test_a_length_that_only_reading_would_tell_is_none(strategy3: mr.MirroredStr
             TypeError, match=r"is known when they are read: .* drops batches of fewer than 3 rows, one for each replica"
         ):
             len(strategy3.distribute_dataset(unknown, DROP))
-    for endless in (source(5).batch(4).repeat(), source(5).repeat().batch(4)):
+    for longer in (source(5).batch(4).repeat(), source(5).repeat().batch(4), source(5).batch(4).filter(lambda batch: True)):
         with pytest.raises(TypeError, match="is not known before it ends"):
-            len(strategy3.distribute_dataset(endless))
+            len(strategy3.distribute_dataset(longer))
 
 
 def test_a_loader_of_torch_tells_its_rows(strategy3: mr.MirroredStrategy, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,12 @@ def test_every_record_of_every_file_in_order(tmp_path: Path) -> None:
     data = b"".join(map(framed, RECORDS))
     members = [gzip.compress(data[start : start + 100]) for start in range(0, len(data) + 100, 100)]
     paths[0].write_bytes(b"".join(members))
-    assert list(mr.data.tfrecord_dataset(paths[0], "GZIP")) == RECORDS
+    longest = max(map(len, RECORDS))
+    assert list(mr.data.tfrecord_dataset(paths[0], "GZIP", max_record_bytes=longest)) == RECORDS
+    with pytest.raises(
+        mr.data.TFRecordError, match=f"claims to have {longest} bytes; expected at most max_record_bytes={longest - 1}"
+    ):
+        list(mr.data.tfrecord_dataset(paths[0], "GZIP", max_record_bytes=longest - 1))
 
 
 def test_batches_go_across_the_borders_of_files_and_on_from_any_state(tmp_path: Path) -> None:
@@ -145,6 +150,7 @@ def test_states_of_something_else_are_refused_and_change_nothing(tmp_path: Path)
         ({"file": 0, "record": 0.0, "offset": 0}, "expected what get_state"),
         ({"file": 2, "record": 0, "offset": 0}, "in file 2, but the dataset has 1 files"),
         ({"file": 0, "record": 0, "offset": 0, "name": "b"}, "has 'b' as file 0, and the dataset 'train-0.tfrecord'; make"),
+        ({"file": 0, "record": 0, "offset": 0, "name": None}, "has None as file 0"),  # the end of fewer files
     ]:
         with pytest.raises(ValueError, match=message):
             iterator.set_state(state)

@@ -101,6 +101,17 @@ def test_one_replica_copies_nothing_into_buffers_and_its_results_are_their_own_s
     assert strategy.reduce("mean", loss) is strategy.reduce("mean", loss)  # looked up
 
 
+def test_what_is_written_to_a_reference_after_a_sum_is_read_after_it(strategy2):
+    def step(x):
+        reference = jax.new_ref(jnp.float32(1.0))
+        total = all_reduce(x.sum())
+        reference[...] = total
+        return reference[...] - total, all_reduce(x.max())
+
+    difference, _ = strategy2.run(step, args=(rows(strategy2, 16),))
+    assert [float(value) for value in difference.values] == [0.0, 0.0]
+
+
 def test_nothing_is_sent_for_a_result_that_would_need_a_message_of_its_own(strategy2):
     steps = {
         "no all-reduce": lambda x: x.sum(),

@@ -127,6 +127,19 @@ def test_effects_happen_once_for_each_replica_and_only_where_its_own_way_leads(s
     assert sorted(seen) == [0, 1, 2, 3, 100]
 
 
+def test_a_sum_of_quotients_by_own_values_is_that_of_as_many_devices():
+    step = lambda x: ctx().all_reduce("sum", 2 / (1 + x * x))  # noqa: E731
+    assert_same(results(several(4, 1), step, 4), results(mr.MirroredStrategy(DEVICES[:4]), step, 4))
+
+
+def test_values_and_variables_of_other_replicas_on_the_same_devices_are_refused():
+    few, many = mr.MirroredStrategy(DEVICES[:2]), several(4, 2)
+    v, x = variable(0.0, few), few.distribute_values_from_function(lambda context: 1.0)
+    for step, args in ((lambda x: x, (x,)), (lambda: v.assign_add(1.0), ())):
+        with pytest.raises(mr.StrategyMismatchError):
+            many.run(step, args)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_references_work_between_collectives_and_are_refused_across_one(schedule):
     strategy = several(2, 1, schedule)

@@ -66,7 +66,7 @@ class _Device(NamedTuple):
 
 
 def _free_of_mesh(constant: Any) -> Any:
-    """Return an array that a call inside closes over as any of its devices has it: JAX computes with no mesh's beside another's."""
+    """Return an array that a call inside closes over as one of its devices has it: JAX does not mix arrays of two meshes."""
     if isinstance(constant, jax.core.Tracer) or not isinstance(constant, jax.Array) or not constant.is_fully_replicated:
         return constant
     return constant.addressable_data(0)
