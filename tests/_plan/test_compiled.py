@@ -311,6 +311,7 @@ def test_the_command_plans_a_script_as_it_is(name, tmp_path) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.nightly("tests/_plan/test_trials.py::test_each_remedy_is_tried_and_its_line_says_what_to_write_and_what_it_needs")
 def test_the_command_says_what_does_not_fit_and_what_would(tmp_path) -> None:
     done = plan_script(tmp_path, "--topology", "v5e:2x4", "--rows", "65536", size=100_000)
     assert done.returncode == 1 and "does not fit into the memory of a device: it needs" in done.stdout, done.stderr

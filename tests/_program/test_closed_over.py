@@ -178,6 +178,7 @@ def x(strategy3):
     return strategy3.distribute_values_from_function(lambda c: np.arange(4, dtype="float32") + c.replica_id_in_sync_group)
 
 
+@pytest.mark.by_xla
 def test_in_64_bits(strategy3, x):
     def step(a):
         with jax.enable_x64(True):

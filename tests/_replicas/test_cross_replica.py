@@ -301,6 +301,7 @@ def test_a_split_is_as_fair_as_it_can_be_and_keeps_the_extremes():
 # -- aggregation of copies, and programs
 
 
+@pytest.mark.by_xla
 def test_the_first_replicas_value_arrives_bit_by_bit(strategy3):
     """In a step, and outside of one; with one replica, a complex number once ended the process."""
     numbers = np.array([-0.0, 1e-40, 5], np.float32)  # a subnormal
