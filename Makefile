@@ -4,6 +4,7 @@ PYTHON ?= $(shell tools/newest-python)
 VENV ?= .venv
 LOCK ?= requirements.lock
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # Else each process compiles every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 # How many processes share the tests.
@@ -94,15 +95,13 @@ plans: setup .plan/libtpu
 bench: setup
 	$(BIN)/python benchmarks/run_all.py
 
-# uv takes a third of pip's time; pip is asked where uv fails, for instance where only pip's settings name the index.
-PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
-
 ## setup: make $(VENV) with exactly the versions of $(LOCK)
 setup: $(VENV)/.ready
 
 $(VENV)/.ready: $(LOCK) pyproject.toml
 	@test -n "$(PYTHON)"
 	$(PYTHON) -m venv --clear $(VENV)
+	@# uv takes a third of pip's time; pip is asked where uv fails, for instance where only pip's settings name the index.
 	$(PIP) uv==0.13.9
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -r $(LOCK) --editable . || $(PIP) -r $(LOCK) --editable .
 	@$(BIN)/python -c "import platform, jax; print('Python', platform.python_version(), 'with jax', jax.__version__)"
