@@ -226,7 +226,6 @@ def test_other_numbers_of_replicas(name: str, num_devices: int, num_rows: int) -
     check(MADE[name], num_devices, num_rows)
 
 
-@pytest.mark.slow
 def with_typed_numbers(loss_of: Any, x: Any, p: Any) -> Any:
     """Carry, choose and return numbers that stand in the program with a type of their own."""
     loss, own = jax.value_and_grad(loss_of)(p)
@@ -236,6 +235,7 @@ def with_typed_numbers(loss_of: Any, x: Any, p: Any) -> Any:
     return loss, gradients | {"up": (chosen * scale / (ones.sum() + count)).astype(chosen.dtype)}
 
 
+@pytest.mark.slow
 def test_float64() -> None:
     with jax.enable_x64(True):
         check(lambda: trained(optax.adam(1e-2), dtype=np.float64), 3, 6, tolerance=1e-12)
