@@ -97,6 +97,7 @@ def test_programs_of_all_threads_are_counted(strategy2: mr.Strategy) -> None:
         in_threads(*(lambda size=size: strategy2.run(double, args=(np.ones(size),)) for size in (20, 21)))
 
 
+@pytest.mark.by_xla
 def test_copies_are_those_of_the_devices_and_stay(strategy3: mr.Strategy) -> None:
     v = variable(np.zeros(2, "float32"), strategy3, name="v")
     own = variable(0, strategy3, name="own", synchronization="on_read", aggregation="sum")

@@ -137,6 +137,7 @@ def test_what_steps_name_exists_once_on_a_device_and_ends_with_its_owner(kind, n
     assert num_copies() == 0 and gone() is None
 
 
+@pytest.mark.by_xla
 def test_another_program_copies_no_numpy_array(strategy2):
     table, x, longer = np.ones((ROWS, COLUMNS), np.float32), batch(strategy2, 4), batch(strategy2, 7)
     step = lambda x: sum_of(x) * jnp.asarray(table)[0, 0]  # noqa: E731
@@ -158,6 +159,7 @@ def test_a_numpy_array_that_changes_in_place_is_copied_for_new_programs_only(str
     assert num_copies() == 2
 
 
+@pytest.mark.by_xla
 def test_a_deleted_array_fails_only_what_names_it_and_changes_no_variable(strategy2):
     w, frozen, other = variable(1.0, strategy2), jnp.ones((ROWS, COLUMNS)), jnp.ones((ROWS, COLUMNS))
     steps = [lambda x, a=a: (w.assign_add(1.0), sum_of(x) * a[0, 0])[1] for a in (frozen, other)]

@@ -45,6 +45,7 @@ def test_verbs_work_on_every_leaf_of_a_nest(strategy3, per_replica):
         assert result is value
 
 
+@pytest.mark.by_xla
 def test_local_results_of_variables_are_their_copies(strategy3):
     w, seen = variable(2.0, strategy3), variable(0.0, strategy3, synchronization="on_read", aggregation="sum")
     strategy3.run(lambda: seen.assign(number()))
@@ -189,6 +190,7 @@ def test_a_scope_may_be_entered_again_and_inside_itself(strategy2):
     assert in_threads(*[entered_by_a_thread] * 3) == [strategy2] * 3
 
 
+@pytest.mark.by_xla
 def test_a_function_of_values_may_use_its_memory_again(strategy2):
     buffer = np.zeros(2)
 

@@ -117,6 +117,7 @@ def test_what_a_tree_holds_is_in_its_value_and_its_variables(strategy: mr.Strate
     assert np.asarray(tree, dtype=object).shape == () and jax.tree.leaves(tree)[0].tolist() == [3, 3]
 
 
+@pytest.mark.by_xla
 def test_a_variable_of_variables_is_a_copy_that_can_be_assigned(strategy2: mr.Strategy) -> None:
     with strategy2.scope():
         w = mr.Variable(np.ones(2, np.float32), name="w")

@@ -171,6 +171,7 @@ def test_no_batch_is_taken_inside_a_function_that_is_traced(strategy2: mr.Mirror
 
 
 @pytest.mark.parametrize("num_rows", [8, 65_537])  # a large array lies where the CPU's device can use it in place
+@pytest.mark.by_xla
 def test_a_source_may_use_one_buffer_for_all_batches(num_rows: int, strategy2: mr.MirroredStrategy) -> None:
     for prefetch in (0, 2):
         distributed = strategy2.distribute_dataset(OneBuffer(5, num_rows, "float32"), mr.InputOptions(prefetch=prefetch))
