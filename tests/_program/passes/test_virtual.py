@@ -171,8 +171,10 @@ def test_references_work_between_collectives_and_are_refused_across_one(schedule
 def test_a_jit_inside_closes_over_an_array_on_a_mesh(schedule):
     strategy = several(4, 2, schedule)
     closed_over = strategy.run(lambda: jnp.arange(3.0)), mr.MirroredStrategy(DEVICES[5:]).run(lambda: jnp.ones(3))
-    found = strategy.run(jax.jit(lambda x: x + closed_over[0] + closed_over[1]), args=(np.ones(3, np.float32),))
-    np.testing.assert_array_equal(found, [2, 3, 4])
+    mesh = jax.make_mesh((2,), ("a",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    divided = jax.device_put(np.arange(4, dtype=np.float32), jax.NamedSharding(mesh, jax.P("a")))
+    step = jax.jit(lambda x: x + closed_over[0] + closed_over[1] + divided.sum())
+    np.testing.assert_array_equal(strategy.run(step, args=(np.ones(3, np.float32),)), [8, 9, 10])
 
 
 def test_it_says_what_it_is_and_not_more():
