@@ -119,6 +119,8 @@ def test_a_taken_array_outlives_steps_and_an_array_of_a_step_is_passed_on_as_it_
         for _ in range(4):
             bare = strategy.run(lambda bare: (v.assign_add(jnp.ones_like(v)), bare + v)[1], args=(bare,))
     assert count.count == 1, count
+    given = variable(strategy, bare)
+    strategy.run(lambda: given.assign_add(jnp.ones_like(given)))
     assert bare.sharding.shard_shape(bare.shape) == (6, 20) and not bare.is_fully_replicated
     np.testing.assert_array_equal(bare, 5 * VALUE + 10)
     np.testing.assert_array_equal(strategy.reduce("sum", bare), 2 * (5 * VALUE + 10))
