@@ -85,5 +85,7 @@ def test_numbers_that_are_equal_are_not_taken_for_each_other(strategy2):
             found, expected = strategy2.run(step, args=(number,)), jax.jit(step)(number)
             np.testing.assert_array_equal(found, expected)
             assert found.dtype == expected.dtype
+    add = lambda n: n + 1  # noqa: E731
+    narrow = strategy2.run(add, args=(0.1,))
     with jax.enable_x64(True):
-        assert strategy2.run(lambda n: n * 1, args=(2.5,)).dtype == np.float64
+        assert (narrow.dtype, float(strategy2.run(add, args=(0.1,)))) == (np.float32, 1.1)
