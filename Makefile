@@ -102,8 +102,7 @@ $(VENV)/.ready: $(LOCK) pyproject.toml
 	@test -n "$(PYTHON)"
 	$(PYTHON) -m venv --clear $(VENV)
 	@# uv takes a third of pip's time; pip is asked where uv fails, for instance where only pip's settings name the index.
-	$(PIP) uv==0.13.9
-	$(BIN)/uv pip install --quiet --python $(BIN)/python -r $(LOCK) --editable . || $(PIP) -r $(LOCK) --editable .
+	$(PIP) uv==0.13.9 && $(BIN)/uv pip install --quiet --python $(BIN)/python -r $(LOCK) --editable . || $(PIP) -r $(LOCK) --editable .
 	@$(BIN)/python -c "import platform, jax; print('Python', platform.python_version(), 'with jax', jax.__version__)"
 	@touch $@
 
