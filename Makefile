@@ -25,9 +25,8 @@ demo-cluster: setup
 test: setup
 	$(BIN)/python -m pytest -q -n $(JOBS) --durations=5 --durations-min=5 $(TESTS)
 
-# Numbers that are compared with those of one device, all that NumPy computes in the default suite among them.
-OPTIMIZED := $(shell grep -rl --include='test_*.py' in_numpy tests) \
-  tests/_replicas/test_cross_replica.py
+# The files whose steps NumPy computes in the default suite: numbers that are compared with those of one device.
+OPTIMIZED := $(shell grep -rl --include='test_*.py' in_numpy tests)
 
 ## test-optimized: numbers that are compared with those of one device, by XLA with its optimizations
 test-optimized: setup
