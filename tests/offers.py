@@ -69,7 +69,7 @@ OFFERS = {
         per_replica.is_per_replica per_replica.lost_rank per_replica.origin_of per_replica.proven_of per_replica.require_whole
         per_replica.stack_of per_replica.stack_shapes per_replica.uneven_shapes placement.Sliced placement.check_later
         placement.checksum placement.divide placement.divide_slices placement.join placement.mirror placement.mirror_constants
-        placement.own_copies placement.refuse_argument placement.stack planned.CompiledOnly planned.Planned planned.stand_in
+        placement.refuse_argument placement.stack placement.unshared planned.CompiledOnly planned.Planned planned.stand_in
         platforms.platform_of reductions.REDUCTIONS reductions.divide reductions.reduction_of rows_drawn.key_of
         spent.COMPUTATION spent.DeviceTime spent.Spent spent.forget_pause spent.last_profile spent.waited
     """,
@@ -77,8 +77,9 @@ OFFERS = {
         access.all_copies access.claimed access.copied access.lent access.load access.lose access.store access.store_in_parts
         assignment.check_per_replica bindings.Bindings bindings.bound bindings.outer_reader bindings.with_few_compilations
         equal_copies.CopiesCompared equal_copies.Watch equal_copies.check equal_copies.last_comparisons equal_copies.watch
-        in_parts.describe making.make spec.VariableSpec spec.without_counters storage.Home storage.WeakVariables storage.home_of
-        storage.lent storage.overwrite storage.overwrite_when_done tree.VariableTree tree.trainable variable.Variable
+        in_parts.describe making.make spec.VariableSpec spec.without_counters storage.Home storage.WeakVariables
+        storage.held_arrays storage.home_of storage.lent storage.overwrite storage.overwrite_when_done
+        tree.VariableTree tree.trainable variable.Variable
         variable.is_variable variable.listeners variable.live_variables variable.local_arrays variable.local_copies
         variable.note_use variable.spec_of variable.use_value
     """,

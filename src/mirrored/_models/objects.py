@@ -125,7 +125,7 @@ def _placed(mesh: ReplicaMesh | None, arrays: dict[Path, Any]) -> dict[Path, Any
         return arrays
     targets = {path: placement_of_array(mesh, array) for path, array in arrays.items() if isinstance(array, jax.Array)}
     missing = [path for path, target in targets.items() if arrays[path].sharding != target]
-    moved = mesh.put(placement.own_copies(mesh, [arrays[path] for path in missing]), [targets[path] for path in missing])
+    moved = mesh.put(placement.unshared(mesh, [arrays[path] for path in missing]), [targets[path] for path in missing])
     return arrays | dict(zip(missing, moved, strict=True))
 
 

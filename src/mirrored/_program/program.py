@@ -162,7 +162,7 @@ class Program(abc.ABC):
         read_only = self.lifted.reads.slots
         given: tuple[Any, ...] = arrays, self.constants
         if self.lifted.donated:
-            given = self.constants, *arrays
+            given = self.constants, *placement.unshared(self.mesh, arrays, storage.held_arrays())
         end_mark = begin(self) if (begin := annotate) is not None else None
         outputs: Any = [[]]
         try:
@@ -330,7 +330,7 @@ def place(
     if mesh.is_alone:
         kinds = [leaves[position] for position in elsewhere]
         targets = [mesh.stacked if kind.is_per_replica else placement_of_array(mesh, kind) for kind in kinds]
-        moved = mesh.put(placement.own_copies(mesh, moving), targets)
+        moved = mesh.put(placement.unshared(mesh, moving), targets)
     else:
 
         def differ(index: int, workers: Sequence[int]) -> None:

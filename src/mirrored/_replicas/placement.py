@@ -65,14 +65,14 @@ def own_copy(array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
     return array.addressable_data(0) if is_joint else array  # pyrefly: ignore[missing-attribute]
 
 
-def own_copies(mesh: ReplicaMesh, arrays: Sequence[Any]) -> list[Any]:
-    """Return arrays to bring to the devices; those that are given twice or closed over are copied, so that one may be donated."""
-    # On its own device a moved array shares the user's memory. A program that donates and uses that fails there only, and the
-    # next program waits for it forever.
-    times = collections.Counter(map(id, arrays))
-    own = map(own_copy, arrays)
+def unshared(mesh: ReplicaMesh, arrays: Sequence[Any], others: Sequence[Any] = ()) -> list[Any]:
+    """Return arrays any of which may be moved or donated: copies of those given twice, closed over, or among `others`."""
+    # A moved array shares the user's memory on its own device. A program that donates and uses that fails there only, and the
+    # next program waits for it forever; one that donates it on all devices may take the written variables with it.
+    times = collections.Counter(map(id, [*arrays, *others]))
     is_shared = [isinstance(a, jax.Array) and (times[id(a)] > 1 or _key_of(mesh, a) in _process.constants) for a in arrays]
-    return [mesh.fresh(copy) if shared else copy for copy, shared in zip(own, is_shared, strict=True)]
+    own = map(own_copy, arrays) if mesh.is_alone else arrays
+    return [mesh.fresh(array) if shared else array for array, shared in zip(own, is_shared, strict=True)]
 
 
 def divide(mesh: ReplicaMesh, division: Division, array: jax.Array | np.ndarray) -> jax.Array:

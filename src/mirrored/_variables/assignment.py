@@ -123,14 +123,15 @@ class Assignment:
             if not hasattr(type(operand), "__jax_array__"):
                 array = host_array(operand, what, spec.dtype)
             array = jnp.asarray(array)
+        elif self.combine is None and not isinstance(operand, jax.core.Tracer) and not frames.is_traced():
+            array = spec.mesh.fresh(operand)  # the user may donate theirs, to a program of JAX too
         if not isinstance(array, jax.core.Tracer) and (array.committed or not spec.mesh.is_alone):
-            if array is operand and not frames.is_traced():
+            if isinstance(operand, jax.Array) and not frames.is_traced():
                 placement.check_later(spec.mesh, [array], lambda _: f"what variable {spec.name!r} was given by {self.method}")
             if spec.mesh.is_alone or not frames.is_traced():
                 division = spec.division
-                if division is not None and (not division.is_plain or array.shape != spec.shape):
-                    division = None
-                array = placed(array, spec.mesh, division=division)
+                is_as_stored = division is not None and division.is_plain and array.shape == spec.shape
+                array = placed(array, spec.mesh, division=division if is_as_stored else None)
             elif array.is_fully_addressable:
                 array = jnp.asarray(np.asarray(array))  # a constant of the program
         if tuple(array.shape) != spec.shape:

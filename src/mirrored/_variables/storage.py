@@ -123,6 +123,12 @@ def home_of(slots: tuple[Slot, ...]) -> Home:
     return Home(slots)
 
 
+def held_arrays() -> list[Any]:
+    """Return the arrays of variables that a user may hold, such as those of `variable.value`."""
+    with lock:
+        return arrays_of(tuple(held))
+
+
 def arrays_of(slots: Sequence[Slot]) -> list[Any]:
     """Return the arrays of slots; they are valid as long as nobody else can write them."""
     return [home.arrays[index] for home, index in map(_place_of, slots)]
