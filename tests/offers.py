@@ -11,12 +11,12 @@ OFFERS = {
         distributed.listen_at distributed.place distributed.swallows_sigterm distributed.without_warnings forks.leave_to_parent
         interpreter.Analysis interpreter.Evaluation interpreter.Flattening interpreter.Interpreter interpreter.evaluate
         interpreter.run_parts interrupts.send_ignored_again jaxprs.Atom jaxprs.ClosedJaxpr jaxprs.Equation jaxprs.Jaxpr
-        jaxprs.Literal jaxprs.Loop jaxprs.Part jaxprs.Var jaxprs.callee jaxprs.donated_inputs jaxprs.has_collective
-        jaxprs.has_replica_number
+        jaxprs.Literal jaxprs.Loop jaxprs.Part jaxprs.Var jaxprs.all_equations jaxprs.callee jaxprs.donated_inputs
+        jaxprs.has_collective jaxprs.has_replica_number
         jaxprs.held_operands jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside jaxprs.inside_of jaxprs.is_backward
         jaxprs.is_collective jaxprs.is_function_of_operands jaxprs.is_ordered_print jaxprs.is_over_groups jaxprs.is_plain
         jaxprs.is_replica_number jaxprs.is_scan jaxprs.is_sum jaxprs.levels_of jaxprs.linear_operands jaxprs.loop_of
-        jaxprs.meshes_in jaxprs.names_around jaxprs.num_bytes jaxprs.primitives_in jaxprs.transforms_of marks.Mark marks.Purpose
+        jaxprs.meshes_in jaxprs.names_around jaxprs.num_bytes jaxprs.transforms_of marks.Mark marks.Purpose
         marks.mark marks.mark_p primitives.ADDITIONS primitives.ADDITIVE primitives.ADD_TO_FIRST primitives.AGAIN
         primitives.AXIS_SUMS primitives.BILINEAR primitives.BROADCASTS primitives.COMMUTATIVE primitives.COMPARE
         primitives.CONVERSIONS primitives.CONVOLUTIONS primitives.CUSTOM_DERIVATIVE primitives.DERIVATIVE_SUMS
@@ -27,9 +27,10 @@ OFFERS = {
         primitives.SELECTS primitives.SIMPLE primitives.SPREADS primitives.SUMS primitives.TRANSPOSES random_keys.Count
         random_keys.THREEFRY random_keys.are_counted random_keys.by_rows random_keys.draws_by_rows random_keys.folded
         random_keys.of_rows random_keys.plain topologies.runs_nothing tracing.NO_TRACE tracing.barrier tracing.bind
-        tracing.context tracing.current_trace tracing.have_mesh tracing.is_for_this_call tracing.is_mapped_over
-        tracing.is_staging tracing.is_wide tracing.key_kind tracing.lowered tracing.new_operand tracing.operand_p
-        tracing.room_for tracing.separate_caches tracing.settings tracing.trace tracing.trace_state tracing.untraced
+        tracing.context tracing.current_trace tracing.have_explicit_axes tracing.have_mesh tracing.is_for_this_call
+        tracing.is_mapped_over tracing.is_staging tracing.is_wide tracing.key_kind tracing.lowered tracing.new_operand
+        tracing.operand_p tracing.room_for tracing.separate_caches tracing.settings tracing.trace tracing.trace_state
+        tracing.untraced
         user_code.OURS user_code.equation_line user_code.hide_lines user_code.leave_out user_code.line_of user_code.raising_line
         user_code.shorten_errors user_code.show_users_lines user_code.user_line user_code.user_stacklevel user_code.warn
         versions.warn_if_untried

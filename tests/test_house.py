@@ -442,8 +442,8 @@ def test_sizes() -> None:
 #: was not there. The ground is together, and so are small wings that stand for one thing. `python tests/test_house.py` prints
 #: today's.
 BUDGETS = {
-    "_program": 6409,  # 4,000
-    "_jax": 1816,  # 1,300
+    "_program": 6416,  # 4,000
+    "_jax": 1817,  # 1,300
     "_replicas": 3350,  # 2,100
     "_variables": 2185,  # 1,700
     "_models": 1534,  # 1,050

@@ -23,6 +23,13 @@ MUTANTS = [
      PROOF + "a_collective_that_some_replicas_may_skip_is_refused"),
     ("_program/refusals.py", "if note.purpose is Purpose.ASSIGN and not state.is_mirrored", "if False",
      PROOF + "refusals_find_the_variable_and_the_line"),
+    # -- a lost variable, an ended process
+    ("_program/program.py", "placement.unshared(self.mesh, arrays, storage.held_arrays())", "arrays",
+     "tests/_program/test_program.py::test_of_an_array_given_twice_or_also_closed_over_a_copy_is_donated"),
+    ("_variables/assignment.py", "array = spec.mesh.fresh(operand)", "pass",
+     "tests/_program/test_program.py::test_a_variable_keeps_its_memory_when_what_it_was_given_or_gave_is_donated"),
+    ("_program/program.py", " or have_explicit_axes(equations)", "",
+     "tests/_program/test_closed_over.py::test_an_array_on_a_mesh_with_explicit_axes_is_an_argument"),
     # -- a factor of R
     ("_program/advice.py", "Advice(min(old.said, Said.COMBINED))", "Advice(old.said)",
      REFUSALS + "gradients_that_were_combined_before_are_refused"),

@@ -1,6 +1,7 @@
 """Steps may close over arrays of strategies, compute with them whatever JAX can, and search in them; each exists once."""
 
 import gc
+import re
 import threading
 import tracemalloc
 import weakref
@@ -16,6 +17,7 @@ from strategies import variable
 
 import mirrored as mr
 
+HERE = re.escape(__file__)
 pytestmark = pytest.mark.usefixtures("in_numpy")
 
 #: Since jax 0.12 `searchsorted` is a primitive of which the jaxpr shows no more than the name.
@@ -231,3 +233,22 @@ def test_threads_share_it(strategy2):
     for thread in threads:
         thread.join()
     assert sorted(total for total, _ in found) == [0, 4, 8, 12] and num_copies() == 1
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_an_array_on_a_mesh_with_explicit_axes_is_an_argument(num_replicas):
+    """XLA ended the process where a jit inside got one of a mesh with another number of devices."""
+    strategy, ones = mr.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)]), np.ones(4, np.float32)
+
+    def array(kind):
+        mesh = jax.make_mesh((2,), ("a",), (kind,), devices=jax.devices()[:2])
+        return jax.device_put(np.arange(4, dtype=np.float32), jax.NamedSharding(mesh, jax.P()))
+
+    for use in (jnp.multiply, lambda x, y: jnp.where(x > 0, x * y, 0), lambda x, y: jax.jit(lambda: x * y)()):
+        explicit, auto = array(jax.sharding.AxisType.Explicit), array(jax.sharding.AxisType.Auto)
+        step = lambda x, use=use, explicit=explicit: use(x, explicit)  # noqa: E731
+        for run in (strategy.run, mr.function(lambda step, args: strategy.run(step, args=args))):
+            with pytest.raises(ValueError, match=rf"Explicit axes .* {HERE}:\d+.* Pass it .*run\(step, args="):
+                run(step, args=(ones,))
+        np.testing.assert_array_equal(strategy.run(use, args=(ones, explicit)), np.arange(4))
+        np.testing.assert_array_equal(strategy.run(lambda x, use=use, auto=auto: use(x, auto), args=(ones,)), np.arange(4))

@@ -512,7 +512,7 @@ class jit:
             closed, shapes = jax.make_jaxpr(self.function, return_shape=True)(*arguments)
             self.traced[key] = closed, jax.tree.structure(shapes)
         closed, out = self.traced[key]
-        if left := _LEFT_TO_XLA & jaxprs.primitives_in(closed.jaxpr):
+        if left := _LEFT_TO_XLA & {equation.primitive.name for equation in jaxprs.all_equations(closed.jaxpr)}:
             raise NotImplementedError(", ".join(left))
         with np.errstate(all="ignore"):
             results = Lockstep((0,), 1).closed(closed, list(map(_host, flat)))

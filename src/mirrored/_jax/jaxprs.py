@@ -294,11 +294,6 @@ def donated_inputs(jaxpr: Jaxpr) -> tuple[int, ...]:
     return tuple(position for position, var in enumerate(jaxpr.invars) if id(var) in donated and _rank(var))
 
 
-def primitives_in(jaxpr: Jaxpr) -> set[str]:
-    """Return the names of a program's primitives, at any depth."""
-    return {equation.primitive.name for equation in all_equations(jaxpr)}
-
-
 def is_ordered_print(equation: Equation) -> bool:
     """Tell whether an equation is a `jax.debug.print` or `jax.debug.callback` that keeps its place among the others."""
     return equation.primitive.name in PRINTS and any("Ordered" in type(effect).__name__ for effect in equation.effects)

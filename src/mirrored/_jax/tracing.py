@@ -13,7 +13,7 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax._src import config, core
 from jax._src.interpreters.partial_eval import DynamicJaxprTrace, lower_jaxpr2
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .. import _process
 from .._typing import REPLICA_AXIS
@@ -173,6 +173,12 @@ def bind(equation: Equation, operands: Sequence[Any]) -> list[Any]:
 def have_mesh(equations: Iterable[Equation]) -> bool:
     """Tell whether equations were traced with arrays that have a mesh: as they are, they run in no other mesh."""
     return any(map(_has_mesh, {atom.aval for equation in equations for atom in (*equation.invars, *equation.outvars)}))
+
+
+def have_explicit_axes(equations: Iterable[Equation]) -> bool:
+    """Tell whether the type of a result is tied to the devices of a mesh with Explicit axes, those of `jax.make_mesh`."""
+    placements = [getattr(variable.aval, "sharding", None) for equation in equations for variable in equation.outvars]
+    return any(placement is not None and AxisType.Explicit in placement.mesh.axis_types for placement in placements)
 
 
 def own_axes_first(equation: Equation) -> tuple[ClosedJaxpr, Equation]:

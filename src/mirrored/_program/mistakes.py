@@ -7,7 +7,7 @@ import dataclasses
 import jax
 
 from .._errors import ContextError, OneProgramError, PerReplicaError
-from .._jax import complaints, jaxprs, user_code
+from .._jax import complaints, jaxprs, tracing, user_code
 from .._models import libraries
 from .._replicas.per_replica import is_per_replica
 from .._typing import REPLICA_AXIS
@@ -89,7 +89,7 @@ def explain(error: Exception, call: Call, knows_id: bool = False) -> None:
 
 
 def refuse_devices(jaxpr: jaxprs.Jaxpr, maps: frozenset[str], num_devices: int) -> None:
-    """Refuse ordered prints on several devices, and the primitives `maps` over devices: XLA would abort the process."""
+    """Refuse what XLA would end the process for: ordered prints on several devices, the primitives `maps`, Explicit axes."""
     for equation, around in [(inner, top) for top in jaxpr.eqns for inner in (top, *jaxprs.inside(top))]:
         if num_devices > 1 and jaxprs.is_ordered_print(equation):
             raise ValueError(
@@ -102,6 +102,12 @@ def refuse_devices(jaxpr: jaxprs.Jaxpr, maps: frozenset[str], num_devices: int) 
                 f"jax.shard_map or jax.pmap was called in a step, at {user_code.equation_line(equation, around)}, and a step "
                 "runs on each replica's one device. Leave the map out: strategy.run maps the step itself. For a function of "
                 "each row write jax.vmap(function)(rows); what needs other devices is for outside of the step."
+            )
+        if tracing.have_explicit_axes([equation]):
+            raise ValueError(
+                f"an array on a mesh with Explicit axes is used at {user_code.equation_line(equation, around)}: its type has the "
+                "devices of that mesh, the program those of the strategy. Pass it to the step, which brings it there: "
+                "strategy.run(step, args=(..., x)). Or make the mesh with axis_types=(jax.sharding.AxisType.Auto,)."
             )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from .._errors import StrategyMismatchError
 from .._jax import callbacks, jaxprs, user_code
 from .._jax.primitives import DEVICE_MAPS, HOST_CALLBACKS, LOOPS, PRINTS, SUMS
-from .._jax.tracing import is_wide
+from .._jax.tracing import have_explicit_axes, is_wide
 from .._options import Storage
 from .._replicas import in_flight, placement
 from .._replicas.collectives import ReplicaAxis
@@ -130,8 +130,9 @@ class Program(abc.ABC):
 
         Only workers whose `describe()` gives the same text run it together.
         """
-        names = jaxprs.primitives_in(lifted.shown.jaxpr)
-        if not names.isdisjoint(PRINTS | cls.refused_maps):
+        equations = jaxprs.all_equations(lifted.shown.jaxpr)
+        names = {equation.primitive.name for equation in equations}
+        if not names.isdisjoint(PRINTS | cls.refused_maps) or have_explicit_axes(equations):
             mistakes.refuse_devices(lifted.shown.jaxpr, cls.refused_maps, len(mesh.devices))
         calls_host = not names.isdisjoint(HOST_CALLBACKS)
         options: dict[str, Any] = {}
