@@ -26,7 +26,7 @@ MUTANTS = [
     # -- a lost variable, an ended process
     ("_program/program.py", "placement.unshared(self.mesh, arrays, storage.held_arrays())", "arrays",
      "tests/_program/test_program.py::test_of_an_array_given_twice_or_also_closed_over_a_copy_is_donated"),
-    ("_variables/assignment.py", "array = spec.mesh.fresh(operand)", "pass",
+    ("_variables/variable.py", "self._keep(placed_copy(value", "self._keep(placed(value",
      "tests/_program/test_program.py::test_a_variable_keeps_its_memory_when_what_it_was_given_or_gave_is_donated"),
     ("_program/program.py", " or have_explicit_axes(equations)", "",
      "tests/_program/test_closed_over.py::test_an_array_on_a_mesh_with_explicit_axes_is_an_argument"),

@@ -181,6 +181,11 @@ def test_a_variable_keeps_its_memory_when_what_it_was_given_or_gave_is_donated(
         assert donate(v.value).tolist() == [2, 2, 2]
         assert [copy.tolist() for copy in strategy2.local_results(v)] == [[1, 1, 1]] * 2
     assert w.numpy().tolist() == [2, 2, 2]
+    own = variable(np.zeros(3), strategy2, synchronization="on_read", aggregation="sum")
+    rows = strategy2.run(lambda: jnp.ones(3) * (1 + mr.get_replica_context().replica_id_in_sync_group))
+    own.assign(rows)
+    strategy2.run(double, args=(rows,))
+    assert [copy.tolist() for copy in strategy2.local_results(own)] == [[1, 1, 1], [2, 2, 2]]
 
 
 def test_a_function_of_steps_donates_as_its_own_jit_says(strategy2: mr.Strategy) -> None:

@@ -123,10 +123,8 @@ class Assignment:
             if not hasattr(type(operand), "__jax_array__"):
                 array = host_array(operand, what, spec.dtype)
             array = jnp.asarray(array)
-        elif self.combine is None and not isinstance(operand, jax.core.Tracer) and not frames.is_traced():
-            array = spec.mesh.fresh(operand)  # the user may donate theirs, to a program of JAX too
         if not isinstance(array, jax.core.Tracer) and (array.committed or not spec.mesh.is_alone):
-            if isinstance(operand, jax.Array) and not frames.is_traced():
+            if array is operand and not frames.is_traced():
                 placement.check_later(spec.mesh, [array], lambda _: f"what variable {spec.name!r} was given by {self.method}")
             if spec.mesh.is_alone or not frames.is_traced():
                 division = spec.division

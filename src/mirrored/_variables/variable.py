@@ -327,14 +327,15 @@ class Variable(ScatterMethods, _Array):
             return
         if isinstance(value, jax.core.Tracer):
             raise ContextError(frames.foreign_trace_message("written", self.name, frame))
-        if not self._spec.is_on_read:
-            value = placed(value, self._spec.mesh, division=self._spec.division)
-        self._keep(value)
+        if self._spec.is_on_read:
+            self._keep(self._spec.mesh.fresh(value))
+        else:
+            self._keep(placed_copy(value, self._spec.mesh, division=self._spec.division))
 
     def _keep(self, array: jax.Array) -> None:
-        """Set the stored array; the caller has claimed the variable."""
+        """Set the stored array, which nobody else holds; the caller has claimed the variable."""
         note_use(self, "assign to")
-        self._slot.note_held()  # a user may hold it too
+        storage.held.discard(self._slot)  # first: who reads the new array meanwhile notes it again
         self._slot.array = array
 
     def _check_mesh(self, frame: Frame) -> None:
