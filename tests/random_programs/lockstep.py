@@ -246,7 +246,7 @@ def _conv(x: Any, kernel: Any, p: dict[str, Any]) -> Any:
     kernels = np.stack(np.split(kernel, max(of_rows, of_channels), 0))
     space, inside = "uvw"[: len(axes)], "xyz"[: len(axes)]
     result = np.einsum(f"gnc{space}{inside},goc{inside}->ngo{space}", windows, kernels, optimize=True)
-    result = result.reshape(result.shape[0], -1, *result.shape[3:])
+    result = result.reshape(result.shape[0], result.shape[1] * result.shape[2], *result.shape[3:])
     return np.transpose(result, np.argsort(of_result))
 
 
@@ -396,9 +396,11 @@ class Lockstep:
             [again] = self.closed(decide.closed, [*(fixed[k] for k in decide.fixed), *carry])
             if isinstance(again, Each) and len(again) > 1:
                 return self.alone(lambda one, values: one._while(equation, values), [*fixed, *carry])
-            if not (again[0] if isinstance(again, Each) else again):
+            again = again[0] if isinstance(again, Each) else again
+            if not np.any(again):
                 return carry
-            carry = self.closed(body.closed, [*(fixed[k] for k in body.fixed), *carry])
+            new = self.closed(body.closed, [*(fixed[k] for k in body.fixed), *carry])
+            carry = [_rows_that_go_on(again, *pair) for pair in zip(new, carry, strict=True)] if np.ndim(again) else new
 
     def _scan(self, equation: Any, values: list[Any]) -> list[Any]:
         loop, length, outputs = jaxprs.loop_of(equation), equation.params["length"], {}
@@ -416,6 +418,12 @@ class Lockstep:
         if any(isinstance(y, Each) for y in ys):
             return Each(_stack(own) for own in zip(*map(self.each, ys), strict=True))
         return _stack(ys)
+
+
+def _rows_that_go_on(again: Any, *new_and_old: Any) -> Any:
+    """Choose, in a loop that was mapped over, the new values of the rows that go on, and the old ones of those that have ended."""
+    new, old = (value[0] if isinstance(value, Each) else value for value in new_and_old)
+    return np.where(again.reshape(again.shape + (1,) * (np.ndim(new) - again.ndim)), new, old)
 
 
 def _stack(ys: Any) -> Any:

@@ -65,7 +65,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
         0]].add(2.0), x.at[:, i[0] % 6].add(x)),
     "scatters by row": lambda x, i: jax.vmap(lambda row, k: (row.at[k % 6].add(row), jax.lax.dynamic_update_slice(row,
         row[:2], (k[1],))) )(x, i),
-    "loops": lambda x, i: (differentiated(x), jax.lax.while_loop(lambda c: c.sum() < 50, lambda c: c * 2, jnp.abs(x))),
+    "loops": lambda x, i: (differentiated(x), jax.lax.while_loop(lambda c: c.sum() < 50, lambda c: c * 2, jnp.abs(x)),
+        jax.vmap(lambda y: jax.lax.while_loop(lambda c: c.sum() < 50, lambda c: c * 2, y))(jnp.abs(x))),
     "convolutions": lambda x, i: [jax.value_and_grad(lambda x, k, n=groups: (jnp.sin(jax.lax.conv_general_dilated(
         x[None], k, (2,), "SAME", rhs_dilation=(2,), dimension_numbers=("NWC", "WIO", "NWC"), feature_group_count=n)).sum()), (0,
         1))(x, kernel) for kernel, groups in ((x[:2, :, None] + np.ones(3, np.float32), 1), (x[:3, None] * 2, 6))],
