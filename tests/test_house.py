@@ -573,9 +573,12 @@ def test_the_way_of_a_step_is_short(strategy2: mr.Strategy, monkeypatch: pytest.
     names = "equinox keras keras_layers keras_parts libraries library linen objects replaced"
     known = {f"_models/{name}" for name in names.split()}
     assert len(first - models) <= MOST_FILES_FIRST and models <= known, sorted(first)
-    warm, calls = min((way(lambda: strategy2.run(step)) for _ in range(5)), key=lambda found: found[1])  # some wait for others
-    assert warm <= WARM, sorted(warm - WARM)
-    assert calls <= MOST_CALLS_WARM, calls  # none for each variable
+    function = mr.function(lambda: strategy2.run(step))
+    function()
+    for run, most_calls in ((lambda: strategy2.run(step), MOST_CALLS_WARM), (function, MOST_CALLS_WARM + 1)):
+        warm, calls = min((way(run) for _ in range(5)), key=lambda found: found[1])  # some wait for others
+        assert warm <= WARM | {"_transforms/function"}, sorted(warm - WARM)
+        assert calls <= most_calls, calls  # none for each variable
 
 
 def test_the_first_run_of_a_training_step_passes_few_files_more() -> None:

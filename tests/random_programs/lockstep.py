@@ -421,7 +421,7 @@ class Lockstep:
 
 
 def _rows_that_go_on(again: Any, *new_and_old: Any) -> Any:
-    """Choose, in a loop that was mapped over, the new values of the rows that go on, and the old ones of those that have ended."""
+    """Choose, in a mapped loop, the new values of the rows that go on, and the old ones of those that have ended."""
     new, old = (value[0] if isinstance(value, Each) else value for value in new_and_old)
     return np.where(again.reshape(again.shape + (1,) * (np.ndim(new) - again.ndim)), new, old)
 
