@@ -450,7 +450,7 @@ BUDGETS = {
     "_strategy": 1210,  # 1,100
     "_transforms": 595,  # 600
     "data": 4022,  # 3,200
-    "_workers": 2506,  # 1,700
+    "_workers": 2514,  # 1,700
     "_cluster": 1555,  # 1,080
     "_checkpoint": 2383,  # 1,800
     "_report": 986,  # 800

@@ -73,6 +73,7 @@ class Guard:
         self._listening: dict[frozenset[int], threading.Thread] = {}  # on worker 0: to the heartbeats of these workers
         self._process = 0  # the watched process; a forked child is another one
         self._threads: list[threading.Thread] = []
+        self._is_last = threading.Event()  # worker 0 has stopped, and waits for the others
         self._stopped, self._failing, self._has_ended = threading.Event(), threading.Event(), False
         self._speaking = Lock()
         self._sys_exit_code = 0
@@ -90,11 +91,9 @@ class Guard:
         self._last_error = last_error()
         # Exceptions of other threads do not end a Python program, so they do not end a job.
         sys.excepthook, sys.exit = self._on_exception, self._on_sys_exit  # pyrefly: ignore[bad-assignment]
-        # Daemons, because Python waits for other threads before it runs what is registered with atexit; `stop` joins them.
-        for work in (self._watch, self._watch_host):
-            thread = threading.Thread(target=work, name=THREADS + work.__name__.strip("_"), daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        self._threads = [self._started("watch", self._watch), self._started("watch_host", self._watch_host)]
+        if self._worker == 0:
+            self._listening[frozenset()] = self._started("outlive", self._outlive)
 
     def stop(self, *, wait: bool = True) -> None:
         """End the watch, at the end of the program and before JAX's own end; do nothing the second time."""
@@ -122,11 +121,22 @@ class Guard:
 
     def outlive_others(self, seconds: float) -> None:
         """Let worker 0 wait after `stop` until the others have left its service or are dead: JAX would abort them."""
-        if self._worker == 0:
-            self._listen_to(self._coordination.others)
-            deadline = time.monotonic() + seconds
-            for thread in [*self._listening.values()]:  # in a native call at the interpreter's end, one would abort the process
+        self._is_last.set()
+        deadline = time.monotonic() + seconds
+        for thread in [*self._listening.values()]:
+            if thread.is_alive():  # in a native call at the interpreter's end, it would abort the process
                 thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _outlive(self) -> None:
+        self._is_last.wait()
+        self._listen(self._coordination.others)
+
+    def _started(self, name: str, work: Callable[..., None], *args: object) -> threading.Thread:
+        """Start a daemon, because Python waits for other threads before it runs what is registered with atexit."""
+        thread = threading.Thread(target=work, args=args, name=THREADS + name, daemon=True)
+        with contextlib.suppress(RuntimeError):  # Python 3.12 starts none at its end; each limit holds without it
+            thread.start()
+        return thread
 
     # ---- the main thread
 
@@ -335,9 +345,7 @@ class Guard:
 
     def _listen_to(self, workers: frozenset[int]) -> None:
         if workers not in self._listening:
-            thread = threading.Thread(target=self._listen, args=(workers,), name=f"{THREADS}listen", daemon=True)
-            self._listening[workers] = thread
-            thread.start()
+            self._listening[workers] = self._started("listen", self._listen, workers)
 
     def _listen(self, workers: Collection[int]) -> None:
         """Leave when a silent worker's heartbeats have ceased: JAX sends them natively, so no call of Python holds them up."""

@@ -133,8 +133,7 @@ class Shutdown:
         if not self.begun.acquire(blocking=False):  # another thread is leaving
             self._stopped.wait(2 * LAST_RESORT_SECONDS)
             return
-        with contextlib.suppress(Exception):  # perhaps no thread can be started any more
-            self.arm_last_resort(code)
+        self.arm_last_resort(code)
         with contextlib.suppress(Exception):  # a stream may be closed
             _logger.critical("worker %d leaves with code %d: %s", self._coordination.worker, code, verdict)
             if verdict.wants_stacks:
@@ -150,7 +149,8 @@ class Shutdown:
         """Exit in LAST_RESORT_SECONDS, even if this thread blocks."""
         timer = threading.Timer(LAST_RESORT_SECONDS, self._exit, (code,))
         timer.daemon = True
-        timer.start()
+        with contextlib.suppress(RuntimeError):  # at the end of Python 3.12, which starts none
+            timer.start()
 
     def _let_others_go(self, verdict: Verdict, is_first: bool) -> None:
         """Wait for others to leave first: this worker's end breaks their collectives, and worker 0's stops the service."""
