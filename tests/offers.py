@@ -16,7 +16,7 @@ OFFERS = {
         jaxprs.held_operands jaxprs.inner_constants jaxprs.inner_jaxprs jaxprs.inside jaxprs.inside_of jaxprs.is_backward
         jaxprs.is_collective jaxprs.is_function_of_operands jaxprs.is_ordered_print jaxprs.is_over_groups jaxprs.is_plain
         jaxprs.is_replica_number jaxprs.is_scan jaxprs.is_sum jaxprs.levels_of jaxprs.linear_operands jaxprs.loop_of
-        jaxprs.meshes_in jaxprs.names_around jaxprs.num_bytes jaxprs.transforms_of marks.Mark marks.Purpose
+        jaxprs.meshes_in jaxprs.names_around jaxprs.num_bytes jaxprs.placements_in jaxprs.transforms_of marks.Mark marks.Purpose
         marks.mark marks.mark_p primitives.ADDITIONS primitives.ADDITIVE primitives.ADD_TO_FIRST primitives.AGAIN
         primitives.AXIS_SUMS primitives.BILINEAR primitives.BROADCASTS primitives.COMMUTATIVE primitives.COMPARE
         primitives.CONVERSIONS primitives.CONVOLUTIONS primitives.CUSTOM_DERIVATIVE primitives.DERIVATIVE_SUMS

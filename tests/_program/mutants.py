@@ -88,6 +88,8 @@ MUTANTS = [
      SINKS + "no_replica_has_a_gradient_of_layers_of_its_own"),
     ("_program/mistakes.py", "num_devices > 1", "num_devices > 2",
      "tests/_program/test_mistakes.py::test_an_ordered_print_is_refused_on_several_devices[odd]"),
+    ("_program/program.py", " or places", "",
+     "tests/_program/test_mistakes.py::test_a_step_names_no_devices[1]"),
     ("_program/mistakes.py", "max(num_devices, ", "max(1, ",
      "tests/_program/test_mistakes.py::test_a_map_over_devices_in_a_step_is_refused[6-1-3]"),
     ("_program/passes/virtual.py", "return follows and all(", "return False and all(",

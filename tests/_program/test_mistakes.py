@@ -253,6 +253,36 @@ def test_a_map_over_devices_in_a_step_is_refused(num_replicas, size, num_rows):
     assert mr.function(lambda: _shard_map(size)(jnp.ones(6)))().tolist() == [2] * 6, "outside of steps"
 
 
+#: What places an array on named devices: for several numbers of replicas XLA or JAX failed, with an error of our own code.
+PLACED = {
+    "device_put": lambda x, place: jax.device_put(x, place),
+    "device_put in a loop": lambda x, place: jax.lax.fori_loop(0, jnp.int32(2), lambda i, c: jax.device_put(c, place), x),
+    "constraint": lambda x, place: jax.lax.with_sharding_constraint(x, place),
+    "in_shardings": lambda x, place: jax.jit(lambda x: x, in_shardings=place)(x),
+    "out_shardings": lambda x, place: jax.jit(lambda x: x, out_shardings=place)(x),
+    "callback": lambda x, place: jax.pure_callback(lambda x: x, x, x, sharding=place),
+}
+
+
+@pytest.mark.by_xla
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_a_step_names_no_devices(num_replicas):
+    strategy = strategy_of(num_replicas)
+    one, two = jax.devices()[0], jax.sharding.Mesh(np.array(jax.devices()[:2]), ("m",))
+    for place in (jax.sharding.SingleDeviceSharding(one), jax.sharding.NamedSharding(two, jax.P("m"))):
+        for kind, put in PLACED.items():
+            step = lambda x, put=put, place=place: put(x, place)  # noqa: E731
+            if kind == "callback" and place.num_devices > 1:
+                continue
+            for run in (strategy.run, mr.function(strategy.run)):
+                with pytest.raises(mr.ContextError, match=rf"places .* at {re.escape(__file__)}:\d+, .*one device\. Leave out"):
+                    run(step, args=(ROWS,))
+    for put in (PLACED["device_put"], PLACED["constraint"], PLACED["out_shardings"]):
+        np.testing.assert_array_equal(mr.function(lambda x, put=put: put(x, strategy._mesh.mirrored))(ROWS), ROWS)
+    here = lambda x: jax.jit(lambda x: jax.device_put(x, jax.memory.Space.Device))(jax.device_put(x))  # noqa: E731
+    np.testing.assert_array_equal(strategy.run(here, args=(ROWS,)), ROWS)
+
+
 #: Ordered prints and callbacks, in a step, in a loop of a step, of an odd batch, in a function: `order` says whether.
 PRINTS = {
     "print": lambda s, order: s.run(lambda x: jax.debug.print("{}", x.sum(), ordered=order), args=(ROWS,)),

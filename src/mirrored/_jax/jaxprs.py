@@ -7,7 +7,7 @@ because the names of parameters change: those of `scan` did in jax 0.11.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +27,8 @@ Equation = jex_core.JaxprEqn
 Literal = jex_core.Literal
 Var = jex_core.Var
 Atom = Var | Literal
+#: The parameters in which a program names devices.
+_PLACEMENTS = frozenset({"devices", "in_shardings", "out_shardings", "sharding"})
 
 
 def inner_jaxprs(equation: Equation) -> list[ClosedJaxpr]:
@@ -303,13 +305,19 @@ def is_ordered_print(equation: Equation) -> bool:
 
 
 def meshes_in(jaxpr: Jaxpr) -> Iterator[jax.sharding.Mesh]:
-    """Yield the meshes that a traced cross-replica function maps over or places results on."""
-    for equation in all_equations(jaxpr):
+    """Yield the meshes that a traced cross-replica function maps over or places arrays on."""
+    equations = all_equations(jaxpr)
+    for equation in equations:
         if equation.primitive.name in DEVICE_MAPS:
             yield equation.params["mesh"]
-        for placement in equation.params.get("out_shardings", ()):
-            if isinstance(placement, jax.sharding.NamedSharding) and isinstance(placement.mesh, jax.sharding.Mesh):
-                yield placement.mesh
+    yield from (place.mesh for place in placements_in(equations) if isinstance(place, jax.sharding.NamedSharding))
+
+
+def placements_in(equations: Iterable[Equation]) -> list[Any]:
+    """Return the devices and shardings that operations name: `device_put`, a constraint, a `jit`, a callback on the host."""
+    named = [equation.params[name] for equation in equations for name in _PLACEMENTS & equation.params.keys()]
+    given = [value for value in jax.tree.leaves(named) if isinstance(value, jax.Device | jax.sharding.Sharding)]
+    return [value for value in given if not isinstance(getattr(value, "mesh", None), jax.sharding.AbstractMesh)]
 
 
 def inner_constants(jaxpr: Jaxpr) -> Iterator[Any]:

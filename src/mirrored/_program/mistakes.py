@@ -109,6 +109,13 @@ def refuse_devices(jaxpr: jaxprs.Jaxpr, maps: frozenset[str], num_devices: int) 
                 "devices of that mesh, the program those of the strategy. Pass it to the step, which brings it there: "
                 "strategy.run(step, args=(..., x)). Or make the mesh with axis_types=(jax.sharding.AxisType.Auto,)."
             )
+        if maps and jaxprs.placements_in([equation]):
+            raise ContextError(
+                f"a step places an array on devices that it names, at {user_code.equation_line(equation, around)}, and a step "
+                "runs on each replica's one device. Leave out jax.device_put, jax.lax.with_sharding_constraint, or the "
+                "sharding or device given to jax.jit, jnp or a callback there: strategy.run places what a step uses. Arrays for "
+                "other devices are for outside of the step."
+            )
 
 
 def _explain_number(error: Exception, call: Call, where: str) -> OneProgramError | None:

@@ -132,7 +132,8 @@ class Program(abc.ABC):
         """
         equations = jaxprs.all_equations(lifted.shown.jaxpr)
         names = {equation.primitive.name for equation in equations}
-        if not names.isdisjoint(PRINTS | cls.refused_maps) or have_explicit_axes(equations):
+        places = cls.refused_maps and jaxprs.placements_in(equations)
+        if not names.isdisjoint(PRINTS | cls.refused_maps) or places or have_explicit_axes(equations):
             mistakes.refuse_devices(lifted.shown.jaxpr, cls.refused_maps, len(mesh.devices))
         calls_host = not names.isdisjoint(HOST_CALLBACKS)
         options: dict[str, Any] = {}
