@@ -310,7 +310,7 @@ def meshes_in(jaxpr: Jaxpr) -> Iterator[jax.sharding.Mesh]:
     for equation in equations:
         if equation.primitive.name in DEVICE_MAPS:
             yield equation.params["mesh"]
-    yield from (place.mesh for place in placements_in(equations) if isinstance(place, jax.sharding.NamedSharding))
+    yield from (place.mesh for place in placements_in(equations) if hasattr(place, "mesh"))
 
 
 def placements_in(equations: Iterable[Equation]) -> list[Any]:
