@@ -88,6 +88,8 @@ MUTANTS = [
      SINKS + "no_replica_has_a_gradient_of_layers_of_its_own"),
     ("_program/mistakes.py", "num_devices > 1", "num_devices > 2",
      "tests/_program/test_mistakes.py::test_an_ordered_print_is_refused_on_several_devices[odd]"),
+    ("_jax/tracing.py", ", config.eager_constant_folding(False)", "",
+     "tests/_program/test_lift.py::test_a_variable_is_read_where_constants_are_computed_at_once"),
     ("_program/program.py", " or places", "",
      "tests/_program/test_mistakes.py::test_a_step_names_no_devices[1]"),
     ("_program/mistakes.py", "max(num_devices, ", "max(1, ",

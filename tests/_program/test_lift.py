@@ -330,3 +330,20 @@ def test_a_program_is_described_by_what_it_computes_and_of_which_variables():
     pair = [variable(np.ones(3)) for _ in range(2)]
     one, other = (lifted_of(lambda v=v: [v.assign_add(jnp.ones(3)), None][1]).describe() for v in pair)
     assert one != other and one.replace(f"'{pair[0]._spec.number} ", f"'{pair[1]._spec.number} ") == other
+
+
+def test_a_variable_is_read_where_constants_are_computed_at_once(strategy2):
+    """The first read makes an operand, which `jax.ensure_compile_time_eval` would compute."""
+    v, x = variable(np.float32(3), strategy2), np.arange(4, dtype=np.float32)
+
+    def step(x):
+        with jax.ensure_compile_time_eval():
+            double, table = v.value * 2, jnp.arange(4.0) * 2
+            assert table.tolist() == [0, 2, 4, 6]
+        v.assign(double)
+        return jax.lax.fori_loop(0, 2, lambda i, c: c + double, x) + table
+
+    for run in (strategy2.run, mr.function(strategy2.run)):
+        v.assign(3.0)
+        np.testing.assert_array_equal(run(step, args=(x,)), [12, 15, 18, 21])
+        assert float(v) == 6

@@ -224,4 +224,7 @@ def test_inside_jaxs_own_mesh_no_program_starts_and_nothing_has_changed(strategy
         strategy.run(step, args=(batch,))
         with jax.set_mesh(mesh), pytest.raises(mr.ContextError, match="set_mesh"):
             strategy.run(step, args=(batch,))  # also when it has a program
+    for call in calls.values():
+        with jax.ensure_compile_time_eval(), pytest.raises(mr.ContextError, match=r"inside jax\.ensure_compile_time_eval\(\)"):
+            call()
     assert float(w) == 2 * x.sum() and float(strategy.reduce("sum", batch, axis=0)) == x.sum()

@@ -39,6 +39,8 @@ NO_TRACE = core.eval_trace
 untraced = core.eval_context
 #: Tell whether numbers have 64 bits; by default they have 32.
 is_wide = functools.partial(getattr, config.enable_x64, "value")
+#: Tell whether this is inside `jax.ensure_compile_time_eval`: a trace computes at once what depends on none of its arguments.
+computes_constants = functools.partial(getattr, config.eager_constant_folding, "value")
 #: Return what `jax.jit` puts into its keys beside functions and arguments: JAX's settings and contexts. Warm steps call it.
 context = config.trace_context
 #: Return the implementation of random keys, which `context` lacks, although it changes the result of a trace.
@@ -244,6 +246,6 @@ operand_p.def_abstract_eval(lambda *, aval, number: aval)
 
 
 def new_operand(outermost: core.Trace, number: int, aval: jax.core.AbstractValue) -> jax.Array:
-    """Add an operand to the function that `outermost` traces, even from inside a loop or a derivative in it."""
-    with core.set_current_trace(outermost):
+    """Add an operand to the function that `outermost` traces, even from inside a loop or an `ensure_compile_time_eval` in it."""
+    with core.set_current_trace(outermost), config.eager_constant_folding(False):
         return operand_p.bind(aval=aval, number=number)  # type: ignore[no-any-return]

@@ -79,7 +79,12 @@ def check_enterable(strategy: object) -> None:
 
 
 def require_no_mesh_around() -> None:
-    """Refuse a program inside `jax.set_mesh`: JAX would compile it for that mesh."""
+    """Refuse a program inside `jax.set_mesh`, for whose mesh JAX would compile it, or in `jax.ensure_compile_time_eval`."""
+    if tracing.computes_constants():
+        raise ContextError(
+            "a program of a strategy was started inside jax.ensure_compile_time_eval(), where JAX computes at once, outside of "
+            "the replicas, what depends on no argument. Run steps, reduce and gather outside of that block; it may stand in a step."
+        )
     if tracing.current_trace() is tracing.NO_TRACE and not (mesh := jax.sharding.get_abstract_mesh()).empty:
         raise ContextError(
             f"a program of a strategy was started inside jax.set_mesh(...) of the axes {dict(mesh.shape)}, and JAX compiles what "
