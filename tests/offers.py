@@ -27,10 +27,10 @@ OFFERS = {
         primitives.SELECTS primitives.SIMPLE primitives.SPREADS primitives.SUMS primitives.TRANSPOSES random_keys.Count
         random_keys.THREEFRY random_keys.are_counted random_keys.by_rows random_keys.draws_by_rows random_keys.folded
         random_keys.of_rows random_keys.plain topologies.runs_nothing tracing.NO_TRACE tracing.barrier tracing.bind
-        tracing.computes_constants tracing.context tracing.current_trace tracing.have_explicit_axes tracing.have_mesh tracing.is_for_this_call
-        tracing.is_mapped_over tracing.is_staging tracing.is_wide tracing.key_kind tracing.lowered tracing.new_operand
-        tracing.operand_p tracing.room_for tracing.separate_caches tracing.settings tracing.trace tracing.trace_state
-        tracing.untraced
+        tracing.computes_constants tracing.context tracing.current_trace tracing.have_explicit_axes tracing.have_mesh
+        tracing.is_for_this_call tracing.is_mapped_over tracing.is_staging tracing.is_wide tracing.key_kind tracing.lowered
+        tracing.new_operand tracing.operand_p tracing.room_for tracing.separate_caches tracing.settings tracing.trace
+        tracing.trace_state tracing.untraced
         user_code.OURS user_code.equation_line user_code.hide_lines user_code.leave_out user_code.line_of user_code.raising_line
         user_code.shorten_errors user_code.show_users_lines user_code.user_line user_code.user_stacklevel user_code.warn
         versions.warn_if_untried

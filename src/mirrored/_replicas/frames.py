@@ -83,7 +83,7 @@ def require_no_mesh_around() -> None:
     if tracing.computes_constants():
         raise ContextError(
             "a program of a strategy was started inside jax.ensure_compile_time_eval(), where JAX computes at once, outside of "
-            "the replicas, what depends on no argument. Run steps, reduce and gather outside of that block; it may stand in a step."
+            "the replicas, what depends on no argument. Run steps, reduce and gather outside of that block; a step may have one."
         )
     if tracing.current_trace() is tracing.NO_TRACE and not (mesh := jax.sharding.get_abstract_mesh()).empty:
         raise ContextError(
