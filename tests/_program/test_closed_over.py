@@ -250,5 +250,7 @@ def test_an_array_on_a_mesh_with_explicit_axes_is_an_argument(num_replicas):
         for run in (strategy.run, mr.function(lambda step, args: strategy.run(step, args=args))):
             with pytest.raises(ValueError, match=rf"Explicit axes .* {HERE}:\d+.* Pass it .*run\(step, args="):
                 run(step, args=(ones,))
+        with pytest.raises(ValueError, match=rf"Explicit axes .* {HERE}:\d+"):  # whose loop begins with an operation of no line
+            mr.fori_loop(0, 2, lambda i, x, use=use, explicit=explicit: use(x, explicit), ones)
         np.testing.assert_array_equal(strategy.run(use, args=(ones, explicit)), np.arange(4))
         np.testing.assert_array_equal(strategy.run(lambda x, use=use, auto=auto: use(x, auto), args=(ones,)), np.arange(4))

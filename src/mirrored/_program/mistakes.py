@@ -90,7 +90,8 @@ def explain(error: Exception, call: Call, knows_id: bool = False) -> None:
 
 def refuse_devices(jaxpr: jaxprs.Jaxpr, maps: frozenset[str], num_devices: int) -> None:
     """Refuse what XLA would end the process for: ordered prints on several devices, the primitives `maps`, Explicit axes."""
-    for equation, around in [(inner, top) for top in jaxpr.eqns for inner in (top, *jaxprs.inside(top))]:
+    pairs = [(inner, top) for top in jaxpr.eqns for inner in (top, *jaxprs.inside(top))]
+    for equation, around in sorted(pairs, key=lambda pair: user_code.equation_line(*pair) == "<unknown>"):
         if num_devices > 1 and jaxprs.is_ordered_print(equation):
             raise ValueError(
                 "jax.debug.print or jax.debug.callback was given ordered=True, at "
