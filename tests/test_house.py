@@ -442,9 +442,9 @@ def test_sizes() -> None:
 #: was not there. The ground is together, and so are small wings that stand for one thing. `python tests/test_house.py` prints
 #: today's.
 BUDGETS = {
-    "_program": 6416,  # 4,000
-    "_jax": 1817,  # 1,300
-    "_replicas": 3351,  # 2,100
+    "_program": 6425,  # 4,000
+    "_jax": 1827,  # 1,300
+    "_replicas": 3356,  # 2,100
     "_variables": 2184,  # 1,700
     "_models": 1534,  # 1,050
     "_strategy": 1210,  # 1,100
