@@ -70,9 +70,10 @@ OFFERS = {
         per_replica.is_per_replica per_replica.lost_rank per_replica.origin_of per_replica.proven_of per_replica.require_whole
         per_replica.stack_of per_replica.stack_shapes per_replica.uneven_shapes placement.Sliced placement.check_later
         placement.checksum placement.divide placement.divide_slices placement.join placement.mirror placement.mirror_constants
-        placement.refuse_argument placement.stack placement.unshared planned.CompiledOnly planned.Planned planned.stand_in
-        platforms.platform_of reductions.REDUCTIONS reductions.divide reductions.reduction_of rows_drawn.key_of
-        spent.COMPUTATION spent.DeviceTime spent.Spent spent.forget_pause spent.last_profile spent.waited
+        placement.own_copy placement.refuse_argument placement.shared_with_user placement.stack placement.unshared
+        planned.CompiledOnly planned.Planned planned.stand_in platforms.platform_of reductions.REDUCTIONS reductions.divide
+        reductions.reduction_of rows_drawn.key_of spent.COMPUTATION spent.DeviceTime spent.Spent spent.forget_pause
+        spent.last_profile spent.waited
     """,
     "_variables": """
         access.all_copies access.claimed access.copied access.lent access.load access.lose access.store access.store_in_parts

@@ -28,6 +28,10 @@ MUTANTS = [
      "tests/_program/test_program.py::test_of_an_array_given_twice_or_also_closed_over_a_copy_is_donated"),
     ("_variables/variable.py", "self._keep(placed_copy(value", "self._keep(placed(value",
      "tests/_program/test_program.py::test_a_variable_keeps_its_memory_when_what_it_was_given_or_gave_is_donated"),
+    ("_program/program.py", "self.shared and any(map(_is_deleted, self.shared))", "False",
+     "tests/_program/test_program.py::test_a_step_whose_closed_over_array_is_deleted_says_so_and_changes_nothing[0]"),
+    ("_replicas/placement.py", "_memory_of if is_moving else lambda array: [id(array)]", "lambda array: [id(array)]",
+     "tests/_program/test_program.py::test_another_strategy_donates_no_memory_of_a_variable[1]"),
     ("_program/program.py", " or have_explicit_axes(equations)", "",
      "tests/_program/test_closed_over.py::test_an_array_on_a_mesh_with_explicit_axes_is_an_argument"),
     # -- a factor of R

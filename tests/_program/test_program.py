@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from strategies import all_reduce, divide_small_arrays, strategy_of, variable
 
 import mirrored as mr
@@ -186,6 +187,54 @@ def test_a_variable_keeps_its_memory_when_what_it_was_given_or_gave_is_donated(
     own.assign(rows)
     strategy2.run(double, args=(rows,))
     assert [copy.tolist() for copy in strategy2.local_results(own)] == [[1, 1, 1], [2, 2, 2]]
+
+
+def test_what_a_variable_was_given_in_any_form_may_be_donated(strategy2: mr.Strategy) -> None:
+    """Assign copies the array of another variable, of what gives itself as an array, and of a PerReplica."""
+    other, v = variable(np.ones(3), strategy2), variable(np.zeros(3), strategy2)
+    count = variable(np.zeros(3), strategy2, synchronization="on_read", aggregation="mean")
+    given = nnx.Param(jnp.ones(3)), strategy2.distribute_values_from_function(lambda _: np.ones(3, np.float32))
+    for taker, value in ((v, other), (v, given[0]), (count, given[1])):
+        taker.assign(np.zeros(3)).assign(value)
+        jax.jit(lambda tree: jax.tree.map(lambda x: 2 * x, tree), donate_argnums=0)(value)
+        assert taker.numpy().tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("others", [["cpu:0"], ["cpu:1", "cpu:0"], ["cpu:0", "cpu:1", "cpu:2"]], ids=len)
+def test_another_strategy_donates_no_memory_of_a_variable(strategy2: mr.Strategy, others: list[str]) -> None:
+    """An array that moves to other devices shares the memory on those that it is on already."""
+    v, other, double = variable(np.ones(3), strategy2), mr.MirroredStrategy(others), jax.jit(lambda x: 2 * x, donate_argnums=0)
+    for x in (v.value, jax.device_put(v.value, jax.devices()[0]), jax.device_put(v.value, jax.devices()[1])):
+        assert other.run(double, args=(x,)).tolist() == [2, 2, 2]
+        nnx_step = nnx.jit(lambda p: p.set_value(p[...] + 1), donate_argnums=0)
+        other.run(nnx_step, args=(param := nnx.Param(x),))
+        assert param[...].tolist() == [2, 2, 2]
+        assert [copy.tolist() for copy in strategy2.local_results(v)] == [[1, 1, 1]] * 2
+    x = jnp.ones(3)
+    assert other.run(double, args=(x,)).tolist() == [2, 2, 2] and x.is_deleted()
+
+
+def test_of_two_arrays_with_one_memory_a_copy_is_donated(strategy2: mr.Strategy) -> None:
+    v, add = variable(np.zeros(3), strategy2), jax.jit(jnp.add, donate_argnums=(0, 1))
+    step = lambda *args: (v.assign_add(np.ones(3)), add(*args))[1]  # noqa: E731
+    for device in jax.devices()[:2]:
+        for choose in (lambda x, y: (x, y), lambda x, y: (y, x), lambda x, y: (y, y)):
+            x = strategy2.run(lambda: jnp.ones(3))
+            assert strategy2.run(step, args=choose(x, jax.device_put(x, device))).tolist() == [2, 2, 2]
+    assert v.numpy().tolist() == [6, 6, 6]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_step_whose_closed_over_array_is_deleted_says_so_and_changes_nothing(strategy2: mr.Strategy, number: int) -> None:
+    """JAX looks at the first device only: the program failed on the second, and the variables were lost."""
+    v, x = variable(np.zeros(3), strategy2), jax.device_put(np.ones(3, np.float32), jax.devices()[number])
+    step = lambda: (v.assign_add(x), None)[1]  # noqa: E731
+    strategy2.run(step)
+    jax.jit(lambda x: 2 * x, donate_argnums=0)(x)
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match=r"an array that .*<lambda> closes over has been deleted"):
+            strategy2.run(step)
+    assert [copy.tolist() for copy in strategy2.local_results(v)] == [[1, 1, 1]] * 2
 
 
 def test_a_function_of_steps_donates_as_its_own_jit_says(strategy2: mr.Strategy) -> None:

@@ -19,6 +19,7 @@ from .._replicas.context import current_replica
 from .._replicas.division import placement_of_array
 from .._replicas.mesh import ReplicaMesh
 from .._typing import PyTree
+from .._variables import storage
 from .libraries import LIBRARIES
 from .library import Objects, Path
 
@@ -125,7 +126,9 @@ def _placed(mesh: ReplicaMesh | None, arrays: dict[Path, Any]) -> dict[Path, Any
         return arrays
     targets = {path: placement_of_array(mesh, array) for path, array in arrays.items() if isinstance(array, jax.Array)}
     missing = [path for path, target in targets.items() if arrays[path].sharding != target]
-    moved = mesh.put(placement.unshared(mesh, [arrays[path] for path in missing]), [targets[path] for path in missing])
+    others = [*(arrays[path] for path in targets.keys() - missing), *storage.held_arrays()]
+    moving = placement.unshared(mesh, [arrays[path] for path in missing], others, is_moving=True)
+    moved = mesh.put(moving, [targets[path] for path in missing])
     return arrays | dict(zip(missing, moved, strict=True))
 
 

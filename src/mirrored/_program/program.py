@@ -6,6 +6,7 @@ import abc
 import contextlib
 import dataclasses
 import functools
+import operator
 import signal
 import sys
 import threading
@@ -97,6 +98,12 @@ _WHERE_A_NAN_IS_MADE = (
     "For an infinity it is jax.debug_infs(True)."
 )
 
+_CLOSED_OVER_IS_DELETED = (
+    "an array that {name} closes over has been deleted, by a program that donates it or by its delete(). Nothing was changed. "
+    "Pass the present array as an argument, strategy.run(step, args=(x,)), or donate a copy, jnp.copy(x)."
+)
+_is_deleted = operator.methodcaller("is_deleted")
+
 
 @dataclasses.dataclass(eq=False)
 class Program(abc.ABC):
@@ -110,6 +117,7 @@ class Program(abc.ABC):
     compiled: Callable[..., Any]
     jax_name: str  # of what is compiled
     constants: list[Any]  # the arrays that the function closes over, placed on the mesh
+    shared: list[jax.Array]  # parts of these, in the user's own memory
     watch: equal_copies.Watch | None  # compares the copies of the written variables now and then
     calls_host: bool  # may raise when it runs, so nothing is donated
     refused_maps: ClassVar[frozenset[str]] = frozenset()  # primitives that the program may not have on several devices
@@ -152,7 +160,9 @@ class Program(abc.ABC):
         closed_over = lifted.closed.consts
         constants = closed_over and placement.mirror_constants(mesh, closed_over, f"an array that {name} closes over")
         home, watch = storage.home_of(lifted.writes.slots), equal_copies.watch(mesh, lifted.variables)
-        return cls(name, mesh, lifted.bare(), home, function, compiled, jax_name, constants, watch, calls_host, **more)
+        # JAX looks at the first device only: with a part deleted on another, the program would take the variables with it.
+        shared = closed_over and placement.shared_with_user(closed_over, constants)
+        return cls(name, mesh, lifted.bare(), home, function, compiled, jax_name, constants, shared, watch, calls_host, **more)
 
     @abc.abstractmethod
     def rebuild(self, results: list[Any]) -> PyTree:
@@ -161,6 +171,8 @@ class Program(abc.ABC):
     def execute(self, arrays: list[Any]) -> list[Any]:
         """Run on placed arrays, keep the new values of the variables, and return the arrays of the result."""
         in_flight.require_threads()
+        if self.shared and any(map(_is_deleted, self.shared)):
+            raise RuntimeError(_CLOSED_OVER_IS_DELETED.format(name=self.name))
         read_only = self.lifted.reads.slots
         given: tuple[Any, ...] = arrays, self.constants
         if self.lifted.donated:
@@ -196,6 +208,10 @@ class Program(abc.ABC):
             if watch.count >= watch.next:
                 watch.compare()
         return results
+
+    def kept(self) -> list[Any] | None:
+        """Return the arrays that must stay when the program donates arguments; None if it donates none."""
+        return [*self.constants, *storage.held_arrays()] if self.lifted.donated else None
 
     def _refuse_too_large(self, given: tuple[Any, ...]) -> None:
         """Raise an error, before the first run, if the program does not fit into the memory of a device."""
@@ -299,9 +315,16 @@ def _mirrored_number(mesh: ReplicaMesh, kind: type, text: str, is_wide: bool) ->
 
 
 def place(
-    mesh: ReplicaMesh, arrays: Sequence[Any], leaves_of: Callable[[], Sequence[ArrayLeaf]], names: Callable[[], Sequence[str]]
+    mesh: ReplicaMesh,
+    arrays: Sequence[Any],
+    leaves_of: Callable[[], Sequence[ArrayLeaf]],
+    names: Callable[[], Sequence[str]],
+    kept: Sequence[Any] | None = None,
 ) -> list[Any]:
-    """Move array arguments to the mesh if they are elsewhere, or on this worker only; `names` are for messages."""
+    """Move array arguments to the mesh if they are elsewhere, or on this worker only; `names` are for messages.
+
+    A program that donates arguments must not donate what is `kept`.
+    """
     placed = list(arrays)
     if mesh.is_alone:
         placed = [_mirrored_number(mesh, type(a), repr(a), is_wide()) if type(a) in NUMBERS else a for a in arrays]
@@ -332,7 +355,10 @@ def place(
     if mesh.is_alone:
         kinds = [leaves[position] for position in elsewhere]
         targets = [mesh.stacked if kind.is_per_replica else placement_of_array(mesh, kind) for kind in kinds]
-        moved = mesh.put(placement.unshared(mesh, moving), targets)
+        if kept is not None:
+            beside = [array for position, array in enumerate(placed) if position not in elsewhere]
+            moving = placement.unshared(mesh, moving, [*beside, *kept], is_moving=True)
+        moved = mesh.put(list(map(placement.own_copy, moving)), targets)
     else:
 
         def differ(index: int, workers: Sequence[int]) -> None:

@@ -65,14 +65,30 @@ def own_copy(array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
     return array.addressable_data(0) if is_joint else array  # pyrefly: ignore[missing-attribute]
 
 
-def unshared(mesh: ReplicaMesh, arrays: Sequence[Any], others: Sequence[Any] = ()) -> list[Any]:
-    """Return arrays any of which may be moved or donated: copies of those given twice, closed over, or among `others`."""
-    # A moved array shares the user's memory on its own device. A program that donates and uses that fails there only, and the
-    # next program waits for it forever; one that donates it on all devices may take the written variables with it.
-    times = collections.Counter(map(id, [*arrays, *others]))
-    is_shared = [isinstance(a, jax.Array) and (times[id(a)] > 1 or _key_of(mesh, a) in _process.constants) for a in arrays]
-    own = map(own_copy, arrays) if mesh.is_alone else arrays
-    return [mesh.fresh(array) if shared else array for array, shared in zip(own, is_shared, strict=True)]
+def unshared(mesh: ReplicaMesh, arrays: Sequence[Any], others: Sequence[Any], is_moving: bool = False) -> list[Any]:
+    """Return arrays any of which may be donated: copies of those given twice, closed over, or among `others`."""
+    # A program that donates an array and has it twice may fail on some devices only: it takes the written variables with it, and
+    # the next program may wait forever. A moved array shares the memory of the user's, which other arrays may share too.
+    if is_moving:
+        arrays = list(map(own_copy, arrays))
+    places_of = _memory_of if is_moving else lambda array: [id(array)]
+    times = collections.Counter(place for array in (*arrays, *others) for place in places_of(array))
+    is_shared = [any(times[place] > 1 for place in places_of(a)) or _key_of(mesh, a) in _process.constants for a in arrays]
+    return [mesh.fresh(array) if shared else array for array, shared in zip(arrays, is_shared, strict=True)]
+
+
+def _memory_of(array: object) -> list[Hashable]:
+    """Return the addresses of an array's memory on the devices; none of a host's array."""
+    is_there = isinstance(array, jax.Array) and not array.is_deleted()
+    shards = [shard for shard in array.addressable_shards if not shard.data.is_deleted()] if is_there else []
+    return [(shard.device, shard.data.unsafe_buffer_pointer()) for shard in shards]
+
+
+def shared_with_user(constants: Sequence[Any], placed: Sequence[object]) -> list[jax.Array]:
+    """Return the parts of moved constants on the constants' own devices, where their memory is the user's too."""
+    moved = [(a, to) for a, to in zip(constants, placed, strict=True) if a is not to and isinstance(a, jax.Array)]
+    shards = [(a.devices(), shard) for a, to in moved for shard in getattr(to, "addressable_shards", ())]
+    return [shard.data for devices, shard in shards if shard.device in devices]
 
 
 def divide(mesh: ReplicaMesh, division: Division, array: jax.Array | np.ndarray) -> jax.Array:
