@@ -18,9 +18,9 @@ from ..optimizer import Optimizer
 def export(tree: PyTree) -> PyTree:
     """Return the values of variables as a plain tree of JAX arrays.
 
-    The result shares the variables' arrays, on all devices of the strategy, without a copy: a program of JAX's own may not donate
-    it. A later change of a variable does not change it. `variable.assign(array)` takes an array back, also for a tree that
-    `mr.Variable(tree)` has made.
+    The result shares the variables' arrays, on all devices of the strategy, without a copy: donate none of them. A later change
+    of a variable does not change them. `variable.assign(array)` takes an array back, also for a tree that `mr.Variable(tree)` has
+    made.
 
     Args:
         tree: any nest of variables, of results of `mr.Variable(tree)`, and of `mr.Optimizer` objects (exported as their
