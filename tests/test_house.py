@@ -442,17 +442,17 @@ def test_sizes() -> None:
 #: was not there. The ground is together, and so are small wings that stand for one thing. `python tests/test_house.py` prints
 #: today's.
 BUDGETS = {
-    "_program": 6425,  # 4,000
+    "_program": 6441,  # 4,000
     "_jax": 1827,  # 1,300
-    "_replicas": 3356,  # 2,100
-    "_variables": 2184,  # 1,700
-    "_models": 1534,  # 1,050
+    "_replicas": 3372,  # 2,100
+    "_variables": 2190,  # 1,700
+    "_models": 1537,  # 1,050
     "_strategy": 1210,  # 1,100
     "_transforms": 595,  # 600
     "data": 4022,  # 3,200
     "_workers": 2514,  # 1,700
     "_cluster": 1555,  # 1,080
-    "_checkpoint": 2383,  # 1,800
+    "_checkpoint": 2384,  # 1,800
     "_report": 986,  # 800
     "_plan": 844,  # a feature of its own
     "_testing": 772,  # 750

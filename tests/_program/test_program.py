@@ -237,14 +237,12 @@ def test_a_step_whose_closed_over_array_is_deleted_says_so_and_changes_nothing(s
     assert [copy.tolist() for copy in strategy2.local_results(v)] == [[1, 1, 1]] * 2
 
 
-@pytest.mark.parametrize("is_written", [False, True])
-def test_a_variable_that_is_deleted_on_one_device_is_named_and_no_other_is_lost(strategy2: mr.Strategy, is_written: bool) -> None:
-    """JAX looks at the first device only: other variables were lost, or the step never ended."""
+def test_a_written_variable_that_is_deleted_on_one_device_is_named_and_no_other_is_lost(strategy2: mr.Strategy) -> None:
+    """JAX looks at the first device only, and the step never ended."""
     v, w = variable(np.ones(3), strategy2), variable(np.zeros(3), strategy2)
-    step = lambda: (w.assign_add(v.value), v.assign(v + 1) if is_written else None, None)[2]  # noqa: E731
+    step = lambda: (w.assign_add(v.value), v.assign(v + 1), None)[2]  # noqa: E731
     strategy2.run(step)
     copy = jax.device_put(v.value, jax.devices()[1])
-    strategy2.run(lambda: (w.assign_sub(v.value * 0), None)[1])  # what is only held is no reason
     jax.jit(lambda x: 2 * x, donate_argnums=0)(copy)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=f"variable '{v.name}' has been deleted on one of its devices"):

@@ -76,7 +76,7 @@ class Dispatcher(abc.ABC, Generic[ProgramT]):
         program = self.programs.get(key, functions, short_args)
         if program is not None and is_plain:
             names = lambda: argument_names(take_apart(function, args, kwargs))  # noqa: E731
-            return self._execute(program, place(program.mesh, arrays, lambda: array_leaves(key), names, program.kept()), *start)
+            return self._execute(program, place(program, arrays, lambda: array_leaves(key), names), *start)
         # The other ways need a program too, for what its proof says of the results; none of them is a step of a loop.
         forget_pause()
         call = take_apart(function, args, kwargs, self.runs_steps)
@@ -94,7 +94,7 @@ class Dispatcher(abc.ABC, Generic[ProgramT]):
             placement.check_later(program.mesh, call.arrays, lambda index: f"the argument {names()[index]}")
             if program.lifted.donated:  # what is donated cannot be compared later
                 in_flight.finish()
-        return self._execute(program, place(program.mesh, call.arrays, call.array_leaves, names, program.kept()), *start)
+        return self._execute(program, place(program, call.arrays, call.array_leaves, names), *start)
 
     def _find_repeated(self, function: UserFunction, args: Sequence[Any]) -> tuple[ProgramT, list[Any]] | None:
         """Return the program and arrays of a call that repeats an earlier one, of this function or of another with its code."""

@@ -88,7 +88,7 @@ def run_eagerly(strategy: object, program: StepProgram, call: Call) -> PyTree:
     value_specs = [spec_of(v).placement.spec for v in lifted.variables]
     pairs = zip(leaves, divisions, strict=True)
     array_specs = [stacked if leaf.is_per_replica else placement_of(mesh, division).spec for leaf, division in pairs]
-    arrays = place(mesh, call.arrays, call.array_leaves, lambda: argument_names(call))
+    arrays = place(program, call.arrays, call.array_leaves, lambda: argument_names(call))
 
     def compute(values: list[Any], caches: Callable[[], Any]) -> list[Any]:
         own_body = functools.partial(body, caches)

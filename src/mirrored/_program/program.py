@@ -209,10 +209,6 @@ class Program(abc.ABC):
                 watch.compare()
         return results
 
-    def kept(self) -> list[Any] | None:
-        """Return the arrays that must stay when the program donates arguments; None if it donates none."""
-        return [*self.constants, *storage.held_arrays()] if self.lifted.donated else None
-
     def _refuse_too_large(self, given: tuple[Any, ...]) -> None:
         """Raise an error, before the first run, if the program does not fit into the memory of a device."""
         if (has := self.mesh.memory_limit()) is not None:
@@ -315,17 +311,10 @@ def _mirrored_number(mesh: ReplicaMesh, kind: type, text: str, is_wide: bool) ->
 
 
 def place(
-    mesh: ReplicaMesh,
-    arrays: Sequence[Any],
-    leaves_of: Callable[[], Sequence[ArrayLeaf]],
-    names: Callable[[], Sequence[str]],
-    kept: Sequence[Any] | None = None,
+    program: Program, arrays: Sequence[Any], leaves_of: Callable[[], Sequence[ArrayLeaf]], names: Callable[[], Sequence[str]]
 ) -> list[Any]:
-    """Move array arguments to the mesh if they are elsewhere, or on this worker only; `names` are for messages.
-
-    A program that donates arguments must not donate what is `kept`.
-    """
-    placed = list(arrays)
+    """Move a program's arguments to its mesh if they are elsewhere, or on this worker only; `names` are for messages."""
+    mesh, placed = program.mesh, list(arrays)
     if mesh.is_alone:
         placed = [_mirrored_number(mesh, type(a), repr(a), is_wide()) if type(a) in NUMBERS else a for a in arrays]
     elsewhere = [position for position, array in enumerate(placed) if not is_placed(mesh, array)]
@@ -355,9 +344,10 @@ def place(
     if mesh.is_alone:
         kinds = [leaves[position] for position in elsewhere]
         targets = [mesh.stacked if kind.is_per_replica else placement_of_array(mesh, kind) for kind in kinds]
-        if kept is not None:
-            beside = [array for position, array in enumerate(placed) if position not in elsewhere]
-            moving = placement.unshared(mesh, moving, [*beside, *kept], is_moving=True)
+        if program.lifted.donated:
+            others = [array for position, array in enumerate(placed) if position not in elsewhere]
+            others += [*program.constants, *storage.held_arrays()]
+            moving = placement.unshared(mesh, moving, others, is_moving=True)
         moved = mesh.put(list(map(placement.own_copy, moving)), targets)
     else:
 

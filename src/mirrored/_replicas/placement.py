@@ -73,8 +73,8 @@ def unshared(mesh: ReplicaMesh, arrays: Sequence[Any], others: Sequence[Any], is
         arrays = list(map(own_copy, arrays))
     places_of = _memory_of if is_moving else lambda array: [id(array)]
     times = collections.Counter(place for array in (*arrays, *others) for place in places_of(array))
-    is_shared = [any(times[place] > 1 for place in places_of(a)) or _key_of(mesh, a) in _process.constants for a in arrays]
-    return [mesh.fresh(array) if shared else array for array, shared in zip(arrays, is_shared, strict=True)]
+    is_shared = lambda a: any(times[place] > 1 for place in places_of(a)) or _key_of(mesh, a) in _process.constants  # noqa: E731
+    return [mesh.fresh(array) if isinstance(array, jax.Array) and is_shared(array) else array for array in arrays]
 
 
 def _memory_of(array: object) -> list[Hashable]:

@@ -231,8 +231,6 @@ def overwrite(compiled: Callable[..., Any], home: Home, read_only: Sequence[Slot
                 _bring_home(home)
             if borrowed:
                 held.update(borrowed.keys() & home.every)
-            if held:
-                _refuse_deleted([*held & home.every, *held.intersection(read_only)])
             arguments = (home.arrays, arrays_of(read_only) if read_only else [], *others)
             first = next((array for array in arguments[0] or arguments[1] if hasattr(array, "is_ready")), None)
             if first is not None and first.is_ready():  # random keys and lost arrays have none
@@ -277,18 +275,6 @@ def overwrite_when_done(compiled: Callable[..., Any], home: Home, read_only: Seq
     return outputs
 
 
-def _refuse_deleted(slots: Sequence[Slot]) -> None:
-    """Raise an error for an array of which a part is deleted."""
-    # JAX looks at the first device only. The program would fail on the other, and take the variables that it writes with it.
-    for slot in slots:
-        if any(shard.data.is_deleted() for shard in getattr(slot.array, "addressable_shards", ())):
-            raise RuntimeError(
-                f"variable {slot.name!r} has been deleted on one of its devices: a program of JAX has donated an array that has "
-                "its memory, such as jax.device_put(variable.value, device). Nothing was changed. Assign the variable a new "
-                "value, and donate a copy, jnp.copy(variable.value)."
-            )
-
-
 def _bring_home(home: Home) -> None:
     """Move the arrays of a home's variables back from other homes; a Ctrl-C leaves each array in one of the two homes."""
     for index, slot in enumerate(home.slots):
@@ -305,6 +291,12 @@ def _give_copies(home: Home) -> None:
     """Replace held arrays by copies that nobody else holds, some at a time, so that not all exist twice at once."""
     indices = [index for index, slot in enumerate(home.slots) if slot in held]
     refuse_lost([home.arrays[index] for index in indices])
+    for index in indices:  # JAX looks at the first device only, and would wait on another forever
+        if any(shard.data.is_deleted() for shard in getattr(home.arrays[index], "addressable_shards", ())):
+            raise RuntimeError(
+                f"variable {home.slots[index].name!r} has been deleted on one of its devices: a program of JAX has donated what "
+                "has its memory, such as jax.device_put(variable.value, device). Assign a new value; donate jnp.copy(array)."
+            )
     if isinstance(home.arrays[indices[0]], Planned):  # nothing overwrites what has no values
         held.difference_update(home.every)
         return
