@@ -442,10 +442,10 @@ def test_sizes() -> None:
 #: was not there. The ground is together, and so are small wings that stand for one thing. `python tests/test_house.py` prints
 #: today's.
 BUDGETS = {
-    "_program": 6441,  # 4,000
+    "_program": 6442,  # 4,000
     "_jax": 1827,  # 1,300
     "_replicas": 3372,  # 2,100
-    "_variables": 2190,  # 1,700
+    "_variables": 2191,  # 1,700
     "_models": 1537,  # 1,050
     "_strategy": 1210,  # 1,100
     "_transforms": 595,  # 600

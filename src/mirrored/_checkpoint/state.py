@@ -364,7 +364,7 @@ def _plain_value(leaf: object, host: np.ndarray, entry: Mapping[str, Any]) -> An
     host = np.asarray(host)
     if leaf.weak_type and not host.shape:
         return jnp.asarray(host.item())  # from a Python number, so that the type stays weak
-    return jnp.asarray(host)
+    return jax.device_put(host)
 
 
 def _replace_leaves(path: str, tree: PyTree, new: Mapping[str, Any]) -> PyTree:

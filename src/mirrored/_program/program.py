@@ -149,7 +149,8 @@ class Program(abc.ABC):
             options["donate_argnums"] = (0, *(3 + position for position in lifted.donated))
         if out_shardings is not None:
             options["out_shardings"] = out_shardings
-        if mesh.storage is not Storage.WHOLE or any(spec_of(variable).division for variable in lifted.variables):
+        variables = lifted.variables
+        if mesh.storage is not Storage.WHOLE or any(spec_of(variable).division for variable in variables):
             options["compiler_options"] = platform_of(mesh.mesh).options_of_parts
         jitted = jax.jit(_spread(function) if lifted.donated else function, **options)
         compiled: Any = mesh.executable(jitted, name, lambda: [spec_of(variable).trainable for variable in lifted.variables])
@@ -159,7 +160,7 @@ class Program(abc.ABC):
             compiled = joint_programs.prepared(name, describe(), compiled, is_run=True, is_update=is_update)
         closed_over = lifted.closed.consts
         constants = closed_over and placement.mirror_constants(mesh, closed_over, f"an array that {name} closes over")
-        home, watch = storage.home_of(lifted.writes.slots), equal_copies.watch(mesh, lifted.variables)
+        home, watch = storage.home_of(lifted.writes.slots), equal_copies.watch(mesh, variables)
         # JAX looks at the first device only: with a part deleted on another, the program would take the variables with it.
         shared = closed_over and placement.shared_with_user(closed_over, constants)
         return cls(name, mesh, lifted.bare(), home, function, compiled, jax_name, constants, shared, watch, calls_host, **more)

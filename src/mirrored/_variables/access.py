@@ -39,7 +39,7 @@ def _copied(value: jax.Array) -> jax.Array | jax.ShapeDtypeStruct:
     if isinstance(value, Planned):
         return jax.ShapeDtypeStruct(value.shape, value.dtype)
     is_mirrored = value.is_fully_addressable and value.is_fully_replicated
-    return jnp.asarray(np.array(value.addressable_data(0))) if is_mirrored else jnp.copy(value)
+    return jax.device_put(np.array(value.addressable_data(0))) if is_mirrored else jnp.copy(value)
 
 
 def load(variable: Variable) -> jax.Array:

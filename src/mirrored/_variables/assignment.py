@@ -120,9 +120,10 @@ class Assignment:
             )
         array: Any = operand
         if not isinstance(operand, jax.Array | Planned):
-            if not hasattr(type(operand), "__jax_array__"):
+            if not (is_array := hasattr(type(operand), "__jax_array__")):
                 array = host_array(operand, what, spec.dtype)
-            array = jnp.asarray(array)
+            # `asarray` compiles a program for each shape.
+            array = jnp.asarray(array) if is_array or frames.is_traced() else jax.device_put(array)
         if not isinstance(array, jax.core.Tracer) and (array.committed or not spec.mesh.is_alone):
             if array is operand and not frames.is_traced():
                 placement.check_later(spec.mesh, [array], lambda _: f"what variable {spec.name!r} was given by {self.method}")
