@@ -32,7 +32,7 @@ OPTIMIZED := $(shell grep -rl --include='test_*.py' in_numpy tests)
 test-optimized: setup
 	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -q -n $(JOBS) $(OPTIMIZED)
 
-# What another version of Python, JAX, NumPy, Optax, grain or a model library can break: what we take of them, and each docstring's
+# What another version of Python, JAX, NumPy, Optax, grain or a model library can break: what we take of them, each docstring's
 # example, and how two workers end. The numbers of one device are compared at night.
 OF_VERSIONS := tests/_jax tests/_models tests/_command/test_check.py tests/data/test_sources.py tests/data/test_kinds.py \
   $(addprefix tests/test_,docs.py env.py optax.py public.py)

@@ -28,7 +28,7 @@ MUTANTS = [
      "tests/_program/test_program.py::test_of_an_array_given_twice_or_also_closed_over_a_copy_is_donated"),
     ("_variables/variable.py", "self._keep(placed_copy(value", "self._keep(placed(value",
      "tests/_program/test_program.py::test_a_variable_keeps_its_memory_when_what_it_was_given_or_gave_is_donated"),
-    ("_program/program.py", "self.shared and any(map(_is_deleted, self.shared))", "False",
+    ("_program/program.py", "self.shared and any(array.is_deleted() for array in self.shared)", "False",
      "tests/_program/test_program.py::test_a_step_whose_closed_over_array_is_deleted_says_so_and_changes_nothing[0]"),
     ("_variables/storage.py", "if any(shard.data.is_deleted() for shard", "if False and any(shard.data.is_deleted() for shard",
      "tests/_program/test_program.py::test_a_written_variable_that_is_deleted_on_one_device_is_named_and_no_other_is_lost"),

@@ -127,7 +127,7 @@ def _placed(mesh: ReplicaMesh | None, arrays: dict[Path, Any]) -> dict[Path, Any
     targets = {path: placement_of_array(mesh, array) for path, array in arrays.items() if isinstance(array, jax.Array)}
     missing = [path for path, target in targets.items() if arrays[path].sharding != target]
     others = [*(arrays[path] for path in targets.keys() - missing), *storage.held_arrays()]
-    moving = placement.unshared(mesh, [arrays[path] for path in missing], others, is_moving=True)
+    moving = placement.unshared(mesh, [placement.own_copy(arrays[path]) for path in missing], others, is_moving=True)
     moved = mesh.put(moving, [targets[path] for path in missing])
     return arrays | dict(zip(missing, moved, strict=True))
 

@@ -90,33 +90,37 @@ def explain(error: Exception, call: Call, knows_id: bool = False) -> None:
 
 def refuse_devices(jaxpr: jaxprs.Jaxpr, maps: frozenset[str], num_devices: int) -> None:
     """Refuse what XLA would end the process for: ordered prints on several devices, the primitives `maps`, Explicit axes."""
-    pairs = [(inner, top) for top in jaxpr.eqns for inner in (top, *jaxprs.inside(top))]
-    for equation, around in sorted(pairs, key=lambda pair: user_code.equation_line(*pair) == "<unknown>"):
-        if num_devices > 1 and jaxprs.is_ordered_print(equation):
-            raise ValueError(
-                "jax.debug.print or jax.debug.callback was given ordered=True, at "
-                f"{user_code.equation_line(equation, around)}. JAX keeps an order on one device only, and this program runs on "
-                f"{num_devices} devices. Leave ordered=True out; print ctx.replica_id_in_sync_group too, to see whose a value is."
-            )
-        if equation.primitive.name in maps and max(num_devices, equation.params["mesh"].size) > 1:
-            raise ContextError(
-                f"jax.shard_map or jax.pmap was called in a step, at {user_code.equation_line(equation, around)}, and a step "
-                "runs on each replica's one device. Leave the map out: strategy.run maps the step itself. For a function of "
-                "each row write jax.vmap(function)(rows); what needs other devices is for outside of the step."
-            )
-        if tracing.have_explicit_axes([equation]):
-            raise ValueError(
-                f"an array on a mesh with Explicit axes is used at {user_code.equation_line(equation, around)}: its type has the "
-                "devices of that mesh, the program those of the strategy. Pass it to the step, which brings it there: "
-                "strategy.run(step, args=(..., x)). Or make the mesh with axis_types=(jax.sharding.AxisType.Auto,)."
-            )
-        if maps and jaxprs.placements_in([equation]):
-            raise ContextError(
-                f"a step places an array on devices that it names, at {user_code.equation_line(equation, around)}, and a step "
-                "runs on each replica's one device. Leave out jax.device_put, jax.lax.with_sharding_constraint, or the "
-                "sharding or device given to jax.jit, jnp or a callback there: strategy.run places what a step uses. Arrays for "
-                "other devices are for outside of the step."
-            )
+    found = [_refusal(inner, top, maps, num_devices) for top in jaxpr.eqns for inner in (top, *jaxprs.inside(top))]
+    for error in sorted(filter(None, found), key=lambda error: "<unknown>" in str(error)):  # first those that name a line
+        raise error
+
+
+def _refusal(equation: jaxprs.Equation, around: jaxprs.Equation, maps: frozenset[str], num_devices: int) -> Exception | None:
+    if num_devices > 1 and jaxprs.is_ordered_print(equation):
+        return ValueError(
+            "jax.debug.print or jax.debug.callback was given ordered=True, at "
+            f"{user_code.equation_line(equation, around)}. JAX keeps an order on one device only, and this program runs on "
+            f"{num_devices} devices. Leave ordered=True out; print ctx.replica_id_in_sync_group too, to see whose a value is."
+        )
+    if equation.primitive.name in maps and max(num_devices, equation.params["mesh"].size) > 1:
+        return ContextError(
+            f"jax.shard_map or jax.pmap was called in a step, at {user_code.equation_line(equation, around)}, and a step "
+            "runs on each replica's one device. Leave the map out: strategy.run maps the step itself. For a function of "
+            "each row write jax.vmap(function)(rows); what needs other devices is for outside of the step."
+        )
+    if tracing.have_explicit_axes([equation]):
+        return ValueError(
+            f"an array on a mesh with Explicit axes is used at {user_code.equation_line(equation, around)}: its type has the "
+            "devices of that mesh, the program those of the strategy. Pass it to the step, which brings it there: "
+            "strategy.run(step, args=(..., x)). Or make the mesh with axis_types=(jax.sharding.AxisType.Auto,)."
+        )
+    if maps and jaxprs.placements_in([equation]):
+        return ContextError(
+            f"a step places an array on devices that it names, at {user_code.equation_line(equation, around)}, and a step runs "
+            "on each replica's one device. Leave out jax.device_put, with_sharding_constraint, or the sharding or device of "
+            "jax.jit, jnp or a callback there: strategy.run places what a step uses. Other devices are for outside of the step."
+        )
+    return None
 
 
 def _explain_number(error: Exception, call: Call, where: str) -> OneProgramError | None:

@@ -6,7 +6,6 @@ import abc
 import contextlib
 import dataclasses
 import functools
-import operator
 import signal
 import sys
 import threading
@@ -98,12 +97,6 @@ _WHERE_A_NAN_IS_MADE = (
     "For an infinity it is jax.debug_infs(True)."
 )
 
-_CLOSED_OVER_IS_DELETED = (
-    "an array that {name} closes over has been deleted, by a program that donates it or by its delete(). Nothing was changed. "
-    "Pass the present array as an argument, strategy.run(step, args=(x,)), or donate a copy, jnp.copy(x)."
-)
-_is_deleted = operator.methodcaller("is_deleted")
-
 
 @dataclasses.dataclass(eq=False)
 class Program(abc.ABC):
@@ -172,8 +165,11 @@ class Program(abc.ABC):
     def execute(self, arrays: list[Any]) -> list[Any]:
         """Run on placed arrays, keep the new values of the variables, and return the arrays of the result."""
         in_flight.require_threads()
-        if self.shared and any(map(_is_deleted, self.shared)):
-            raise RuntimeError(_CLOSED_OVER_IS_DELETED.format(name=self.name))
+        if self.shared and any(array.is_deleted() for array in self.shared):
+            raise RuntimeError(
+                f"an array that {self.name} closes over has been deleted, by a program that donates it or by its delete(). "
+                "Nothing was changed. Pass the present array, strategy.run(step, args=(x,)), or donate a copy, jnp.copy(x)."
+            )
         read_only = self.lifted.reads.slots
         given: tuple[Any, ...] = arrays, self.constants
         if self.lifted.donated:
@@ -345,11 +341,11 @@ def place(
     if mesh.is_alone:
         kinds = [leaves[position] for position in elsewhere]
         targets = [mesh.stacked if kind.is_per_replica else placement_of_array(mesh, kind) for kind in kinds]
+        moving = list(map(placement.own_copy, moving))
         if program.lifted.donated:
-            others = [array for position, array in enumerate(placed) if position not in elsewhere]
-            others += [*program.constants, *storage.held_arrays()]
-            moving = placement.unshared(mesh, moving, others, is_moving=True)
-        moved = mesh.put(list(map(placement.own_copy, moving)), targets)
+            beside = [array for position, array in enumerate(placed) if position not in elsewhere]
+            moving = placement.unshared(mesh, moving, [*beside, *program.constants, *storage.held_arrays()], is_moving=True)
+        moved = mesh.put(moving, targets)
     else:
 
         def differ(index: int, workers: Sequence[int]) -> None:

@@ -69,8 +69,6 @@ def unshared(mesh: ReplicaMesh, arrays: Sequence[Any], others: Sequence[Any], is
     """Return arrays any of which may be donated: copies of those given twice, closed over, or among `others`."""
     # A program that donates an array and has it twice may fail on some devices only: it takes the written variables with it, and
     # the next program may wait forever. A moved array shares the memory of the user's, which other arrays may share too.
-    if is_moving:
-        arrays = list(map(own_copy, arrays))
     places_of = _memory_of if is_moving else lambda array: [id(array)]
     times = collections.Counter(place for array in (*arrays, *others) for place in places_of(array))
     is_shared = lambda a: any(times[place] > 1 for place in places_of(a)) or _key_of(mesh, a) in _process.constants  # noqa: E731
